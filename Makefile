@@ -1,0 +1,46 @@
+# Lockstep: `make help` lists what there is.
+# With CUDA: make train CONSTRAINTS=constraints-cuda.txt
+
+PYTHON ?= python3
+BIN := .venv/bin
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
+RANKS ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$gpus" -gt 0 ] && echo $$gpus || echo 2)
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test check format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: .venv/.installed  ## sets up .venv with the command `lockstep`
+
+.venv/.installed: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lockstep needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable '.[digits]'
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) --editable '.[digits,hf,dev]'
+	@touch $@
+
+train: .venv/.installed  ## trains the default recipe: on every GPU, or on 2 CPU ranks
+	$(BIN)/lockstep train stdlib-lm --ranks $(RANKS)
+
+test: .venv/.installed-dev  ## passes the whole suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: .venv/.installed-dev  ## format, lint, types, floors, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+format: .venv/.installed-dev  ## formats and fixes what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## removes .venv and caches, not runs
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info

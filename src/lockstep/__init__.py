@@ -1,0 +1,49 @@
+"""Lockstep: the same training run under any strategy.
+
+Names load what they need when they are first used, so that `import lockstep` costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config as Config
+    from lockstep.core.errors import ConfigError as ConfigError
+    from lockstep.core.errors import Failure as Failure
+    from lockstep.core.errors import GiveUp as GiveUp
+    from lockstep.core.records import Batch as Batch
+    from lockstep.core.records import EvaluationReport as EvaluationReport
+    from lockstep.core.records import StepReport as StepReport
+    from lockstep.monitor import journal as log
+    from lockstep.training.api import session as session
+    from lockstep.training.api import train as train
+    from lockstep.training.session import Session as Session
+    from lockstep.training.session import steps as steps
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Batch": "lockstep.core.records",
+    "Config": "lockstep.config.schema",
+    "ConfigError": "lockstep.core.errors",
+    "EvaluationReport": "lockstep.core.records",
+    "Failure": "lockstep.core.errors",
+    "GiveUp": "lockstep.core.errors",
+    "Session": "lockstep.training.session",
+    "StepReport": "lockstep.core.records",
+    "session": "lockstep.training.api",
+    "steps": "lockstep.training.session",
+    "train": "lockstep.training.api",
+}
+
+__all__ = ["__version__", "log", *sorted(_HOMES)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name == "log":
+        return importlib.import_module("lockstep.monitor.journal")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"lockstep has no {name!r}; it has {', '.join(__all__)}")

@@ -1,0 +1,92 @@
+"""lockstep config show | check | schema"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, read_config, split
+from lockstep.config.closeness import close
+
+_WAYS = {
+    "show": "every value, and where it came from",
+    "check": "ok, or all that is wrong",
+    "schema": "the JSON Schema that editors complete from",
+}
+
+
+def run(words: Sequence[str]) -> int:
+    """Delegates to one of the three."""
+    if not words or words[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {way:<6}  {summary}" for way, summary in _WAYS.items())
+        print(f"usage: lockstep config {{show,check,schema}} ...\n\n{lines}\n\n{CONFIG_EPILOG}")
+        return 0 if words else 2
+    way, *rest = words
+    if way == "show":
+        return _show(rest)
+    if way == "check":
+        return _check(rest)
+    if way == "schema":
+        return _schema(rest)
+    near = close(way, _WAYS)
+    meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
+    print(f"lockstep: config can't {way}{meant}", file=sys.stderr)
+    return 2
+
+
+def _show(words: Sequence[str]) -> int:
+    parser = _parser("show")
+    parser.add_argument("--json", action="store_true", help="as a JSON object: key to value and origin")
+    own, overrides = split(words, parser.flags())
+    asked = parser.parse_args(own)
+    loaded, _ = read_config(asked.config, overrides, parser.flags())
+
+    from lockstep.config.loading import values
+    from lockstep.config.wording import yaml_like
+
+    found = values(loaded.config)
+    if asked.json:
+        told = {key: {"value": value, "from": loaded.origins[key]} for key, value in found.items()}
+        print(json.dumps(told, indent=2, ensure_ascii=False))
+        return 0
+    _print_table([
+        (key, value if isinstance(value, str) and value else yaml_like(value), loaded.origins[key])
+        for key, value in found.items()
+    ])  # fmt: skip
+    return 0
+
+
+def _print_table(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Key, value, origin; an empty line between the sections."""
+    first, second = (max(len(row[column]) for row in rows if len(row[column]) <= 40) for column in (0, 1))
+    section = ""
+    for key, value, origin in rows:
+        if section and key.split(".")[0] != section:
+            print()
+        section = key.split(".")[0]
+        print(f"{key:<{first}}  {value:<{second}}  {origin}")
+
+
+def _check(words: Sequence[str]) -> int:
+    parser = _parser("check")
+    own, overrides = split(words, parser.flags())
+    read_config(parser.parse_args(own).config, overrides, parser.flags())
+    print("ok")
+    return 0
+
+
+def _schema(words: Sequence[str]) -> int:
+    Parser("config schema", "The JSON Schema that editors complete from.").parse_args(words)
+
+    from lockstep.config.reference import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _parser(way: str) -> Parser:
+    summary = _WAYS[way][0].upper() + _WAYS[way][1:] + "."
+    parser = Parser(f"config {way}", summary, CONFIG_EPILOG, "[RECIPE ...] [overrides]")
+    add_config(parser)
+    return parser

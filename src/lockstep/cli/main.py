@@ -1,0 +1,121 @@
+"""The door: finds the verb, hands over, turns failures into exit codes.
+
+    argv --> --local-rank=N taken out, checked --> verb's file imported --> run(arguments) --> exit code
+
+    0 done    1 failed    2 fix your config (or the command line)    130 stopped
+
+Only the verb's own file is imported, and heavy packages only inside the functions that need them: `--help` and mistakes
+in configs are answered in 0.2 s.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from lockstep.core.errors import ConfigError, Failure, Stopped
+
+VERBS = {
+    "train": ("train", "train a recipe or a config file"),
+    "eval": ("evaluate", "judge the model of a run on its evaluation sets"),
+    "generate": ("generate", "let the language model of a run go on with a text"),
+    "plan": ("plan", "what a run will be, without starting it"),
+    "config": ("config", "show, check, or describe configs"),
+    "recipes": ("recipes", "list the configs that come with Lockstep"),
+    "data": ("data", "fetch what a recipe needs; turn text into tokens"),
+    "version": ("version", "print versions"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command; returns the exit code. `argv` is what follows the program's name."""
+    try:
+        return _dispatch(_without_local_rank(list(sys.argv[1:] if argv is None else argv)))
+    except SystemExit as exit_:  # argparse has said what is wrong, or has printed help
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except Failure as failure:
+        _flush()
+        print(f"lockstep: {_introduced(failure)}", file=sys.stderr)
+        return failure.exit_code
+    except KeyboardInterrupt:
+        print("lockstep: stopped", file=sys.stderr)
+        return Stopped.exit_code
+    except BrokenPipeError:  # the reader of our output, such as `head`, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        arguments[0] = "version"
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise ConfigError(_no_verb(verb))
+    code = import_module(f"lockstep.cli.{VERBS[verb][0]}").run(rest)
+    sys.stdout.flush()  # a closed pipe is noticed here, not at exit
+    assert isinstance(code, int)
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    lines = "\n".join(f"  {verb:<{width}}  {summary}" for verb, (_, summary) in VERBS.items())
+    return (
+        "usage: lockstep VERB ...\n\n"
+        "Distributed PyTorch training where the run stays the same run, whatever the strategy.\n\n"
+        f"{lines}\n\n"
+        "lockstep VERB --help says more. To begin: lockstep train"
+    )
+
+
+def _no_verb(word: str) -> str:
+    from lockstep.config.closeness import close
+
+    near = close(word, VERBS)
+    return f"there is no verb {word!r}; " + (f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}")
+
+
+def _introduced(failure: Failure) -> str:
+    """Several problems get a line of their own each."""
+    problems = failure.problems if isinstance(failure, ConfigError) else ()
+    if len(problems) > 1:
+        return f"{len(problems)} problems in the config\n" + "\n".join(f"  {problem}" for problem in problems)
+    return str(failure)
+
+
+def _flush() -> None:
+    """What was printed comes before what went wrong."""
+    sys.stdout.flush()
+
+
+# --- torch.distributed.launch and deepspeed ------------------------------------------------------------------------
+
+_LOCAL_RANK = ("--local-rank", "--local_rank")
+
+
+def _without_local_rank(arguments: list[str]) -> list[str]:
+    """These launchers insert `--local-rank=N` or `--local_rank=N`; it must be what LOCAL_RANK says."""
+    kept: list[str] = []
+    items = iter(arguments)
+    for item in items:
+        flag, equals, value = item.partition("=")
+        if flag in _LOCAL_RANK:
+            _check_local_rank(flag, value if equals else next(items, ""))
+        else:
+            kept.append(item)
+    return kept
+
+
+def _check_local_rank(flag: str, value: str) -> None:
+    environment = os.environ.get("LOCAL_RANK")
+    if not value.isdigit():
+        raise ConfigError(f"{flag} {value!r} is not a whole number of 0 or more")
+    if environment is None:
+        raise ConfigError(f"{flag}={value} is for launchers, which also set LOCAL_RANK; to start ranks, use --ranks")
+    if environment != value:
+        raise ConfigError(f"{flag}={value} contradicts LOCAL_RANK={environment}")

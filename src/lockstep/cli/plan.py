@@ -1,0 +1,35 @@
+"""lockstep plan RECIPE --ranks N [overrides]"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.cli.words import (
+    CONFIG_EPILOG,
+    Parser,
+    add_config,
+    add_json,
+    add_trust,
+    ranks,
+    ranks_override,
+    read_config,
+    split,
+)
+from lockstep.core.arguments import PlanArguments
+
+
+def run(words: Sequence[str]) -> int:
+    """Starts no process."""
+    summary = "What a run will be: batch, steps, parameters, bytes per rank under every strategy."
+    parser = Parser("plan", summary, CONFIG_EPILOG, "[RECIPE ...] [options] [overrides]")
+    add_config(parser)
+    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="as if started on so many ranks")
+    add_json(parser)
+    add_trust(parser)
+    own, overrides = split(words, parser.flags())
+    asked = parser.parse_args(own)
+    loaded, name = read_config(asked.config, [*overrides, *ranks_override(asked.ranks)], parser.flags())
+
+    from lockstep.training.command import plan
+
+    return plan(loaded, name, PlanArguments(json=asked.json, trust_remote_code=asked.trust_remote_code))

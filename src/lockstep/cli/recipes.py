@@ -1,0 +1,20 @@
+"""lockstep recipes"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.cli.words import Parser
+
+
+def run(words: Sequence[str]) -> int:
+    """Name and description, a line each; the default first."""
+    Parser("recipes", "Lists the configs that come with Lockstep.").parse_args(words)
+
+    from lockstep.config.recipes import recipes
+
+    found = recipes()
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        print(f"{recipe.name:<{width}}  {recipe.description}")
+    return 0

@@ -1,0 +1,23 @@
+"""lockstep version"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+
+from lockstep.cli.words import Parser
+
+
+def run(words: Sequence[str]) -> int:
+    """Lockstep, Python and torch, without importing it."""
+    Parser("version", "Prints versions.").parse_args(words)
+    print(f"lockstep {_version('lockstep-train')}, torch {_version('torch')}, Python {platform.python_version()}")
+    return 0
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,17 @@
+"""Which known word was probably meant by a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def close(word: str, known: Iterable[str]) -> str | None:
+    """The known word that differs least, whatever the case and the kind of dash."""
+    plain = {_plain(item): item for item in known}
+    near = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
+    return plain[near[0]] if near else None
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")

@@ -1,0 +1,194 @@
+"""pydantic's errors to problems that a reader can act on.
+
+    loc ("model", "transformer", "layers")   ->   where run.yaml:3:11, key model.layers
+    type int_type, input "abc"               ->   'abc' is not a whole number above 0
+
+One problem a key: what a key wants is said once, however many members of a union refused the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from lockstep.config import shape, suggestions
+from lockstep.config.foreign_words import Context, translate
+from lockstep.config.merging import inside
+from lockstep.config.reading import Items, Leaf, Node, Table, leaves
+from lockstep.config.shape import Shape
+from lockstep.config.wording import expectation, nearest, shown
+from lockstep.core.errors import Problem
+
+Path = tuple[str, ...]
+
+
+def problems(error: ValidationError, tree: Table) -> list[Problem]:
+    """One for each key, in the order of the schema."""
+    grouped: dict[Path, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False, include_input=False):
+        grouped.setdefault(_path(details["loc"], details["type"]), []).append(details)
+    context = _context(tree)
+    return [problem for path, group in grouped.items() for problem in _about(path, group, tree, context)]
+
+
+def _about(path: Path, group: list[ErrorDetails], tree: Table, context: Context) -> list[Problem]:
+    details, key = group[0], ".".join(path)
+    node, at, where = _find(tree, path)
+    match details["type"]:
+        case "extra_forbidden":
+            return _unknown(path, tree, context)
+        case "missing" | "union_tag_not_found":
+            return [Problem(where, key, _missing(at))]
+        case "value_error":
+            return [Problem(where, key, str(details["ctx"]["error"]))]
+    if node is None:
+        return [Problem(where, key, details["msg"])]
+    return [Problem(where, key, _refused(path, node, at, context))]
+
+
+# --- unknown and missing keys -------------------------------------------------------------------------------------
+
+
+def _unknown(path: Path, tree: Table, context: Context) -> list[Problem]:
+    node, _, _ = _find(tree, path)
+    _, parent, _ = _find(tree, path[:-1])
+    assert node is not None
+    siblings = list(dict.fromkeys(key for section in _chosen(tree, path[:-1], parent) for key in shape.fields(section)))
+    found = [Problem(_key_place(tree, path), ".".join(path), suggestions.for_key(path, siblings, node, context))]
+    if isinstance(node, Table):  # words of another tool, under a section of another tool
+        for deeper, leaf in leaves(node):
+            answer = translate(deeper[-1], leaf, context) if deeper else None
+            if answer and not translate(path[-1], node, context):
+                found.append(Problem(_key_place(tree, path + deeper), ".".join(path + deeper), answer))
+    return found
+
+
+def _missing(at: Shape) -> str:
+    if at.kinds:
+        return f"is missing; one of {', '.join(at.kinds)}"
+    return f"is missing; it is {expectation(at)}"
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def _refused(path: Path, node: Node, at: Shape, context: Context) -> str:
+    """Why the value doesn't do, and what would."""
+    if at.kinds and path[-1] == "kind" and isinstance(node, Leaf):
+        near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
+        return f"{shown(node)} is not a kind of {_thing(path)}{near or '; one of ' + ', '.join(at.kinds)}"
+    answer = translate(path[-1], node, context) if at.sections() else None
+    return answer or f"{shown(node)} is not {expectation(at)}{_hint(node, at)}"
+
+
+def _hint(node: Node, at: Shape) -> str:
+    if isinstance(node, Leaf):
+        return _leaf_hint(node, at)
+    if isinstance(node, Items) and at.length:
+        return f"; it has {len(node.items)}"
+    return ""
+
+
+def _leaf_hint(leaf: Leaf, at: Shape) -> str:
+    text, value = leaf.text or leaf.value, leaf.value
+    if at.boolean and isinstance(value, str) and value.lower() in _SWITCHES:
+        return f"; {value} is text in YAML 1.2: write {_SWITCHES[value.lower()]}"
+    if at.choices and isinstance(text, str) and (near := suggestions.for_value(text, at.choices)):
+        return near
+    if (at.whole or at.real) and leaf.text is None and isinstance(value, str) and _is_number(value):
+        return f"; without the quotes it is: {value}"
+    bounds = at.real or at.whole
+    if bounds and (number := nearest(value, bounds, whole=at.real is None)):
+        return f"; the nearest is {number}"
+    if at.items and not at.items.sections() and value is not None:
+        return f"; write [{', '.join([str(text)] * (at.length or 1))}]"
+    return ""
+
+
+_SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _thing(path: Path) -> str:
+    return ".".join(path[:-1])
+
+
+# --- places -------------------------------------------------------------------------------------------------------
+
+
+def _path(loc: Sequence[int | str], kind: str) -> Path:
+    """The key an error is about: pydantic's location without the names it gives to members of unions."""
+    path: list[str] = []
+    at = shape.root()
+    for part in loc:
+        section = at.select(None)
+        if at.kinds and part in at.kinds:
+            at = Shape(section=at.kinds[str(part)])
+        elif section and (part in shape.fields(section) or kind == "extra_forbidden"):
+            path.append(str(part))
+            at = shape.fields(section).get(str(part), shape.ANYTHING)
+        elif at.values and part != "[key]":
+            path.append(str(part))
+            at = at.values
+        elif at.items and isinstance(part, int):
+            path.append(str(part))
+            at = at.items
+        else:
+            break
+    return (*path, "kind") if at.kinds and kind.startswith("union_tag") else tuple(path)
+
+
+def _find(tree: Table, path: Path) -> tuple[Node | None, Shape, str]:
+    """What was written at the path, what is wanted there, and the nearest place there is."""
+    node: Node | None = tree
+    at, where = shape.root(), tree.where
+    for key in path:
+        if key == "kind" and at.kinds:
+            inner = at
+        else:
+            kind = node.get("kind") if isinstance(node, Table) else None
+            inner = at.items if at.items else inside(at, key, kind)
+        node, where = _step(node, key, where)
+        at = inner
+    return node, at, where
+
+
+def _step(node: Node | None, key: str, where: str) -> tuple[Node | None, str]:
+    if isinstance(node, Table) and (entry := node.entries.get(key)):
+        return entry.node, entry.where if isinstance(entry.node, Table) else entry.node.where
+    if isinstance(node, Items) and key.isdigit() and int(key) < len(node.items):
+        return node.items[int(key)], node.items[int(key)].where
+    return None, where
+
+
+def _key_place(tree: Table, path: Path) -> str:
+    parent, _, where = _find(tree, path[:-1])
+    entry = parent.entries.get(path[-1]) if isinstance(parent, Table) else None
+    return entry.where if entry else where
+
+
+def _chosen(tree: Table, path: Path, at: Shape) -> tuple[type, ...]:
+    node, _, _ = _find(tree, path)
+    kind = node.get("kind") if isinstance(node, Table) else None
+    section = at.select(kind.value if isinstance(kind, Leaf) else None)
+    return (section,) if section else at.sections()
+
+
+def _context(tree: Table) -> Context:
+    """All values by dotted key and by last word, for answers that need two of them."""
+    context: dict[str, object] = {}
+    for path, leaf in leaves(tree):
+        value = leaf.value if isinstance(leaf, Leaf) else None
+        context[".".join(path)] = value
+        if path:
+            context.setdefault(path[-1], value)
+    return context

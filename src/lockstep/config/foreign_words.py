@@ -1,0 +1,273 @@
+"""Words of other tools, answered with ours and, where it can be computed, the value.
+
+    max_grad_norm: 0.5                      ->   Lockstep's word is optim.clip_norm: write `optim.clip_norm: 0.5`
+    gradient_accumulation_steps: 4          ->   write `batch.global_size: 64` and `batch.micro_size: 16`
+      beside per_device_train_batch_size: 16
+
+Three tables: words that are only renamed, words whose value changes too, words for what doesn't exist here. They come
+from transformers' TrainingArguments and model configs, Accelerate, Lightning, DeepSpeed, torchrun and common scripts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from lockstep.config.reading import Leaf, Node
+
+Context: TypeAlias = Mapping[str, object]
+"""All values of the config, by dotted key and by last word."""
+
+Answer: TypeAlias = Callable[[object, Context], str]
+
+_RENAMED: dict[str, tuple[str, ...]] = {
+    "batch.global_size": ("train_batch_size", "global_batch_size", "total_batch_size"),
+    "batch.micro_size": ("train_micro_batch_size_per_gpu", "micro_batch_size", "device_batch_size"),
+    "evaluation.micro_size": ("per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_batch_size"),
+    "optim.lr": ("learning_rate", "max_lr", "peak_lr", "base_lr"),
+    "optim.eps": ("adam_epsilon", "epsilon"),
+    "optim.weight_decay": ("wd", "l2"),
+    "run.tokens": ("max_tokens", "num_tokens"),
+    "schedule.warmup_steps": ("num_warmup_steps", "warmup_num_steps", "warmup_iters"),
+    "schedule.warmup_ratio": ("warmup_fraction", "warmup_proportion"),
+    "objective.label_smoothing": ("label_smoothing_factor",),
+    "precision.loss_scale.growth_interval": ("loss_scale_window",),
+    "data.loader.workers": ("dataloader_num_workers", "num_workers"),
+    "data.loader.pin_memory": ("dataloader_pin_memory",),
+    "data.loader.persistent_workers": ("dataloader_persistent_workers",),
+    "data.loader.prefetch": ("dataloader_prefetch_factor", "prefetch_factor"),
+    "data.drop_last": ("dataloader_drop_last",),
+    "data.train.name": ("dataset_name",),
+    "data.train.configuration": ("dataset_config_name", "dataset_config"),
+    "data.train.tokenizer": ("tokenizer_name", "tokenizer_name_or_path"),
+    "monitor.every": ("logging_steps", "log_every", "log_every_n_steps", "log_interval", "steps_per_print"),
+    "evaluation.every": ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
+    "run.seed": ("random_seed", "data_seed", "manual_seed"),
+    "run.folder": ("output_dir", "default_root_dir", "save_dir", "out_dir", "logging_dir", "log_dir"),
+    "launch.ranks": ("devices", "num_processes", "nproc_per_node", "num_gpus", "gpus", "world_size"),
+    "launch.timeout": ("ddp_timeout",),
+    "launch.backend": ("ddp_backend", "dist_backend"),
+    "launch.port": ("main_process_port", "master_port"),
+    "parallel.ddp.find_unused_parameters": ("ddp_find_unused_parameters",),
+    "parallel.ddp.bucket_mb": ("ddp_bucket_cap_mb", "bucket_cap_mb"),
+    "parallel.ddp.sync_batchnorm": ("sync_bn", "use_sync_bn"),
+    "model.pretrained": ("model_name_or_path", "pretrained_model_name_or_path", "model_name"),
+    "model.layers": ("n_layer", "n_layers", "num_layers", "num_hidden_layers", "depth"),
+    "model.heads": ("n_head", "n_heads", "num_heads", "num_attention_heads"),
+    "model.kv_heads": ("n_kv_heads", "num_key_value_heads"),
+    "model.width": ("n_embd", "hidden_size", "d_model", "hidden_dim"),
+    "model.mlp_width": ("intermediate_size", "ffn_dim", "d_ff"),
+    "model.vocabulary": ("vocab_size",),
+    "model.tie_embeddings": ("tie_word_embeddings", "tie_weights"),
+    "model.rope_base": ("rope_theta",),
+    "model.compile": ("torch_compile",),
+}
+
+_ABSENT: dict[str, tuple[str, ...]] = {
+    "checkpoints are not written yet; leave it out": (
+        "save_steps", "save_strategy", "save_total_limit", "save_interval", "save_every", "checkpoint_interval",
+        "checkpointing", "enable_checkpointing", "resume_from_checkpoint", "load_best_model_at_end", "checkpoint",
+    ),
+    "activation checkpointing is not there yet; leave it out": (
+        "gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing_kwargs",
+    ),
+    "this strategy is not there yet; `parallel.strategy` is auto, single, dp or ddp": (
+        "zero_optimization", "zero_stage", "deepspeed", "fsdp", "fsdp_config", "fsdp_plugin", "tensor_parallel_size",
+        "pipeline_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "tp_size", "pp_size",
+    ),
+    "the hub is never written to; leave it out": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
+    "start one process a rank with torchrun on every machine; lockstep starts those of one": (
+        "num_nodes", "nnodes", "num_machines", "machine_rank", "node_rank",
+    ),
+    "it is said on the command line, for every run anew: --trust-remote-code": ("trust_remote_code",),
+}  # fmt: skip
+
+
+def translate(word: str, node: Node, context: Context) -> str | None:
+    """What to write instead of another tool's word; None if it is nobody's."""
+    word = word.lower().replace("-", "_")
+    value = node.value if isinstance(node, Leaf) else None
+    if word in _TARGETS:
+        return _write(_TARGETS[word], value)
+    if word in _REASONS:
+        return _REASONS[word]
+    return _COMPUTED[word](value, context) if word in _COMPUTED else None
+
+
+_TARGETS = {word: key for key, words in _RENAMED.items() for word in words}
+_REASONS = {word: reason for reason, words in _ABSENT.items() for word in words}
+
+
+def _write(key: str, value: object) -> str:
+    return f"Lockstep's word is {key}" if value is None else f"Lockstep's word is {key}: write `{key}: {_yaml(value)}`"
+
+
+def _yaml(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+# --- batch sizes --------------------------------------------------------------------------------------------------
+
+_MICRO = ("per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu",
+          "micro_batch_size", "device_batch_size", "batch.micro_size", "batch_size")  # fmt: skip
+_ACCUMULATION = ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accumulation_steps", "grad_accum")
+_RANKS = ("launch.ranks", "devices", "num_processes", "nproc_per_node", "num_gpus", "gpus", "world_size")
+
+
+def _batch(value: object, context: Context) -> str:
+    """Micro-batch, accumulation and ranks, of which one may be unknown, to the global batch."""
+    micro, accumulation = _number(context, _MICRO), _number(context, _ACCUMULATION)
+    ranks = _number(context, _RANKS)
+    if micro is None:
+        factor = f"{accumulation or 'accumulation'} x samples per forward x ranks"
+        return f"Lockstep derives accumulation from the global batch: write `batch.global_size` = {factor}"
+    factors = [micro, accumulation or 1] + ([ranks] if ranks else [])
+    product, total = " x ".join(map(str, factors)), math.prod(factors)
+    missing = "" if ranks else ", times the number of ranks it was made for"
+    return (
+        f"Lockstep derives accumulation from the global batch: write `batch.global_size: {total}` ({product}{missing}) "
+        f"and `batch.micro_size: {micro}`"
+    )
+
+
+def _number(context: Context, names: tuple[str, ...]) -> int | None:
+    values = (context.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+# --- everything else whose value changes --------------------------------------------------------------------------
+
+
+def _clip(value: object, context: Context) -> str:
+    return _write("optim.clip_norm", "null" if value in (0, False, -1) else value)
+
+
+def _length(unit: str) -> Answer:
+    def answer(value: object, context: Context) -> str:
+        key = f"run.{unit}"
+        if isinstance(value, int | float) and value < 0:
+            return f"Lockstep's word is {key}; for no limit by it leave it out, and give another length of the run"
+        return _write(key, value)
+
+    return answer
+
+
+def _betas(value: object, context: Context) -> str:
+    first, second = context.get("adam_beta1", context.get("beta1")), context.get("adam_beta2", context.get("beta2"))
+    pair = f"[{0.9 if first is None else first}, {0.999 if second is None else second}]"
+    return _write("optim.betas", pair)
+
+
+_CURVES = {
+    "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+    "warmup_stable_decay": "warmup-stable-decay", "wsd": "warmup-stable-decay", "warmuplr": "constant",
+    "warmupdecaylr": "linear", "warmupcosinelr": "cosine", "cosineannealinglr": "cosine", "none": "constant",
+}  # fmt: skip
+
+
+def _curve(value: object, context: Context) -> str:
+    if not isinstance(value, str):
+        return "Lockstep's word is schedule.kind: constant, linear, cosine or warmup-stable-decay"
+    kind = _CURVES.get(value.lower().replace("-", "_"))
+    if kind is None:
+        return f"there is no {value} schedule; `schedule.kind` is constant, linear, cosine or warmup-stable-decay"
+    return _write("schedule.kind", kind)
+
+
+_OPTIMIZERS = ("adamw", "adafactor", "muon", "lion", "adam", "sgd")
+
+
+def _optimizer(value: object, context: Context) -> str:
+    name = next((name for name in _OPTIMIZERS if isinstance(value, str) and value.lower().startswith(name)), None)
+    return _write("optim.name", name) if name else f"`optim.name` is one of {', '.join(sorted(_OPTIMIZERS))}"
+
+
+_ARITHMETIC = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"), ("float16", "fp16"), ("16", "fp16"),
+               ("fp32", "fp32"), ("float32", "fp32"), ("32", "fp32"), ("no", "fp32"), ("auto", "auto"))  # fmt: skip
+
+
+def _compute(value: object, context: Context) -> str:
+    said = str(value).lower().removeprefix("torch.")
+    compute = next((ours for theirs, ours in _ARITHMETIC if said.startswith(theirs)), None)
+    return _write("precision.compute", compute) if compute else "`precision.compute` is auto, fp32, bf16 or fp16"
+
+
+def _switch(arithmetic: str) -> Answer:
+    return lambda value, context: _write("precision.compute", "fp32" if value is False else arithmetic)
+
+
+def _loss_scale(value: object, context: Context) -> str:
+    return _write("precision.loss_scale.initial", 2**value if isinstance(value, int) and 0 <= value < 64 else None)
+
+
+def _strategy(value: object, context: Context) -> str:
+    said = str(value).lower()
+    if said.startswith("ddp"):
+        unused = " and `parallel.ddp.find_unused_parameters: true`" if "unused_parameters_true" in said else ""
+        return _write("parallel.strategy", "ddp") + unused
+    if said in ("dp", "auto", "single", "single_device"):
+        return _write("parallel.strategy", said.removesuffix("_device"))
+    return f"{value} is not there yet; `parallel.strategy` is auto, single, dp or ddp"
+
+
+def _eval_strategy(value: object, context: Context) -> str:
+    if value in ("epoch", "epochs"):
+        return _write("evaluation.every", "1 epoch")
+    if value in ("no", False):
+        return _write("evaluation.every", "null")
+    steps = context.get("eval_steps")
+    return _write("evaluation.every", steps) if steps is not None else "Lockstep's word is evaluation.every"
+
+
+def _eval_epochs(value: object, context: Context) -> str:
+    return _write("evaluation.every", f"{value} epoch{'' if value == 1 else 's'}")
+
+
+def _progress(shows: bool) -> Answer:
+    return lambda value, context: _write("monitor.progress", "auto" if value is shows else "plain")
+
+
+def _trackers(value: object, context: Context) -> str:
+    if value in ("none", False, None):
+        return _write("monitor.tensorboard", False)
+    if value in ("tensorboard", "all", True):
+        return _write("monitor.tensorboard", True)
+    return f"there is no {value} yet; `monitor.tensorboard` and metrics.jsonl are"
+
+
+def _deterministic(value: object, context: Context) -> str:
+    return _write("run.determinism", "default" if value is False else "deterministic")
+
+
+def _sequence_length(value: object, context: Context) -> str:
+    key = "max_length" if context.get("data.train.kind") == "huggingface" else "length"
+    return _write(f"data.train.{key}", value)
+
+
+_COMPUTED: dict[str, Answer] = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_gpu_train_batch_size", "batch_size"), _batch),
+    **dict.fromkeys(_ACCUMULATION, _batch),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "gradient_clipping", "clip_grad_norm", "grad_clip"), _clip),
+    **dict.fromkeys(("num_train_epochs", "max_epochs", "num_epochs", "n_epochs"), _length("epochs")),
+    **dict.fromkeys(("max_steps", "max_train_steps", "total_steps", "num_training_steps"), _length("steps")),
+    **dict.fromkeys(("train_steps", "max_iters", "num_steps", "total_num_steps"), _length("steps")),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), _betas),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_schedule", "schedule"), _curve),
+    **dict.fromkeys(("optimizer", "optim", "optimizer_name", "optimizer_type"), _optimizer),
+    **dict.fromkeys(("precision", "mixed_precision", "torch_dtype", "dtype", "amp"), _compute),
+    "fp16": _switch("fp16"),
+    "bf16": _switch("bf16"),
+    "initial_scale_power": _loss_scale,
+    **dict.fromkeys(("strategy", "distributed_type", "accelerator", "parallel"), _strategy),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
+    "check_val_every_n_epoch": _eval_epochs,
+    "disable_tqdm": _progress(False),
+    "enable_progress_bar": _progress(True),
+    **dict.fromkeys(("report_to", "logger", "trackers", "log_with"), _trackers),
+    **dict.fromkeys(("deterministic", "full_determinism"), _deterministic),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "seq_len", "seq_length", "block_size"), _sequence_length),
+    **dict.fromkeys(("sequence_length", "context_length"), _sequence_length),
+}

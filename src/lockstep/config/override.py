@@ -1,0 +1,28 @@
+"""One value from the command line. A file of its own, since parsing a command line needs no schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Attributes:
+    key: dotted.
+    text: as typed; None if there was none, which is `true` for keys that are true or false.
+    where: what to call it; by default the flag.
+    """
+
+    key: str
+    text: str | None
+    where: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        """From `--section.key=value`, `section.key=value` or `--section.key`."""
+        key, equals, value = text.removeprefix("--").partition("=")
+        return cls(key, value if equals else None)
+
+    @property
+    def place(self) -> str:
+        return self.where or f"--{self.key}"

@@ -1,0 +1,305 @@
+"""YAML and JSON files to values that know where they stand.
+
+    optim:            Table
+      lr: 3e-4   -->    optim -> Table            run.yaml:1:1
+      betas: [...]          lr -> Leaf(0.0003, "3e-4")   run.yaml:2:7
+                            betas -> Items(...)          run.yaml:3:10
+
+Plain scalars mean what YAML 1.2 says (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number, only `true`
+and `false` are booleans, `no` is text. Beyond it, digits may be grouped as in `1_000_000`. A leaf keeps its text,
+so that a key that wants text gets what was written. JSON is read by the same composer, for its positions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from lockstep.core.errors import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Attributes:
+    value: as YAML 1.2 reads it.
+    text: as written; None if it was quoted, or came from Python.
+    where: file:line:column, a flag, an environment variable, or empty.
+    """
+
+    value: object
+    text: str | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list."""
+
+    items: tuple[Node, ...]
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value, and where its key stands."""
+
+    node: Node
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A mapping, in the order of its keys."""
+
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    where: str = ""
+
+    def get(self, key: str) -> Node | None:
+        entry = self.entries.get(key)
+        return entry.node if entry else None
+
+
+Node: TypeAlias = Leaf | Items | Table
+
+
+def read_file(path: Path) -> tuple[Table | None, list[Problem]]:
+    """The file's values, and all that is wrong with its form; None if nobody can tell what it says."""
+    name = str(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        return None, [Problem(name, "", f"is not UTF-8 text (byte {error.start})")]
+    except OSError as error:
+        return None, [Problem(name, "", f"can't be read: {error.strerror}")]
+    return read_json(text, name) if path.suffix == ".json" else read_yaml(text, name)
+
+
+def read_json(text: str, name: str) -> tuple[Table | None, list[Problem]]:
+    """As `read_yaml`, for JSON."""
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        place = f"{name}:{error.lineno}:{error.colno}"
+        return None, [Problem(place, "", f"is not JSON: {error.msg[0].lower()}{error.msg[1:]}")]
+    except ValueError as error:
+        return None, [Problem(name, "", str(error))]
+    return read_yaml(text.replace("\t", " "), name)  # JSON strings hold no raw tabs; YAML allows none between values
+
+
+def read_yaml(text: str, name: str) -> tuple[Table | None, list[Problem]]:
+    """The text's values and problems; `name` stands in all places."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        return None, [_syntax(error, name, text)]
+    except yaml.YAMLError as error:
+        return None, [Problem(name, "", f"is not YAML: {' '.join(str(error).split())}")]
+    if root is None:
+        return Table(where=name), []
+    reader = _Reader(name)
+    node = reader.node(root, ())
+    if isinstance(node, Leaf) and node.value is None:
+        return Table(where=name), reader.problems
+    if not isinstance(node, Table):
+        colon = isinstance(node, Leaf) and ":" in str(node.text)
+        hint = "; a colon is followed by a space" if colon else ""
+        reader.problems.append(Problem(node.where, "", f"a config is made of lines `key: value`{hint}"))
+        return None, reader.problems
+    return Table(node.entries, name), reader.problems
+
+
+def read_value(text: str, where: str) -> tuple[Node, list[Problem]]:
+    """One value of a command line or an environment variable: YAML if it is a list, a mapping or quoted, otherwise
+    one scalar, whatever it holds."""
+    if not text.lstrip().startswith(("[", "{", '"', "'")):
+        return Leaf(resolve(text) if text else "", text, where), []
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error)
+        return Leaf(None, None, where), [Problem(where, "", f"{text!r} is not YAML: {problem}")]
+    if root is None:
+        return Leaf(None, text, where), []
+    reader = _Reader(where, lines=False)
+    return reader.node(root, ()), reader.problems
+
+
+def from_python(value: object, where: str = "") -> Node:
+    """Python's values as a tree."""
+    if isinstance(value, Mapping):
+        return Table({str(key): Entry(from_python(item, where), where) for key, item in value.items()}, where)
+    if isinstance(value, list | tuple):
+        return Items(tuple(from_python(item, where) for item in value), where)
+    return Leaf(value, None, where)
+
+
+def to_python(node: Node) -> object:
+    """The tree's values, without places."""
+    if isinstance(node, Table):
+        return {key: to_python(entry.node) for key, entry in node.entries.items()}
+    if isinstance(node, Items):
+        return [to_python(item) for item in node.items]
+    return node.value
+
+
+def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node]]:
+    """Every value that is no mapping, and every empty mapping, with its path."""
+    if isinstance(node, Table) and node.entries:
+        for key, entry in node.entries.items():
+            yield from leaves(entry.node, (*path, key))
+    else:
+        yield path, node
+
+
+# --- scalars ----------------------------------------------------------------------------------------------------
+
+_WORDS = {word: value for value, words in (
+    (None, ("", "~", "null", "Null", "NULL")),
+    (True, ("true", "True", "TRUE")),
+    (False, ("false", "False", "FALSE")),
+    (float("inf"), (".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF")),
+    (float("-inf"), ("-.inf", "-.Inf", "-.INF")),
+    (float("nan"), (".nan", ".NaN", ".NAN")),
+) for word in words}  # fmt: skip
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
+_INTEGER = re.compile(rf"[-+]?{_DIGITS}")
+_BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(rf"[-+]?(?:\.{_DIGITS}|{_DIGITS}(?:\.(?:{_DIGITS})?)?)(?:[eE][-+]?[0-9]+)?")
+
+
+def resolve(text: str) -> object:
+    """What a plain scalar means."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        return int(text) if len(text) < 1000 else text
+    if _BASED.fullmatch(text):
+        return int(text, 0)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text
+
+
+# --- nodes --------------------------------------------------------------------------------------------------------
+
+_PLAIN = "tag:yaml.org,2002:str"
+
+
+class _Loader(yaml.SafeLoader):
+    """Gives no meaning to plain scalars: YAML 1.1's (`no` is false, `3e-4` is text) is not ours."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+class _Reader:
+    """PyYAML's nodes to ours. Goes on after a problem."""
+
+    def __init__(self, name: str, lines: bool = True) -> None:
+        self.problems: list[Problem] = []
+        self._name = name
+        self._lines = lines
+        self._open: list[int] = []
+
+    def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
+        where = self._where(node)
+        if id(node) in self._open:
+            self._problem(where, path, "this alias contains itself")
+            return Leaf(None, None, where)
+        self._open.append(id(node))
+        try:
+            return self._convert(node, path, where)
+        finally:
+            self._open.pop()
+
+    def _convert(self, node: yaml.Node, path: tuple[str, ...], where: str) -> Node:
+        if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python"):
+            self._problem(where, path, f"tags such as {node.tag.replace('tag:yaml.org,2002:', '!!')} are not read")
+        if isinstance(node, yaml.MappingNode):
+            return self._table(node, path, where)
+        if isinstance(node, yaml.SequenceNode):
+            return Items(tuple(self.node(item, (*path, str(i))) for i, item in enumerate(node.value)), where)
+        if isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _PLAIN:
+            return Leaf(resolve(node.value), node.value, where)
+        return Leaf(_join_surrogates(node.value), None, where)
+
+    def _table(self, node: yaml.MappingNode, path: tuple[str, ...], where: str) -> Table:
+        entries: dict[str, Entry] = {}
+        for key_node, value_node in node.value:
+            place = self._where(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problem(place, path, "a key is one word, not a list or a mapping")
+                continue
+            key = key_node.value
+            if key in entries:
+                self._problem(place, (*path, key), f"given twice, first at {entries[key].where}; keep one")
+            elif key == "<<":
+                self._problem(place, path, "`<<` is not read; name several files instead, which are merged")
+            else:
+                entries[key] = Entry(self.node(value_node, (*path, key)), place)
+        return Table(entries, where)
+
+    def _where(self, node: yaml.Node) -> str:
+        if not self._lines:
+            return self._name
+        return _place(self._name, node.start_mark)
+
+    def _problem(self, where: str, path: tuple[str, ...], message: str) -> None:
+        self.problems.append(Problem(where, ".".join(path), message))
+
+
+def _join_surrogates(text: str) -> str:
+    """JSON writes signs beyond 16 bits as two escapes; YAML's reader leaves the halves apart."""
+    if not any("\ud800" <= sign <= "\udfff" for sign in text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _place(name: str, mark: yaml.Mark) -> str:
+    return f"{name}:{mark.line + 1}:{mark.column + 1}"
+
+
+def _refuse_constant(word: str) -> float:
+    raise ValueError(f"{word} is not a number in JSON")
+
+
+# --- errors of syntax ---------------------------------------------------------------------------------------------
+
+_OPENED = (
+    "while scanning a quoted scalar",
+    "while parsing a flow sequence",
+    "while parsing a flow mapping",
+    "while scanning a simple key",
+)
+_ADVICE = (
+    ("'\\t'", "a tab; YAML is indented with spaces"),
+    ("while scanning a quoted scalar", "this quote is never closed"),
+    ("while parsing a flow sequence", "this [ is never closed, or a comma is missing behind it"),
+    ("while parsing a flow mapping", "this { is never closed, or a comma is missing behind it"),
+    ("while scanning an alias", "`*` begins an alias in YAML; quote the text, as in '*.bias'"),
+    ("found undefined alias", "`*` begins an alias in YAML; quote the text, as in '*.bias'"),
+    ("while scanning an anchor", "`&` begins an anchor in YAML; quote the text"),
+    ("mapping values are not allowed", "a second `: ` on a line; quote the value, or indent what belongs to the key"),
+    ("could not find expected ':'", "this line is not `key: value`"),
+    ("expected <block end>", "the indentation fits none of the lines above"),
+    ("that cannot start any token", "quote the text; this sign has a meaning in YAML"),
+    ("expected a single document", "a second document (---) begins here; put it into a file of its own"),
+)
+
+
+def _syntax(error: yaml.MarkedYAMLError, name: str, text: str) -> Problem:
+    """PyYAML's complaint in words of the config's writer, at the place where the mistake was made."""
+    said = f"{error.context or ''} {error.problem or ''}"
+    mark = error.problem_mark or error.context_mark
+    if (error.context or "").startswith(_OPENED) and "'\\t'" not in said:
+        mark = error.context_mark
+    place = _place(name, mark) if mark else name
+    for sign, advice in _ADVICE:
+        if sign in said:
+            return Problem(place, "", advice)
+    return Problem(place, "", f"is not YAML: {' '.join(said.split())}")

@@ -1,0 +1,80 @@
+"""Configs by name.
+
+    stdlib-lm         ->  recipes/stdlib-lm.yaml, in a checkout
+                          lockstep/recipes/stdlib-lm.yaml, installed from a wheel, into which the build copies them
+    path/to/run.yaml  ->  itself
+
+One folder, in sight at the top of the repository; nothing to link or to keep alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.config.closeness import close
+from lockstep.config.reading import Leaf, read_file
+from lockstep.core.errors import ConfigError
+
+DEFAULT_RECIPE = "stdlib-lm"
+_PACKAGE = Path(__file__).parents[1]
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Attributes:
+    name: what a run of it is called.
+    path: of the file.
+    """
+
+    name: str
+    path: Path
+
+    @property
+    def description(self) -> str:
+        """Its one line for `lockstep recipes`."""
+        tree, _ = read_file(self.path)
+        node = tree.get("description") if tree is not None else None
+        return str(node.value) if isinstance(node, Leaf) else ""
+
+
+def recipes() -> list[Recipe]:
+    """All that ship with Lockstep; the default one first."""
+    found = [Recipe(path.stem, path) for path in sorted(_folder().glob("*.yaml"))]
+    return sorted(found, key=lambda recipe: recipe.name != DEFAULT_RECIPE)
+
+
+def resolve_recipe(name_or_path: str) -> Recipe:
+    """The recipe of that name, or the config file at that path. Raises ConfigError that lists what there is."""
+    path = Path(name_or_path)
+    if path.suffix in _SUFFIXES or path.is_file():
+        return _file(path)
+    known = {recipe.name: recipe for recipe in recipes()}
+    if name_or_path in known:
+        return known[name_or_path]
+    near = close(name_or_path, known)
+    meant = f"did you mean {near}?" if near else f"the recipes are {', '.join(known)}"
+    raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file; {meant}")
+
+
+def resolve_all(names_or_paths: Sequence[str]) -> tuple[str, list[Path]]:
+    """A run's name and its files: the first is the recipe, the others are laid over it."""
+    found = [resolve_recipe(name) for name in names_or_paths or (DEFAULT_RECIPE,)]
+    return found[0].name, [recipe.path for recipe in found]
+
+
+def _file(path: Path) -> Recipe:
+    if path.is_file():
+        return Recipe(path.stem, path)
+    neighbours = {item.stem: item for item in sorted(path.parent.glob("*")) if item.suffix in _SUFFIXES}
+    near = close(path.stem, neighbours)
+    raise ConfigError(f"there is no file {path}" + (f"; did you mean {neighbours[near]}?" if near else ""))
+
+
+def _folder() -> Path:
+    installed = _PACKAGE / "recipes"
+    folder = installed if installed.is_dir() else _PACKAGE.parents[1] / "recipes"
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder  # short places in messages

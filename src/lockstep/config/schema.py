@@ -1,0 +1,489 @@
+"""What can be asked. One source of truth: the JSON Schema, the reference page and every check come from here.
+
+    Config
+    ├── model         what is trained              ├── launch       how its processes start
+    ├── objective     what for                     ├── evaluation   how it is judged, and when
+    ├── data          on what                      ├── monitor      what is written down
+    ├── batch         how many samples an update   └── run          how long, from which seed, where to
+    ├── optim         by which rule
+    ├── schedule      at which rate
+    ├── precision     in which arithmetic
+    └── parallel      divided how
+
+Frozen, complete, and nothing derived: what follows from it (accumulation, steps, ranks) lives in `plan`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lockstep.config.every import Every
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are refused; `true` is no number and `"3"` no integer."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True, protected_namespaces=()
+    )
+
+
+# --- model ------------------------------------------------------------------------------------------------------
+
+
+class ModelSection(Section):
+    """What every kind of model understands."""
+
+    freeze: tuple[str, ...] = ()
+    """Patterns (`embedding.*`) of parameter names that are not trained: no gradient, no optimizer state."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+
+class TransformerModel(ModelSection):
+    """A decoder-only transformer: RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+
+    kind: Literal["transformer"]
+    layers: Positive = 4
+    width: Positive = 128
+    heads: Positive = 4
+    kv_heads: Positive | None = None
+    """Key-value heads, a divisor of `heads`; null: as many as `heads`."""
+    mlp_width: Positive | None = None
+    """Inner width of the SwiGLU; null: 8/3 of `width`, rounded up to a multiple of 32."""
+    vocabulary: Positive | None = None
+    """Number of token ids; null: what the data says."""
+    tie_embeddings: bool = True
+    """Input embedding and output head share one weight."""
+    dropout: Fraction = 0.0
+    rope_base: Annotated[float, Field(gt=0)] = 10000.0
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> TransformerModel:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width {self.width} must be an even multiple of heads {self.heads} (rotary embedding turns pairs); "
+                f"the nearest width is {max(1, round(self.width / (2 * self.heads))) * 2 * self.heads}"
+            )
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}: one of {divisors}")
+        return self
+
+
+class TextClassifierModel(ModelSection):
+    """A convolutional classifier of byte or token sequences."""
+
+    kind: Literal["text-classifier"]
+    layers: Positive = 2
+    width: Positive = 128
+    kernel: Positive = 5
+    vocabulary: Positive | None = None
+    """Number of token ids; null: what the data says."""
+    classes: Positive | None = None
+    """Number of classes; null: what the data says."""
+    dropout: Fraction = 0.1
+
+
+class ImageClassifierModel(ModelSection):
+    """A small residual convolutional classifier of images."""
+
+    kind: Literal["image-classifier"]
+    layers: Positive = 3
+    width: Positive = 32
+    classes: Positive | None = None
+    """Number of classes; null: what the data says."""
+    dropout: Fraction = 0.0
+
+
+class HuggingFaceModel(ModelSection):
+    """A model of the transformers library, from a folder, from the local cache, or from a config alone."""
+
+    kind: Literal["huggingface"]
+    task: Literal["causal-lm", "masked-lm", "sequence-classification", "seq2seq"]
+    pretrained: str | None = None
+    """Folder or hub name whose weights to start from."""
+    architecture: dict[str, Any] | None = None
+    """Keys of a transformers config (with `model_type`), for random weights; beside `pretrained`, overrides."""
+    classes: Positive | None = None
+    """Number of classes; null: what the data says."""
+
+    @model_validator(mode="after")
+    def _has_origin(self) -> HuggingFaceModel:
+        if self.pretrained is None and "model_type" not in (self.architecture or {}):
+            raise ValueError("needs `pretrained`, or an `architecture` with `model_type` (such as bert, gpt2, llama)")
+        return self
+
+
+class CustomModel(ModelSection):
+    """A module of your own."""
+
+    kind: Literal["custom"]
+    target: str
+    """`package.module:Name` or `path/to/file.py:Name` of a class or function that returns a module."""
+    arguments: dict[str, Any] = {}
+    """Its keyword arguments."""
+
+
+class GivenModel(ModelSection):
+    """A module handed over in Python: `lockstep.train(config, model=...)`."""
+
+    kind: Literal["given"]
+
+
+Model = Annotated[
+    TransformerModel | TextClassifierModel | ImageClassifierModel | HuggingFaceModel | CustomModel | GivenModel,
+    Field(discriminator="kind"),
+]
+
+
+class Objective(Section):
+    """What the model is trained for."""
+
+    kind: Literal["auto", "next-token", "masked-lm", "classification", "seq2seq", "custom", "given"] = "auto"
+    """`auto`: what the model is made for; `given`: an object handed over in Python."""
+    label_smoothing: Fraction = 0.0
+    target: str | None = None
+    """For `custom`: `package.module:Name` or `path/to/file.py:Name` of a class with `count` and `loss_sum`."""
+    arguments: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _target_where_custom(self) -> Objective:
+        if (self.kind == "custom") != (self.target is not None):
+            raise ValueError("`target` and `kind: custom` belong together: give both or neither")
+        return self
+
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+
+class StdlibText(Section):
+    """Source text of the running Python's standard library, as bytes. Every 20th file is held out."""
+
+    kind: Literal["stdlib-text"]
+    split: Literal["train", "held-out"] = "train"
+    length: Positive = 256
+    """Bytes per sample."""
+    samples: Positive | None = None
+    """Only the first so many samples; null: all."""
+
+
+class StdlibFunctions(Section):
+    """Functions of the standard library; the class is the package that a function comes from."""
+
+    kind: Literal["stdlib-functions"]
+    split: Literal["train", "held-out"] = "train"
+    length: Positive = 512
+    """Bytes of a function at most; longer ones are cut."""
+
+
+class Digits(Section):
+    """scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels. Every 5th is held out."""
+
+    kind: Literal["digits"]
+    split: Literal["train", "held-out"] = "train"
+    shift: Annotated[int, Field(ge=0, le=3)] = 0
+    """Augmentation: move images by up to so many pixels, at random."""
+
+
+class Tokens(Section):
+    """Token ids in a memory-mapped file, made by `lockstep data prepare`."""
+
+    kind: Literal["tokens"]
+    folder: str
+    split: str = "train"
+    length: Positive = 1024
+    """Tokens per sample."""
+    documents: Literal["joined", "whole"] = "joined"
+    """joined: samples are cut from one stream, wherever documents end; whole: documents are packed into samples, and
+    only one longer than a sample is cut."""
+
+
+class HuggingFaceData(Section):
+    """A data set of the datasets library, map-style, from a folder or the local cache."""
+
+    kind: Literal["huggingface"]
+    name: str
+    configuration: str | None = None
+    split: str = "train"
+    """With slices, such as `train[:1000]`."""
+    text: str = "text"
+    """Column with the text."""
+    text_pair: str | None = None
+    label: str | None = None
+    """Column with the class (classification) or the target text (seq2seq)."""
+    tokenizer: str | None = None
+    """Folder or hub name; null: that of the model."""
+    max_length: Positive = 512
+    """Tokens of a sample at most."""
+    packed: bool = False
+    """Language models: join documents and cut them into full samples, instead of padding."""
+    mask_probability: Fraction = 0.15
+    """Masked language models: share of tokens to guess."""
+
+
+class CustomData(Section):
+    """A map-style torch Dataset of your own."""
+
+    kind: Literal["custom"]
+    target: str
+    """`package.module:Name` or `path/to/file.py:Name` of a class or function that returns a Dataset."""
+    arguments: dict[str, Any] = {}
+    collate: str | None = None
+    """`package.module:Name` or `path/to/file.py:Name` of a collate function; null: torch's."""
+
+
+class GivenData(Section):
+    """A Dataset handed over in Python: `lockstep.train(config, dataset=...)`."""
+
+    kind: Literal["given"]
+
+
+DataSource = Annotated[
+    StdlibText | StdlibFunctions | Digits | Tokens | HuggingFaceData | CustomData | GivenData,
+    Field(discriminator="kind"),
+]
+
+
+class Loader(Section):
+    """How samples reach the rank."""
+
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Worker processes per rank; 0 fetches in the rank itself, which is fastest for small samples."""
+    prefetch: Positive = 2
+    """Micro-batches that each worker holds ready."""
+    persistent_workers: bool = True
+    """Keep workers from epoch to epoch."""
+    pin_memory: bool | Auto = "auto"
+    """Page-locked memory, for faster copies to a GPU; auto: on a GPU."""
+
+
+class Data(Section):
+    """What the model is trained and judged on."""
+
+    train: DataSource
+    evaluation: dict[str, DataSource] = {}
+    """Evaluation sets by name."""
+    shuffle: bool = True
+    """A new order each epoch, a function of seed, epoch and position alone."""
+    drop_last: bool = False
+    """Leave out the last samples of an epoch that don't fill a global batch; false: a smaller last update."""
+    loader: Loader = Loader()
+
+
+# --- batch, optim, schedule, precision -----------------------------------------------------------------------------
+
+
+class Batch(Section):
+    """How many samples an update sees. Ranks and accumulation don't change it."""
+
+    global_size: Positive = 32
+    """Samples per update, over all ranks."""
+    micro_size: Positive | Auto = "auto"
+    """Samples per forward and backward of a rank, at most; auto: the rank's whole share at once."""
+
+
+class ParameterRule(Section):
+    """Settings for the parameters that match; the first rule that matches a parameter wins."""
+
+    match: tuple[str, ...]
+    """Patterns of parameter names, such as `*.bias` or `head.*`."""
+    lr_scale: Annotated[float, Field(ge=0)] = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Null: as for all."""
+
+
+class Optim(Section):
+    """By which rule parameters are updated."""
+
+    name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion"] = "adamw"
+    lr: Annotated[float, Field(ge=0)] = 1e-3
+    """Peak learning rate; the schedule scales it."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """adam, adamw, lion; of muon, those for the parameters that are not matrices."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """adam, adamw, and muon's parameters that are not matrices."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    momentum: Fraction = 0.9
+    """sgd, muon."""
+    nesterov: bool = False
+    """sgd; muon always uses it."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """Which parameters decay: those of two or more dims (no biases, no norms), or all."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """The gradient's global 2-norm is scaled down to this; null: never."""
+    rules: tuple[ParameterRule, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_the_rule(self) -> Optim:
+        if self.nesterov and self.name == "sgd" and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0; the usual one is 0.9")
+        if self.nesterov and self.name != "sgd":
+            raise ValueError(f"nesterov is an option of sgd; {self.name} would ignore it")
+        return self
+
+
+class Schedule(Section):
+    """Learning rate as a function of progress: warm-up, then the kind's curve down to `final_ratio` of the peak."""
+
+    kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_ratio: Fraction | None = None
+    """Share of the run's steps; instead of `warmup_steps`."""
+    decay_ratio: Fraction = 0.2
+    """warmup-stable-decay: share of the run that decays, at its end."""
+    final_ratio: Fraction = 0.0
+    """Learning rate at the end, as a share of the peak."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Schedule:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("warmup_steps and warmup_ratio say the same thing twice; keep one")
+        if self.kind == "warmup-stable-decay" and (self.warmup_ratio or 0.0) + self.decay_ratio > 1:
+            raise ValueError(
+                f"warmup_ratio {self.warmup_ratio} + decay_ratio {self.decay_ratio} is more than the whole run; "
+                f"decay_ratio can be {1 - (self.warmup_ratio or 0.0):g} at most"
+            )
+        return self
+
+
+class LossScale(Section):
+    """Dynamic loss scaling of fp16."""
+
+    initial: Annotated[float, Field(gt=0)] = 65536.0
+    growth_factor: Annotated[float, Field(gt=1)] = 2.0
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    growth_interval: Positive = 2000
+    """Updates without overflow after which the scale grows."""
+
+
+class Precision(Section):
+    """In which arithmetic. Parameters, optimizer state and losses are fp32 under each."""
+
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of forward and backward; auto: bf16 where the processor has it, otherwise fp32."""
+    tf32: bool = True
+    """On NVIDIA GPUs, fp32 matrix products may use TF32."""
+    loss_scale: LossScale = LossScale()
+    """fp16 alone."""
+
+
+# --- parallel, launch -----------------------------------------------------------------------------------------
+
+
+class PowerSGD(Section):
+    """PowerSGD gradient compression (Vogels et al. 2019, arXiv:1905.13727)."""
+
+    rank: Positive = 4
+    start_step: Annotated[int, Field(ge=2)] = 10
+    """Updates before it starts; plain all-reduce until then."""
+
+
+class DDP(Section):
+    """Options of DistributedDataParallel."""
+
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    """MiB of gradients per all-reduce."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Of gradients on the way between ranks. Lossy: the run is then not the single process's."""
+    powersgd: PowerSGD = PowerSGD()
+    sync_batchnorm: bool = False
+    """Batch norm over all ranks' samples; needs GPUs."""
+
+
+class Parallel(Section):
+    """How the work is divided."""
+
+    strategy: Literal["auto", "single", "dp", "ddp"] = "auto"
+    """auto: single on one rank, ddp on more."""
+    ddp: DDP = DDP()
+
+
+class Launch(Section):
+    """How the run's processes start and find each other."""
+
+    ranks: Positive | Auto = "auto"
+    """Processes on this machine; auto: one a GPU, or one without a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one, otherwise the CPU."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl on GPUs, otherwise gloo."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that a collective may take before the run is declared hung."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Where ranks meet; 0: any free one."""
+    environment: dict[str, str] = {}
+    """Environment variables for every rank."""
+
+
+# --- evaluation, monitor, run -----------------------------------------------------------------------------------
+
+
+class Evaluation(Section):
+    """When the model is judged, on every set of `data.evaluation`."""
+
+    every: Every | None = None
+    """Null: only at the end."""
+    micro_size: Positive | Auto = "auto"
+    """Samples per forward of a rank; auto: as in training."""
+    at_end: bool = True
+
+
+class Monitor(Section):
+    """What is shown and written down."""
+
+    every: Positive = 10
+    """Steps between the lines of metrics.jsonl."""
+    tensorboard: bool = True
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """auto: a live display on a terminal, otherwise plain lines."""
+
+
+class Run(Section):
+    """How long, from which seed, where to. One of steps, samples, tokens and epochs."""
+
+    steps: Positive | None = None
+    samples: Positive | None = None
+    tokens: Positive | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    folder: str | None = None
+    """Null: runs/RECIPE-DATE-TIME."""
+    determinism: Literal["default", "deterministic"] = "default"
+    """deterministic: torch's deterministic algorithms, so that the same machine gives the same bits."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Run:
+        said = [name for name in ("steps", "samples", "tokens", "epochs") if getattr(self, name) is not None]
+        if len(said) != 1:
+            many = f"{' and '.join(said)} contradict each other" if said else "nothing says how long the run is"
+            raise ValueError(f"{many}; give exactly one of steps, samples, tokens, epochs")
+        return self
+
+
+class Config(Section):
+    """A whole run."""
+
+    description: str = ""
+    """One line for `lockstep recipes`."""
+    model: Model
+    objective: Objective = Objective()
+    data: Data
+    batch: Batch = Batch()
+    optim: Optim = Optim()
+    schedule: Schedule = Schedule()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    launch: Launch = Launch()
+    evaluation: Evaluation = Evaluation()
+    monitor: Monitor = Monitor()
+    run: Run

@@ -1,0 +1,71 @@
+"""What was probably meant by a key or a value that doesn't exist.
+
+optim.momentun   ->   did you mean momentum?
+lr               ->   write optim.lr
+precision.fp16   ->   write `precision.compute: fp16`        (another tool's word)
+compute: bf-16   ->   did you mean bf16?
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from lockstep.config import shape
+from lockstep.config.closeness import close
+from lockstep.config.foreign_words import Context, translate
+from lockstep.config.reading import Node
+from lockstep.config.shape import Shape
+
+
+def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, context: Context) -> str:
+    """A sentence about an unknown key."""
+    answer = translate(path[-1], node, context)
+    if answer:
+        return answer
+    elsewhere = _elsewhere(path)
+    if elsewhere:
+        return elsewhere
+    near = close(path[-1], siblings)
+    if near:
+        return f"unknown key; did you mean {near}?"
+    far = _near_elsewhere(path[-1])
+    if far:
+        return f"unknown key; did you mean {_or(far)}?"
+    return f"unknown key; the keys here are {', '.join(siblings)}"
+
+
+def for_value(text: str, choices: Sequence[str]) -> str:
+    """ "; did you mean X?" or nothing."""
+    near = close(text, choices)
+    return f"; did you mean {near}?" if near else ""
+
+
+def _elsewhere(path: tuple[str, ...]) -> str | None:
+    """Where the same word is a key: here, but of another kind; or in other sections."""
+    places = [key for key in dict.fromkeys(shape.all_keys()) if key[-1] == path[-1]]
+    here = next((key for key in places if _same_place(key, path)), None)
+    if here:
+        return f"only kind {_or(_kinds(here))} has this key"
+    return f"unknown here; write {_or(['.'.join(key) for key in places[:3]])}" if places else None
+
+
+def _same_place(key: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    return len(key) == len(path) and all(name in ("NAME", word) for name, word in zip(key, path, strict=True))
+
+
+def _kinds(key: tuple[str, ...]) -> tuple[str, ...]:
+    at: Shape = shape.root()
+    for name in key[:-1]:
+        at = shape.fields(at.section)[name] if at.section else at.values or shape.ANYTHING
+    return tuple(kind for kind, section in at.kinds.items() if key[-1] in shape.fields(section))
+
+
+def _near_elsewhere(word: str) -> list[str]:
+    keys = dict.fromkeys(shape.all_keys())
+    near = difflib.get_close_matches(word, {key[-1] for key in keys}, n=1, cutoff=0.75)
+    return [".".join(key) for key in keys if near and key[-1] == near[0]][:3]
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

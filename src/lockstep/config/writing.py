@@ -1,0 +1,53 @@
+"""A config as a YAML file that loads equal: what the run folder keeps.
+
+    Config  ->  to_plain  ->  {"optim": {"lr": 0.001, ...}}  ->  to_yaml  ->  text
+
+Text is quoted wherever YAML 1.2, as `reading` has it, would take it for something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from lockstep.config.reading import resolve
+from lockstep.config.schema import Config
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Mappings, lists, numbers, text: what JSON can hold."""
+    return config.model_dump(mode="json")
+
+
+def to_yaml(config: Config) -> str:
+    """Every value of the config, defaults too, in the order of the schema."""
+    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes by our reading, which isn't PyYAML's: `1e5` is a number here."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = isinstance(resolve(text), str)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else "'")
+
+
+def _real(dumper: yaml.SafeDumper, number: float) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:float", _float(number))
+
+
+def _float(number: float) -> str:
+    if number != number:
+        return ".nan"
+    if number in (float("inf"), float("-inf")):
+        return ".inf" if number > 0 else "-.inf"
+    return repr(number)
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_representer(float, _real)

@@ -1,0 +1,1 @@
+"""Words everybody speaks: failures, progress, keys, records, and the sockets between the rooms."""

@@ -1,0 +1,63 @@
+"""Failures, named by what happens next, each with the exit code that says so to whoever started the process.
+
+0    done
+1    failed            GiveUp: nothing automatic helps; read the message
+2    fix your config   ConfigError: no process was started, no work was lost
+130  stopped           Stopped: somebody asked for it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Failure(Exception):
+    """Something a user can read and act on; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class GiveUp(Failure):
+    """The run can't go on, and trying again would not help."""
+
+
+class Stopped(Failure):
+    """A person or a scheduler asked the run to stop."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong in a config.
+
+    Attributes:
+        where: file:line:column, a flag, or an environment variable; empty if the value came from no one place.
+        key: dotted key, such as `optim.lr`.
+        message: what is wrong, why, and the nearest right value.
+    """
+
+    where: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        key = "" if self.where == f"--{self.key}" else self.key
+        place = ": ".join(part for part in (self.where, key) if part)
+        return f"{place}: {self.message}" if place else self.message
+
+
+class ConfigError(Failure):
+    """What was asked can't be done as asked. Holds all problems at once."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem] | Problem | str) -> None:
+        if isinstance(problems, str):
+            problems = Problem("", "", problems)
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)

@@ -1,0 +1,72 @@
+"""Whether Hugging Face's hub can be reached: asked once a process, before its libraries are imported.
+
+    a folder or file      never asked
+    a name                HF_HUB_OFFLINE set: as it says
+                          otherwise one request, 1.5 s at most; no answer: HF_HUB_OFFLINE=1, and only the cache counts
+
+Left to themselves those libraries retry for half a minute before they say that there is no network.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import urllib.error
+import urllib.request
+from functools import lru_cache
+
+from lockstep.core.errors import ConfigError
+
+_PATIENCE = 1.5  # seconds
+_FETCH = "on a machine with a network, `lockstep data fetch RECIPE` puts it into the cache"
+
+
+def needs_hub() -> None:
+    """To be called before anything is taken from the hub or its cache by name."""
+    if not is_connected():
+        _go_offline()
+
+
+@lru_cache(maxsize=1)
+def is_connected() -> bool:
+    """Whether the hub answers, or may be asked at all."""
+    said = os.environ.get("HF_HUB_OFFLINE")
+    if said is not None:
+        return said.upper() not in ("1", "ON", "YES", "TRUE")
+    return _answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+
+
+def missing(kind: str, name: str, error: Exception) -> ConfigError:
+    """What to tell people when `name` could not be had."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if is_connected():
+        return ConfigError(f"{kind} {name} can't be had: {reason}")
+    return ConfigError(f"{kind} {name} is neither a folder here nor in the cache, and the hub does not answer; {_FETCH}")
+
+
+def _answers(endpoint: str) -> bool:
+    """In a thread of its own: a name server that is silent keeps to no timeout."""
+    found: list[bool] = []
+    asking = threading.Thread(target=lambda: found.append(_asked(endpoint)), daemon=True)
+    asking.start()
+    asking.join(_PATIENCE)
+    return bool(found and found[0])
+
+
+def _asked(endpoint: str) -> bool:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code < 500
+    except (OSError, ValueError):
+        return False
+
+
+def _go_offline() -> None:
+    """The libraries read the variable when they are imported, and keep a copy."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for module, name in (("huggingface_hub.constants", "HF_HUB_OFFLINE"), ("datasets.config", "HF_HUB_OFFLINE")):
+        if module in sys.modules:
+            setattr(sys.modules[module], name, True)

@@ -1,0 +1,167 @@
+"""Every socket on one page. Reading it is reading the architecture.
+
+    Source ----> loader ----> Engine(model, Objective) ----> Sharding ----> report ----> Monitor
+    what data    GlobalBatch  how a batch becomes            where state    of an        who looks on,
+    there is     + cursor     a gradient                     lives          update       and may ask
+
+A room implements sockets; only `training/assemble` knows which rooms there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from lockstep.core.records import Batch, DataFacts, EvaluationReport, Request, RunFacts, StepReport
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+
+
+class Source(Protocol):
+    """A data set that can be asked for any of its samples, in any order."""
+
+    @property
+    def facts(self) -> DataFacts: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the samples do: a run knows its data by it."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether fetching draws random numbers (augmentation), which are then keyed for each micro-batch."""
+
+    def fetch(self, indices: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Batch:
+        """The samples at `indices` [samples], collated, on the CPU. `samples` and `tokens` are filled in."""
+
+
+class Objective(Protocol):
+    """What the model is trained for: a sum over valid targets, and how many of them there are.
+
+    The gradient of an update is that of `sum of loss_sum / sum of count`, over its micro-batches and ranks, so any
+    split of the samples gives the same gradient.
+    """
+
+    @property
+    def decomposes(self) -> bool:
+        """False if the loss of a batch is not the sum of its samples' losses (in-batch contrast, batch norm):
+        then micro size and ranks change the run."""
+
+    def count(self, batch: Batch) -> int:
+        """Valid targets in the batch, known before the forward. Called on CPU tensors."""
+
+    def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
+        """Sum of the losses of the valid targets: fp32, 0-dim, whatever the precision of the outputs."""
+
+    def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
+        """Further 0-dim sums for evaluation, such as the number of right answers."""
+
+    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+        """What people read, from sums over the whole evaluation set. `loss` is among them."""
+
+
+class Sharding(Protocol):
+    """Where parameters, gradients and optimizer state live, and how they are updated."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What a training forward calls."""
+
+    @property
+    def bare(self) -> nn.Module:
+        """The model itself, its parameters under their own names; what an evaluation's forward calls."""
+
+    @property
+    def averages_over(self) -> int:
+        """The reduction of gradients divides by this many ranks; the engine multiplies the loss by it."""
+
+    def window(self, last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of a micro-batch; gradients are reduced only in the last one's."""
+
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the squared 2-norm of the accumulated gradient: summed over all ranks, no element
+        counts twice. 0-dim."""
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        """One optimizer step on the accumulated gradient / `divisor` at learning rate `rate`; then clears it.
+        With `keep` false, parameters and optimizer state stay as they were, to the bit."""
+
+
+class Engine(Protocol):
+    """How a batch becomes a gradient."""
+
+    def accumulate(self, micro_batches: Sequence[Batch], seed_scale: float | Tensor, step: int) -> Tensor:
+        """Accumulates the gradient of `seed_scale` x the sum of losses; returns this rank's sum of losses,
+        unscaled, 0-dim. `step` keys what the forward draws."""
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
+        """This rank's sums over the batches: `loss_sum`, `count`, and the objective's `metric_sums`. No gradients."""
+
+
+class Optimizer(Protocol):
+    """An optimizer whose step can be undone before it happens."""
+
+    @property
+    def groups(self) -> list[dict[str, object]]:
+        """torch's parameter groups."""
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        """As `Sharding.update`, on the `.grad` of the parameters it holds."""
+
+    def state_dict(self) -> dict[str, object]: ...
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+class Axis(Protocol):
+    """Ranks that can agree. An axis of one returns what it was given; callers never ask."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place, over the axis; returned for chaining."""
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's value, in the order of ranks. Slow: for people, not for steps."""
+
+    def broadcast(self, value: object) -> object:
+        """The first rank's value."""
+
+    def barrier(self) -> None: ...
+
+
+class Transform(Protocol):
+    """Module -> module, before sharding. The list of transforms is ordered by what each says of the others."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """Names of transforms that must come before this one, if they are there."""
+
+    def refuses(self, model: nn.Module, device: torch.device) -> str | None:
+        """Why it can't be applied here, or None."""
+
+    def apply(self, model: nn.Module) -> nn.Module: ...
+
+
+class Monitor(Protocol):
+    """Looks at reports and may answer with requests. Nothing else reaches into the loop."""
+
+    def start(self, facts: RunFacts) -> None: ...
+
+    def see(self, report: StepReport) -> Iterable[Request]: ...
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]: ...
+
+    def finish(self, error: BaseException | None) -> None:
+        """Called once, also when the run fails."""

@@ -1,0 +1,181 @@
+"""A user's own Dataset and collate function as a source.
+
+    item of the dataset       inputs of the model                   targets
+    mapping                   all other keys, by name               its label, labels, target or targets
+    tuple or list             all but the last, in order            the last
+    a tensor, or a number     itself                                none
+
+Items are collated first (torch's collate function, or the user's), then split in this way; a collate function may also
+return a lockstep Batch, which is taken as it is. A TensorDataset is gathered as one index per tensor instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+from lockstep.config.schema import CustomData
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.importing import construct, import_target, source_file
+from lockstep.core.protocols import Source
+from lockstep.core.records import Batch, DataFacts
+from lockstep.data import noise
+from lockstep.data.order import Indices
+from lockstep.data.windows import fingerprint
+
+Collate = Callable[[list[Any]], Any]
+
+_TARGETS = ("labels", "label", "targets", "target")
+_ROWS_TO_KNOW_BY = 16  # items that a fingerprint looks at
+
+
+def open_custom(section: CustomData) -> Source:
+    """Raises ConfigError: what the section names can't be imported or called, or is no map-style Dataset."""
+    dataset = construct(section.target, section.arguments)
+    collate = import_target(section.collate) if section.collate else None
+    if collate is not None and not callable(collate):
+        raise ConfigError(f"{section.collate} is a {type(collate).__name__}, not a function that collates items")
+    return adapt_dataset(dataset, collate)
+
+
+def adapt_dataset(dataset: Any, collate: Collate | None = None) -> Source:
+    """A source from a map-style Dataset: anything with `__len__` and `__getitem__`, a list too.
+
+    Args:
+        dataset: `__getitems__` is used where its class defines it.
+        collate: items -> batch; None: torch's.
+
+    Raises:
+        ConfigError: it has no length or can't be indexed.
+    """
+    _check(dataset)
+    if type(dataset) is TensorDataset and collate is None:
+        return TensorSource(dataset.tensors)
+    return ItemSource(dataset, collate)
+
+
+def _check(dataset: Any) -> None:
+    kind = type(dataset)
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"{kind.__name__} is an IterableDataset; Lockstep needs any sample at any time, so that a run can stop and "
+            "go on under any number of ranks: give a map-style Dataset, with __len__ and __getitem__"
+        )
+    missing = [name for name in ("__len__", "__getitem__") if getattr(kind, name, None) is None]
+    if missing:
+        raise ConfigError(f"{kind.__name__} is no map-style Dataset: it has no {' and no '.join(missing)}")
+
+
+class TensorSource:
+    """Tensors [samples, ...] side by side; the last one is the target, if there are several."""
+
+    draws = False
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        *self._inputs, self._targets = [tensor.detach().cpu() for tensor in tensors]
+        self._alone = not self._inputs
+        samples = len(self._targets)
+        self.facts = DataFacts(samples, None)
+        known = torch.from_numpy(_spread(samples))
+        self.fingerprint = fingerprint(
+            "tensors", samples, *[_contents(tensor[known]) for tensor in (*self._inputs, self._targets)]
+        )
+
+    def fetch(self, indices: Indices) -> Batch:
+        chosen = torch.from_numpy(indices)
+        targets = self._targets.index_select(0, chosen)
+        if self._alone:
+            return Batch((targets,), None, len(indices), len(indices))
+        inputs = tuple([tensor.index_select(0, chosen) for tensor in self._inputs])
+        return Batch(inputs, targets, len(indices), len(indices))
+
+
+class ItemSource:
+    """Items one by one, or a list of them where the dataset can. It may draw random numbers: nobody knows."""
+
+    draws = True
+
+    def __init__(self, dataset: Any, collate: Collate | None) -> None:
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._whole = _fetches_lists(type(dataset))
+        self.facts = DataFacts(len(dataset), None)
+        self.fingerprint = self._fingerprint(collate)
+
+    def fetch(self, indices: Indices) -> Batch:
+        wanted = indices.tolist()
+        items = self._dataset.__getitems__(wanted) if self._whole else [self._dataset[index] for index in wanted]
+        return as_batch(self._collate(items), len(wanted))
+
+    def _fingerprint(self, collate: Collate | None) -> str:
+        sources = [_source(thing) for thing in (self._dataset, collate) if thing is not None]
+        kind = f"{type(self._dataset).__module__}.{type(self._dataset).__qualname__}"
+        with noise.keyed_generators(0):  # items that are drawn are drawn alike each time
+            known = [_contents(self._dataset[index]) for index in _spread(len(self._dataset)).tolist()]
+        return fingerprint(kind, len(self._dataset), sources, known)
+
+
+def as_batch(collated: Any, samples: int) -> Batch:
+    """What a collate function returned, split into inputs and targets."""
+    if isinstance(collated, Batch):
+        return collated
+    if isinstance(collated, Mapping):
+        inputs = dict(collated)
+        named = [name for name in _TARGETS if name in inputs]
+        if len(named) > 1:
+            raise GiveUp(f"a batch has {' and '.join(named)}; only one of them can be the targets")
+        targets = inputs.pop(named[0]) if named else None
+        return Batch(inputs, targets, samples, _tokens(inputs, samples))
+    if isinstance(collated, tuple | list):
+        if len(collated) < 2:
+            raise GiveUp(f"a batch of {len(collated)} parts can't be split into inputs and targets")
+        return Batch(tuple(collated[:-1]), collated[-1], samples, samples)
+    return Batch((collated,), None, samples, samples)
+
+
+def _tokens(inputs: Mapping[str, Any], samples: int) -> int:
+    """Of text as transformers' tokenizers make it: those that are no padding; otherwise the samples."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if isinstance(mask, Tensor):
+        return int(mask.sum())
+    return ids.numel() if isinstance(ids, Tensor) else samples
+
+
+def _fetches_lists(kind: type) -> bool:
+    """torch's Subset inherits nothing from what it wraps, so a class that defines `__getitems__` means it."""
+    return callable(getattr(kind, "__getitems__", None))
+
+
+def _spread(samples: int) -> Indices:
+    """Up to so many indices, from the first to the last."""
+    if samples == 0:
+        return np.zeros(0, np.int64)
+    return np.unique(np.linspace(0, samples - 1, _ROWS_TO_KNOW_BY).astype(np.int64))
+
+
+def _source(thing: Any) -> str:
+    path = source_file(thing)
+    return fingerprint(path.read_bytes()) if path is not None and os.path.isfile(path) else ""
+
+
+def _contents(item: Any) -> Any:
+    """What a fingerprint sees of an item: values, no addresses."""
+    if isinstance(item, Tensor):
+        return fingerprint(item.detach().cpu().contiguous().view(torch.uint8).numpy() if item.dim() else item.item())
+    if isinstance(item, np.ndarray):
+        return fingerprint(item) if item.dtype != object else [_contents(part) for part in item.tolist()]
+    if isinstance(item, Mapping):
+        return [(str(name), _contents(part)) for name, part in item.items()]
+    if isinstance(item, tuple | list):
+        return [_contents(part) for part in item]
+    if isinstance(item, str | bytes | int | float | bool | None):
+        return item
+    return type(item).__qualname__
+
+

@@ -1,0 +1,57 @@
+"""scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, every 5th held out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lockstep.config.schema import Digits
+from lockstep.core.errors import ConfigError
+from lockstep.core.records import Batch, DataFacts
+from lockstep.data import noise
+from lockstep.data.order import Indices
+from lockstep.data.windows import fingerprint
+
+_HELD_OUT_EVERY = 5
+_SIDE = 8
+
+
+class DigitsSource:
+    """Images [samples, 1, 8, 8] in [0, 1], moved at random by up to `shift` pixels; the targets are the digits."""
+
+    def __init__(self, section: Digits) -> None:
+        images, digits = _load()
+        held_out = np.arange(len(images)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
+        chosen = held_out if section.split == "held-out" else ~held_out
+        self._shift = section.shift
+        self.draws = section.shift > 0
+        self._images = np.pad(images[chosen], ((0, 0), (section.shift,) * 2, (section.shift,) * 2))
+        self._digits = torch.from_numpy(digits[chosen])
+        self.facts = DataFacts(int(chosen.sum()), None, classes=10)
+        self.fingerprint = fingerprint("digits", section.shift, images[chosen], digits[chosen])
+
+    def fetch(self, indices: Indices) -> Batch:
+        images = self._moved(indices) if self._shift else self._images[indices]
+        targets = self._digits[torch.from_numpy(indices)]
+        return Batch({"images": torch.from_numpy(images).unsqueeze(1)}, targets, len(indices), len(indices))
+
+    def _moved(self, indices: Indices) -> NDArray[np.float32]:
+        """Each image seen through a window of 8 x 8 in its padded self, at a place of its own: one gather."""
+        corners = (noise.uniform(indices, 2) * (2 * self._shift + 1)).astype(np.int64)
+        rows = corners[:, :1] + np.arange(_SIDE)
+        columns = corners[:, 1:] + np.arange(_SIDE)
+        return self._images[indices[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """[images, 8, 8] in [0, 1], and the digit of each."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ConfigError(
+            "data kind digits takes its images from scikit-learn, which is not installed: "
+            "pip install 'lockstep-train[digits]'"
+        ) from error
+    data = load_digits()
+    return (data.images / 16.0).astype(np.float32), data.target.astype(np.int64)

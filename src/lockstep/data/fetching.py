@@ -1,0 +1,192 @@
+"""Requests become micro-batches, here or in worker processes, with the same bits.
+
+    requests --> workers = 0: source.fetch, in this process       --> batches, in the same order
+             \\-> workers > 0: torch's DataLoader, one request each -/
+
+torch's DataLoader brings workers, shared memory, page-locked memory and prefetch; its sampler yields our requests and
+its dataset answers a whole request at once, so nothing is collated sample by sample.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from lockstep.core.errors import Failure, GiveUp
+from lockstep.core.protocols import Source
+from lockstep.core.records import Batch
+from lockstep.data import noise
+from lockstep.data.order import Indices
+
+
+class Request(NamedTuple):
+    """One micro-batch to fetch.
+
+    Attributes:
+        indices: [samples] of the source.
+        filler: whether the batch has no weight.
+        epoch_key: of the noise that belongs to each sample.
+        generator_key: what the process' generators are seeded with; None for sources that don't draw.
+    """
+
+    indices: Indices
+    filler: bool
+    epoch_key: int
+    generator_key: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many processes fetch, how many batches each holds ready, whether into page-locked memory, and the key of
+    their generators."""
+
+    number: int
+    prefetch: int
+    pin: bool
+    key: int
+
+
+def fetch_all(source: Source, requests: Iterable[Request], workers: Workers) -> Iterator[Batch]:
+    """A batch for each request.
+
+    Raises:
+        GiveUp: the source raised, or a worker died; names the samples.
+    """
+    if workers.number == 0:
+        return (fetch(source, request) for request in requests)
+    return _from_workers(source, requests, workers)
+
+
+def fetch(source: Source, request: Request) -> Batch:
+    """The batch that `request` asks for."""
+    try:
+        batch = _fetch(source, request)
+    except Failure:
+        raise
+    except Exception as error:
+        raise _named_failure(source, request, error) from error
+    return replace(batch, samples=0, tokens=0) if request.filler else batch
+
+
+def _fetch(source: Source, request: Request) -> Batch:
+    if request.generator_key is None:
+        return source.fetch(request.indices)
+    noise.use_epoch(request.epoch_key)
+    with noise.keyed_generators(request.generator_key):
+        return source.fetch(request.indices)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------
+
+
+def _named_failure(source: Source, request: Request, error: Exception) -> GiveUp:
+    """Finds the sample that can't be read by asking for each alone."""
+    for index in request.indices:
+        try:
+            _fetch(source, request._replace(indices=request.indices[request.indices == index]))
+        except Exception as alone:
+            return GiveUp(f"sample {index} can't be read: {_describe(alone)}")
+    return GiveUp(
+        f"samples {_list(request.indices)} can each be read, but not put into one batch: {_describe(error)}"
+    )
+
+
+def _describe(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _list(indices: Indices) -> str:
+    shown = ", ".join(str(index) for index in indices[:8])
+    return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
+
+
+# --- workers ----------------------------------------------------------------------------------------------------
+
+
+def _from_workers(source: Source, requests: Iterable[Request], workers: Workers) -> Iterator[Batch]:
+    asked: deque[Request] = deque()
+    answerer = _Answers(source, workers.number)
+    loader = DataLoader(
+        answerer,
+        batch_sampler=_remembered(requests, asked),  # type: ignore[arg-type]  # any iterable will do
+        collate_fn=_as_it_is,
+        num_workers=workers.number,
+        prefetch_factor=workers.prefetch,
+        pin_memory=workers.pin,
+        # its own generator, or it would draw from the process' and change what the model draws
+        generator=torch.Generator().manual_seed(workers.key),
+    )
+    answers = iter(loader)
+    while True:
+        try:
+            answer = next(answers, None)
+        except RuntimeError as error:  # what torch raises when a worker has died
+            raise _death(error, answerer.busy_with(asked)) from error
+        if answer is None:
+            return
+        asked.popleft()
+        yield _unwrapped(answer)
+
+
+def _remembered(requests: Iterable[Request], asked: deque[Request]) -> Iterator[Request]:
+    """The DataLoader takes requests ahead of what it delivers; in between they are in `asked`."""
+    for request in requests:
+        asked.append(request)
+        yield request
+
+
+def _death(error: RuntimeError, busy: Sequence[Request]) -> GiveUp:
+    samples = f" while samples {' or '.join(_list(request.indices) for request in busy)} were fetched" if busy else ""
+    return GiveUp(
+        f"a data worker died{samples}: {str(error).strip()}. If it was killed, memory may have run out: try fewer "
+        "data.loader.workers; with 0 the rank fetches itself and shows what happens"
+    )
+
+
+class _Answers(Dataset[Any]):
+    """What a worker holds. It answers a request with a mapping, which torch can pin; a failure is an answer too."""
+
+    def __init__(self, source: Source, workers: int) -> None:
+        self._source = source
+        # the first index of what each worker is at, in memory that outlives the worker; -1: nothing
+        self._busy = torch.full((workers,), -1, dtype=torch.int64).share_memory_()
+
+    def __getitems__(self, request: Request) -> Mapping[str, Any]:
+        worker = get_worker_info()
+        assert worker is not None
+        self._busy[worker.id] = int(request.indices[0])
+        try:
+            batch = fetch(self._source, request)
+        except Failure as failure:
+            return {"failure": failure}
+        finally:
+            self._busy[worker.id] = -1
+        return {"inputs": batch.inputs, "targets": batch.targets, "samples": batch.samples, "tokens": batch.tokens}
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("requests are answered whole")
+
+    def busy_with(self, asked: Iterable[Request]) -> list[Request]:
+        firsts = set(self._busy.tolist())
+        return [request for request in asked if int(request.indices[0]) in firsts]
+
+
+def _as_it_is(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    return answer
+
+
+def _unwrapped(answer: Mapping[str, Any]) -> Batch:
+    if "failure" in answer:
+        raise answer["failure"]
+    inputs = answer["inputs"]
+    if not isinstance(inputs, Mapping):
+        inputs = tuple(inputs)  # pinning turns tuples into lists
+    return Batch(inputs, answer["targets"], answer["samples"], answer["tokens"])

@@ -1,0 +1,214 @@
+"""From a cursor to the batches that follow it.
+
+    cursor --> epoch, position --> the update's samples --> this rank's share --> micro-batches
+               divmod              order (keyed)            plan/batch            fetched, moved to the device
+
+    update 7 of rank 1:   [ . . . . | x x x | . . . ]      positions k*G .. (k+1)*G of the epoch's order
+                                      x x | x              its micro-batches
+
+Nothing is remembered but the number of samples consumed; where the run stands decides what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from itertools import tee
+
+import numpy as np
+import torch
+
+from lockstep.config.schema import Loader
+from lockstep.core.errors import ConfigError
+from lockstep.core.keys import key
+from lockstep.core.progress import Progress
+from lockstep.core.protocols import Source
+from lockstep.core.records import Batch, GlobalBatch
+from lockstep.data.fetching import Request, Workers, fetch_all
+from lockstep.data.order import Order
+from lockstep.data.transfer import to_device
+from lockstep.plan.batch import BatchPlan, micro_ranges
+
+_BLOCK = 4096  # positions whose order is computed at a time: 0.04 us each; a batch of 8 alone would cost 8 us each
+
+
+@dataclass(slots=True)
+class _Share:
+    """This rank's part of an update, before it is fetched."""
+
+    requests: list[Request]
+    samples: int
+    epoch: int
+    cursor: int
+    step: int
+
+
+class TrainingLoader:
+    """The endless stream of updates of one rank of the data axis.
+
+    Attributes:
+        epoch_samples: samples of an epoch; with `drop_last`, those that fill global batches.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch: BatchPlan,
+        rank: int,
+        seed: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        options: Loader,
+        device: torch.device,
+        count: Callable[[Batch], int],
+    ) -> None:
+        """`count` tells the valid targets of a micro-batch, on the CPU.
+
+        Raises:
+            ConfigError: no samples, or none left with `drop_last`.
+        """
+        samples = source.facts.samples
+        self.epoch_samples = _epoch_samples(samples, batch.global_size, drop_last)
+        self._source = source
+        self._batch = batch
+        self._rank = rank
+        self._seed = seed
+        self._order = Order(samples, seed, shuffle=shuffle)
+        self._options = options
+        self._device = device
+        self._count = count
+        self._workers = _workers(options, device, key(seed, "workers", rank))
+        self._running: Generator[GlobalBatch, None, None] | None = None
+
+    def updates(self, progress: Progress) -> Iterator[GlobalBatch]:
+        """What the run does after `progress`, without end; whatever `updates` was at before is over.
+
+        Raises, while it is read:
+            GiveUp: a sample can't be read, or a worker died.
+        """
+        self.close()
+        self._running = self._epochs(progress)
+        return self._running
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def _epochs(self, progress: Progress) -> Generator[GlobalBatch, None, None]:
+        """One set of workers for all epochs, unless `persistent_workers` is off."""
+        steps, cursor = progress.steps, progress.samples
+        while True:
+            stop = None
+            if self._options.workers and not self._options.persistent_workers:
+                stop = (cursor // self.epoch_samples + 1) * self.epoch_samples
+            for update in self._fetched(self._shares(steps, cursor, stop)):
+                yield update
+                steps, cursor = update.step + 1, update.cursor
+
+    def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+        ahead, shares = tee(shares)
+        requests = (request for share in ahead for request in share.requests)
+        batches = fetch_all(self._source, requests, self._workers)
+        updates = (self._update(share, batches) for share in shares)
+        return to_device(updates, self._device, self._workers.pin)
+
+    def _update(self, share: _Share, batches: Iterator[Batch]) -> GlobalBatch:
+        micro_batches = [next(batches) for _ in share.requests]
+        count = tokens = 0
+        for batch in micro_batches:
+            if batch.samples:
+                count += self._count(batch)
+                tokens += batch.tokens
+        return GlobalBatch(
+            tuple(micro_batches), share.samples, count, tokens, share.epoch, share.cursor, share.step
+        )
+
+    def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
+        """From `cursor` on, in blocks of equal updates; up to the cursor `stop`."""
+        while cursor != stop:
+            epoch, position = divmod(cursor, self.epoch_samples)
+            left = self.epoch_samples - position
+            size = min(self._batch.global_size, left)
+            for share in self._block(epoch, position, size, left // size, step, cursor):
+                yield share
+                step, cursor = share.step + 1, share.cursor
+
+    def _block(self, epoch: int, position: int, size: int, most: int, step: int, cursor: int) -> Iterator[_Share]:
+        """Updates of `size` samples each from `position` on: `most` of them, or as many as make a block."""
+        ranges = micro_ranges(size, self._batch.micro_size, self._rank, self._batch.ranks)
+        # filler is the update's first sample: every rank has one at hand, and it is real data
+        offsets = np.concatenate([np.arange(start, stop) if stop > start else np.zeros(1, int) for start, stop in ranges])
+        firsts = position + size * np.arange(max(1, min(most, _BLOCK // len(offsets))))
+        indices = self._order.indices(epoch, firsts[:, None] + offsets)
+        cuts = _cuts(ranges)
+        epoch_key = key(self._seed, "noise", epoch)
+        for row in indices:
+            cursor += size
+            requests = [
+                Request(row[start:stop], filler, epoch_key, self._generator_key(step, micro))
+                for micro, (start, stop, filler) in enumerate(cuts)
+            ]
+            yield _Share(requests, size, epoch, cursor, step)
+            step += 1
+
+    def _generator_key(self, step: int, micro: int) -> int | None:
+        return key(self._seed, "augmentation", step, self._rank, micro) if self._source.draws else None
+
+
+def evaluation_batches(
+    source: Source, micro_size: int, rank: int, ranks: int, options: Loader, device: torch.device
+) -> Iterator[Batch]:
+    """This rank's part of the whole set: every sample once over all ranks, as many batches on each; filler where a
+    rank has run out. What is drawn is the same in every evaluation.
+
+    Raises:
+        ConfigError: the set is empty.
+        GiveUp: while it is read; a sample can't be read, or a worker died.
+    """
+    samples = _epoch_samples(source.facts.samples, 1, drop_last=False)
+    requests = (
+        Request(
+            np.arange(start, stop) if stop > start else np.zeros(1, np.int64),
+            stop == start,
+            key(0, "evaluation"),
+            key(0, "evaluation", start) if source.draws else None,
+        )
+        for start, stop in micro_ranges(samples, micro_size, rank, ranks)
+    )
+    workers = _workers(options, device, key(0, "evaluation", rank))
+    return to_device(fetch_all(source, requests, workers), device, workers.pin)
+
+
+def _epoch_samples(samples: int, global_size: int, drop_last: bool) -> int:
+    if samples < 1:
+        raise ConfigError("the data set is empty")
+    if not drop_last:
+        return samples
+    if samples < global_size:
+        raise ConfigError(
+            f"data.drop_last leaves nothing: {samples} samples don't fill one batch.global_size of {global_size}; "
+            f"batch.global_size can be {samples} at most, or drop_last false"
+        )
+    return samples // global_size * global_size
+
+
+def _cuts(ranges: list[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+    """Where each micro-batch lies in the rank's row of indices, and whether it is filler."""
+    cuts, first = [], 0
+    for start, stop in ranges:
+        width = max(1, stop - start)
+        cuts.append((first, first + width, stop == start))
+        first += width
+    return cuts
+
+
+def _workers(options: Loader, device: torch.device, workers_key: int) -> Workers:
+    on_gpu = device.type == "cuda"
+    if options.pin_memory is True and not on_gpu:
+        raise ConfigError(
+            f"data.loader.pin_memory makes copies to a GPU faster, but this rank computes on {device}; auto does right"
+        )
+    return Workers(options.workers, options.prefetch, options.pin_memory is not False and on_gpu, workers_key)

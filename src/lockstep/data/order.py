@@ -1,0 +1,115 @@
+"""The order of an epoch: a keyed permutation, computed where it is needed and stored nowhere.
+
+    position in the epoch --> [ rounds keyed by (seed, epoch) ] --> index of a sample
+
+    0 .. N-1 laid out as a grid of `rows` x `columns` >= N cells, each position a pair (row, column):
+
+        row    <- (row    + mix(column, key of the round)) mod rows        even rounds
+        column <- (column + mix(row,    key of the round)) mod columns     odd rounds
+
+A Feistel network over a grid instead of bits (the generalised Feistel cipher of Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002): each round can be undone, so the whole is a bijection of the grid. The few
+cells beyond N (fewer than there are rows) are walked through until a cell below N comes up, which makes it a
+bijection of 0 .. N-1.
+
+The world size is nowhere in it: which rank asks for a position changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.keys import key
+
+Indices = NDArray[np.int64]
+
+_ROUNDS = 8
+_HALF = np.uint64(32)
+_SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31))
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+class Order:
+    """The order in which the samples of each epoch are used.
+
+    Attributes:
+        samples: how many there are, N.
+        seed: of the run.
+        shuffle: a new permutation each epoch; false: the identity.
+    """
+
+    def __init__(self, samples: int, seed: int, *, shuffle: bool = True) -> None:
+        assert 0 < samples < 2**62
+        self.samples = samples
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def indices(self, epoch: int, positions: Indices) -> Indices:
+        """The samples at `positions` (any shape, each in [0, N)) of `epoch`; of the same shape."""
+        if not self.shuffle:
+            return positions
+        return permute(positions, self.samples, _round_keys(self.seed, epoch))
+
+
+def permute(positions: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
+    """A bijection of [0, size), chosen by the keys of its rounds, at `positions`."""
+    rows = max(1, math.isqrt(size - 1) + 1)
+    columns = -(-size // rows)
+    cells = _walk(positions.astype(np.uint64), rows, columns, keys)
+    outside = np.flatnonzero(cells >= size)
+    flat = cells.reshape(-1)
+    while outside.size:
+        flat[outside] = _walk(flat[outside], rows, columns, keys)
+        outside = outside[flat[outside] >= size]
+    return cells.view(np.int64)
+
+
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """In place, and returned: SplitMix64's finaliser (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
+    Generators", OOPSLA 2014), which spreads each bit over all 64."""
+    x ^= x >> _SHIFTS[0]
+    x *= _FACTORS[0]
+    x ^= x >> _SHIFTS[1]
+    x *= _FACTORS[1]
+    x ^= x >> _SHIFTS[2]
+    return x
+
+
+def _walk(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """All rounds, once, over the grid."""
+    width = np.uint64(columns)
+    row, column = np.divmod(cells, width)
+    sizes = (np.uint64(rows), width)
+    for number, round_key in enumerate(keys):
+        if number % 2 == 0:
+            _add_modulo(row, _draw(column, round_key, sizes[0]), sizes[0])
+        else:
+            _add_modulo(column, _draw(row, round_key, sizes[1]), sizes[1])
+    row *= width
+    row += column
+    return row
+
+
+def _draw(values: NDArray[np.uint64], round_key: np.uint64, size: np.uint64) -> NDArray[np.uint64]:
+    """A number in [0, size) for each value: the upper half of its mix, scaled."""
+    x = mix(values + round_key)
+    x >>= _HALF
+    x *= size
+    x >>= _HALF
+    return x
+
+
+def _add_modulo(values: NDArray[np.uint64], summands: NDArray[np.uint64], size: np.uint64) -> None:
+    """In place; both are below `size`. What is below `size` wraps to a huge number when `size` is taken from it, so
+    the smaller of the two is the remainder."""
+    values += summands
+    np.minimum(values, values - size, out=values)
+
+
+@lru_cache(maxsize=8)
+def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+    return np.array([key(seed, "order", epoch, number) for number in range(_ROUNDS)], dtype=np.uint64)

@@ -1,0 +1,181 @@
+"""Token ids in a memory-mapped file: tokenised once, read by any number of runs and ranks.
+
+    FOLDER/train.json         header, written last: the split exists when it does
+          /train.tokens       ids of all documents, one after the other, uint16 or uint32
+          /train.documents    where each document begins, and where the last one ends, int64
+
+    joined    samples are windows of the stream
+    whole     samples are packed documents (packing.py); no target crosses from one document into the next
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lockstep.config.schema import Tokens
+from lockstep.core.errors import ConfigError
+from lockstep.core.protocols import Source
+from lockstep.core.records import Batch, DataFacts
+from lockstep.data import windows
+from lockstep.data.order import Indices
+from lockstep.data.packing import pack
+
+FORMAT = 1
+_PREPARE = "make it with `lockstep data prepare`"
+_NO_TARGET = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a split says of itself.
+
+    Attributes:
+        format: of the files.
+        dtype: uint16 or uint32.
+        tokens, documents: how many.
+        vocabulary: number of token ids.
+        tokenizer: folder or hub name, or `bytes`.
+        end: the token id behind each document.
+        bytes_per_token: of the text, on average, end tokens counted.
+        fingerprint: BLAKE2b of tokens and documents.
+    """
+
+    format: int
+    dtype: str
+    tokens: int
+    documents: int
+    vocabulary: int
+    tokenizer: str
+    end: int
+    bytes_per_token: float
+    fingerprint: str
+
+
+def open_tokens(section: Tokens, *, aligned: bool) -> Source:
+    """`aligned`: as in `windows.next_token_batch`."""
+    folder = Path(section.folder).expanduser()
+    header = read_header(folder, section.split)
+    tokens = _mapped(folder / f"{section.split}.tokens", header.dtype, header.tokens)
+    if section.documents == "joined":
+        return JoinedTokens(tokens, header, section.length, aligned=aligned)
+    documents = _mapped(folder / f"{section.split}.documents", "int64", header.documents + 1)
+    return WholeDocuments(tokens, np.array(documents), header, section.length, aligned=aligned)
+
+
+def tokenizer_name(folder: Path, split: str) -> str:
+    """With which tokenizer the ids were made: folder or hub name, or `bytes`."""
+    return read_header(folder.expanduser(), split).tokenizer
+
+
+class JoinedTokens:
+    """Windows of the stream."""
+
+    draws = False
+
+    def __init__(self, tokens: windows.Tokens, header: Header, length: int, *, aligned: bool) -> None:
+        self._windows = windows.cut_windows(tokens, length, "the token file")
+        self._aligned = aligned
+        self.facts = DataFacts(
+            len(self._windows), length, vocabulary=header.vocabulary, bytes_per_token=header.bytes_per_token
+        )
+        self.fingerprint = windows.fingerprint("joined", header.fingerprint, length)
+
+    def fetch(self, indices: Indices) -> Batch:
+        return windows.next_token_batch(self._windows, indices, aligned=self._aligned)
+
+
+class WholeDocuments:
+    """Packed documents. Places that stay empty hold the end token and are no targets."""
+
+    draws = False
+
+    def __init__(
+        self, tokens: windows.Tokens, documents: NDArray[np.int64], header: Header, length: int, *, aligned: bool
+    ) -> None:
+        self._tokens = tokens
+        self._end = header.end
+        self._length = length
+        self._aligned = aligned
+        self._packing = pack(documents, length)
+        self.padding = self._packing.padding
+        self.facts = DataFacts(
+            self._packing.samples, None, vocabulary=header.vocabulary, bytes_per_token=header.bytes_per_token
+        )
+        self.fingerprint = windows.fingerprint("whole", header.fingerprint, length)
+
+    def fetch(self, indices: Indices) -> Batch:
+        packing = self._packing
+        first, stop = packing.bounds[indices], packing.bounds[indices + 1]
+        pieces = _ranges(first, stop - first)
+        lengths = packing.lengths[pieces]
+        ends = np.cumsum(lengths)
+        text = self._tokens[_ranges(packing.starts[pieces], lengths)]
+        filled = np.add.reduceat(lengths, np.cumsum(stop - first) - (stop - first))
+        places = np.arange(self._length) < filled[:, None]
+        inputs = np.full(places.shape, self._end, dtype=np.int64)
+        inputs[places] = text
+        targets = np.full(places.shape, _NO_TARGET, dtype=np.int64)
+        targets[places] = self._targets(text, ends - lengths, ends)
+        name = "input_ids" if self._aligned else "tokens"
+        return Batch({name: torch.from_numpy(inputs)}, torch.from_numpy(targets), len(indices), int(ends[-1]))
+
+    def _targets(
+        self, text: windows.Tokens, starts: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """[tokens]: of each token, itself or the next in its piece."""
+        targets = text.astype(np.int64)
+        if self._aligned:
+            targets[starts] = _NO_TARGET  # after the shift, the target of the piece before
+            return targets
+        targets[:-1] = targets[1:]
+        targets[ends - 1] = _NO_TARGET
+        return targets
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """starts[0] .. starts[0] + lengths[0], then starts[1] .., without a loop."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def read_header(folder: Path, split: str) -> Header:
+    """Raises ConfigError that says what there is instead."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; {_PREPARE}")
+    path = folder / f"{split}.json"
+    if not path.is_file():
+        there = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
+        raise ConfigError(f"{folder} has no split {split}; " + (f"it has {', '.join(there)}" if there else _PREPARE))
+    try:
+        said = json.loads(path.read_text())
+        header = Header(**{field.name: said[field.name] for field in fields(Header)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error
+    if header.format != FORMAT:
+        raise ConfigError(f"{path} is of format {header.format}, this version reads {FORMAT}; {_PREPARE} anew")
+    return header
+
+
+def write_header(folder: Path, split: str, header: Header) -> None:
+    """At once or not at all."""
+    draft = folder / f"{split}.json.part"
+    draft.write_text(json.dumps(asdict(header), indent=2) + "\n")
+    os.replace(draft, folder / f"{split}.json")
+
+
+def _mapped(path: Path, dtype: str, items: int) -> NDArray[np.generic]:
+    expected = items * np.dtype(dtype).itemsize
+    size = path.stat().st_size if path.is_file() else 0
+    if size != expected:
+        raise ConfigError(f"{path} has {size} bytes where its header says {expected}; {_PREPARE} anew")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(items,)).view(np.ndarray)

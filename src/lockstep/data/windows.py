@@ -1,0 +1,66 @@
+"""A stream of tokens as samples of a fixed length, gathered a whole batch at a time.
+
+    stream    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...
+    sample 0  t0 t1 t2 t3 t4                    length 4: four inputs, and the four tokens that follow them
+    sample 1              t4 t5 t6 t7 t8        windows meet in one token, so that each token is a target once
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.records import Batch
+from lockstep.data.order import Indices
+
+Tokens = NDArray[Any]  # of an unsigned integer type
+
+
+def cut_windows(tokens: Tokens, length: int, name: str) -> Tokens:
+    """[samples, length + 1], a view of the stream [tokens]; what doesn't fill a window at the end is left out.
+
+    Raises:
+        ConfigError: not one window in the stream.
+    """
+    if len(tokens) <= length:
+        raise ConfigError(
+            f"{name} has {len(tokens)} tokens, too few for one sample of length {length} (and the token after it); "
+            f"length can be {max(0, len(tokens) - 1)} at most"
+        )
+    samples = (len(tokens) - 1) // length
+    step = tokens.strides[0]
+    return np.lib.stride_tricks.as_strided(tokens, (samples, length + 1), (length * step, step), writeable=False)
+
+
+def next_token_batch(windows: Tokens, indices: Indices, *, aligned: bool = False) -> Batch:
+    """Inputs and targets, both [samples, length] int64: one gather, widened twice, so that both are contiguous.
+
+    Args:
+        aligned: for models of the transformers library: the inputs are `input_ids` and the targets are the inputs
+            themselves, which the objective shifts; otherwise `tokens`, and the targets are the tokens that follow.
+    """
+    rows = windows[indices]
+    samples, width = rows.shape
+    inputs = torch.from_numpy(rows[:, :-1].astype(np.int64))
+    if aligned:
+        return Batch({"input_ids": inputs}, inputs, samples, samples * (width - 1))
+    targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
+    return Batch({"tokens": inputs}, targets, samples, samples * (width - 1))
+
+
+def fingerprint(*parts: object) -> str:
+    """BLAKE2b over what defines a data set's content: arrays by their bytes, anything else by its repr."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(f"{part.dtype.str}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).data)
+        else:
+            digest.update(repr(part).encode())
+        digest.update(b"\x1f")
+    return digest.hexdigest()

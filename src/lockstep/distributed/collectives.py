@@ -1,0 +1,65 @@
+"""The only raw collectives. An axis of one has none: it returns what it was given, and callers never ask.
+
+    Alone        sum(x) = x        gather(v) = [v]           broadcast(v) = v
+    Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Alone:
+    """An axis of one rank."""
+
+    size = 1
+    rank = 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather(self, value: object) -> list[object]:
+        return [value]
+
+    def broadcast(self, value: object) -> object:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+
+class Together:
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size: int = group.size()
+        self.rank: int = group.rank()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def gather(self, value: object) -> list[object]:
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: object) -> object:
+        box = [value]
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """How long a collective of the group may take from now on."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # torch has no public way yet

@@ -1,0 +1,139 @@
+"""Joining the other ranks, and leaving them.
+
+    launcher ---- RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [, a listening socket] ----> join() -> World
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.ranks import RankEnvironment
+from lockstep.distributed.collectives import Alone, Together
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Launch
+    from lockstep.core.protocols import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place among all.
+
+    Attributes:
+        axis: the data axis: all ranks, as long as data is the only thing divided.
+        rank, size, local_rank: among all ranks, of how many, on this machine.
+        device: where this rank computes.
+        backend: of the collectives; `none` if this process is alone.
+    """
+
+    axis: Axis
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
+@contextmanager
+def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
+    """The world while the block runs.
+
+    Args:
+        grouped: make a process group even for one rank (DDP on one rank needs it).
+
+    Raises:
+        ConfigError: a backend or device that this machine doesn't have.
+        GiveUp: the other ranks can't be reached within `launch.timeout`.
+    """
+    environment = RankEnvironment.read(os.environ)
+    device = _device(launch, environment.local_rank)
+    if environment.world_size == 1 and not grouped:
+        yield World(Alone(), 0, 1, 0, device, "none")
+        return
+    backend = _backend(launch, device)
+    if dist.is_initialized():  # the user's own program made the group: it stays theirs
+        yield _world(environment, device, dist.get_backend())
+        return
+    _make_group(environment, backend, device, launch.timeout)
+    try:
+        yield _world(environment, device, backend)
+    finally:
+        dist.destroy_process_group()
+
+
+def _world(environment: RankEnvironment, device: torch.device, backend: str) -> World:
+    group = dist.group.WORLD
+    assert group is not None
+    axis: Axis = Together(group) if group.size() > 1 else Alone()
+    return World(axis, group.rank(), group.size(), environment.local_rank, device, backend)
+
+
+def _device(launch: Launch, local_rank: int) -> torch.device:
+    available = torch.cuda.device_count() if launch.device != "cpu" else 0
+    if launch.device == "cuda" and not available:
+        raise ConfigError(Problem("", "launch.device", "cuda was asked for, and this machine shows no GPU; cpu works"))
+    if not available:
+        return torch.device("cpu")
+    if local_rank >= available:
+        message = f"rank {local_rank} of this machine has no GPU: there are {available}; start at most {available} ranks"
+        raise ConfigError(Problem("", "launch.ranks", message))
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(launch: Launch, device: torch.device) -> str:
+    if launch.backend == "nccl" and device.type != "cuda":
+        message = "nccl was asked for, and it needs GPUs; this rank computes on the CPU, where gloo works"
+        raise ConfigError(Problem("", "launch.backend", message))
+    if launch.backend != "auto":
+        return launch.backend
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:
+    limit = timedelta(seconds=timeout)
+    place = f"{environment.master_addr}:{environment.master_port}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice on device_id, which is given where it applies
+            if environment.store_fd is None:
+                dist.init_process_group(backend, timeout=limit, device_id=device if backend == "nccl" else None)
+                return
+            dist.init_process_group(
+                backend,
+                store=_loopback_store(environment, limit),
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=limit,
+                device_id=device if backend == "nccl" else None,
+            )
+    except (RuntimeError, ValueError, socket.error) as error:
+        raise GiveUp(
+            f"rank {environment.rank} could not join the other {environment.world_size - 1} ranks at {place} "
+            f"within {timeout:g} s: {error}"
+        ) from error
+
+
+def _loopback_store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
+    """A store on the launcher's own listening socket: on loopback alone, and on a port nobody else can take."""
+    return dist.TCPStore(
+        environment.master_addr,
+        environment.master_port,
+        world_size=environment.world_size,
+        is_master=environment.rank == 0,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=environment.store_fd if environment.rank == 0 else None,
+    )

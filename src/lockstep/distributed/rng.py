@@ -1,0 +1,37 @@
+"""Seeds, and generators keyed for one forward.
+
+Initialisation and order are alike on all ranks; what a forward draws (dropout) is distinct for each data rank,
+micro-batch and update, and is the same again when the update is run again.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from lockstep.core.keys import key
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's, NumPy's and torch's generators, on all devices."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class KeyedDraws:
+    """Sets the device's generator before each forward to a key of (seed, update, data rank, micro-batch)."""
+
+    def __init__(self, seed: int, data_rank: int, device: torch.device) -> None:
+        self._seed = seed
+        self._data_rank = data_rank
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def set(self, step: int, micro_batch: int) -> None:
+        number = key(self._seed, "forward", step, self._data_rank, micro_batch) >> 1
+        for generator in self._generators:
+            generator.manual_seed(number)

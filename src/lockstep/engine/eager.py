@@ -1,0 +1,92 @@
+"""Forward and backward, micro-batch after micro-batch, in this process.
+
+    for each micro-batch:   key draws -> forward (autocast) -> loss sum (fp32) -> backward, seeded with
+                                                                          loss scale x averaged ranks / global count
+
+The gradient of an update is that of (sum of losses / global count of valid targets), however it was split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.core.protocols import Objective, Sharding
+    from lockstep.core.records import Batch
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+class Eager:
+    """The engine of every strategy that leaves the model in one piece.
+
+    Args:
+        autocast: makes the context of a forward.
+        key_draws: called with (step, micro-batch) before each forward.
+    """
+
+    def __init__(
+        self, sharding: Sharding, objective: Objective, autocast: Autocast, key_draws: Callable[[int, int], None]
+    ) -> None:
+        self._sharding = sharding
+        self._objective = objective
+        self._autocast = autocast
+        self._key_draws = key_draws
+
+    def accumulate(self, micro_batches: Sequence[Batch], seed_scale: float | Tensor, step: int) -> Tensor:
+        sharding, objective = self._sharding, self._objective
+        module, last = sharding.module, len(micro_batches) - 1
+        seed_scale = seed_scale * sharding.averages_over
+        total: Tensor | None = None
+        for index, batch in enumerate(micro_batches):
+            self._key_draws(step, index)
+            with sharding.window(index == last):
+                with self._autocast():
+                    outputs = call(module, batch.inputs)
+                loss = objective.loss_sum(outputs, batch)
+                weight = 1.0 if batch.samples else 0.0
+                loss.backward(_seed(seed_scale * weight, loss))  # type: ignore[no-untyped-call]
+            loss = loss.detach() if batch.samples else torch.zeros_like(loss)
+            total = loss if total is None else total + loss
+        assert total is not None, "an update has at least one micro-batch on every rank"
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
+        module, objective = self._sharding.bare, self._objective
+        sums: dict[str, Tensor] = {}
+        was_training = module.training
+        module.eval()
+        try:
+            for batch in micro_batches:
+                with self._autocast():
+                    outputs = call(module, batch.inputs)
+                count = torch.tensor(float(objective.count(batch)))
+                found = {"loss_sum": objective.loss_sum(outputs, batch), "count": count}
+                found.update(objective.metric_sums(outputs, batch))
+                for name, value in found.items():
+                    value = value.double() if batch.samples else torch.zeros_like(value, dtype=torch.float64)
+                    sums[name] = sums[name] + value if name in sums else value
+        finally:
+            module.train(was_training)
+        return sums
+
+
+def call(module: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> object:
+    """The forward: a mapping's values go in by name, a tuple's by position."""
+    if isinstance(inputs, tuple):
+        return module(*inputs)
+    return module(**inputs)
+
+
+def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:
+    """The gradient that a backward starts from."""
+    if isinstance(scale, torch.Tensor):
+        return scale.to(loss)
+    return torch.tensor(scale, dtype=loss.dtype, device=loss.device)

@@ -1,0 +1,91 @@
+"""What this machine has for ranks: GPUs and cores, counted without touching them.
+
+A process that has made a CUDA context can't be forked, and asking the CUDA runtime how many GPUs there are makes one.
+So the driver's management library (NVML) is asked, as nvidia-smi does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Mapping
+
+from lockstep.config.schema import Launch
+from lockstep.core.errors import ConfigError, Problem
+
+
+def choose_ranks(launch: Launch) -> int:
+    """Ranks to start on this machine: what was asked, or one a GPU, or one without GPUs."""
+    return max(1, count_gpus()) if launch.ranks == "auto" else launch.ranks
+
+
+def check_ranks(ranks: int, launch: Launch) -> str | None:
+    """What a user should know about so many ranks here, if anything.
+
+    Raises:
+        ConfigError: nccl, and fewer GPUs than ranks (two ranks can't share a GPU under nccl).
+    """
+    if ranks < 1:
+        raise ConfigError(Problem("", "launch.ranks", f"{ranks} ranks can't run; the least is 1"))
+    if launch.backend == "nccl" and ranks > (gpus := count_gpus()):
+        raise ConfigError(Problem("", "launch.backend", _too_few_gpus(ranks, gpus)))
+    cores = count_cores()
+    if ranks > cores:
+        return f"{ranks} ranks share {cores} core{'s' * (cores > 1)}: they take turns, and each is slower"
+    return None
+
+
+def count_gpus(environ: Mapping[str, str] | None = None) -> int:
+    """NVIDIA GPUs that a rank started from here could use; 0 if torch is built without CUDA. Makes no CUDA context."""
+    import torch
+
+    if torch.version.cuda is None:
+        return 0
+    return visible_gpus(os.environ if environ is None else environ, _nvml_count())
+
+
+def visible_gpus(environ: Mapping[str, str], present: int) -> int:
+    """How many of `present` GPUs CUDA_VISIBLE_DEVICES leaves: indices or UUIDs, up to the first invalid one."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return present
+    seen: list[str] = []
+    for name in (part.strip() for part in listed.split(",")):
+        if not name.startswith(("GPU-", "MIG-")) and not (name.isdigit() and int(name) < present):
+            break
+        if name in seen:  # CUDA then shows no GPU at all
+            return 0
+        seen.append(name)
+    if any(name.startswith("MIG-") for name in seen):  # a process can use one slice only
+        return 1
+    return min(len(seen), present)
+
+
+def count_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def threads_per_rank(ranks: int) -> int:
+    """An even share of the cores, at least 1."""
+    return max(1, count_cores() // ranks)
+
+
+def _nvml_count() -> int:
+    """GPUs that the driver knows of; 0 without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    count = ctypes.c_uint(0)
+    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    nvml.nvmlShutdown()
+    return 0 if failed else count.value
+
+
+def _too_few_gpus(ranks: int, gpus: int) -> str:
+    remedy = f"start {gpus} rank{'s' * (gpus > 1)}, or use gloo" if gpus else "use gloo"
+    return f"nccl needs a GPU for each of the {ranks} ranks, and there {'is' if gpus == 1 else 'are'} {gpus}; {remedy}"

@@ -1,0 +1,143 @@
+"""How ranks end, and which end was the first cause.
+
+    rank 0   ......................raises "connection closed by peer"     a consequence, though rank 0 says it first
+    rank 1   ....killed by SIGKILL                                        the cause
+    rank 2   ............................................ended by us      nothing to tell
+
+A rank that fails breaks its peers' collectives, and theirs may be the first words heard. So causes are ordered by
+kind first (what a broken peer explains comes last), then by time.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+
+from lockstep.core.errors import Failure, Stopped
+
+
+class Kind(Enum):
+    """How a rank ended."""
+
+    DONE = "returned 0"
+    MESSAGE = "raised a Failure: people read its message, not its traceback"
+    TRACEBACK = "raised another exception"
+    CODE = "returned or exited with a code of its own"
+    KILLED = "by a signal"
+    STOPPED = "asked by somebody other than its launcher"
+    PEER = "of an error that the end of a peer explains"
+    ENDED = "asked or killed by its launcher"
+
+
+_WEIGHT = {Kind.PEER: 1, Kind.ENDED: 2}  # explained by any of the others, which explain themselves
+
+# What gloo, NCCL and torch's store say when it is the other side that went away.
+_PEER_WENT_AWAY = re.compile(
+    r"gloo/transport/|Connection (closed|reset) by|Broken pipe|Socket closed|recvValue failed|sendBytes failed"
+    r"|NCCL communicator was aborted|ncclRemoteError|remote process exited|failed to recv, got 0 bytes",
+    re.IGNORECASE,
+)
+
+
+_LONGEST = 12_000  # characters of a report, so that it reaches the launcher in one piece
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Attributes:
+    code: the exit code for whoever started the run.
+    text: what to show: a message, a traceback, or a sentence.
+    time: seconds (CLOCK_MONOTONIC, one clock for all processes) when the rank raised, returned or was found dead.
+    """
+
+    kind: Kind
+    code: int
+    text: str
+    time: float
+
+
+def end_of_return(code: int, time: float) -> End:
+    """Of an entry that returned, or of a process that exited with `code` without a word."""
+    if code == 0:
+        return End(Kind.DONE, 0, "", time)
+    if code == Stopped.exit_code:
+        return End(Kind.STOPPED, code, "", time)
+    return End(Kind.CODE, code, f"ended with exit code {code}", time)
+
+
+def end_of_exception(error: BaseException, time: float, frames: TracebackType | None) -> End:
+    """Of an entry that raised. `frames` are those to show."""
+    match error:
+        case Stopped() | KeyboardInterrupt():
+            return End(Kind.STOPPED, Stopped.exit_code, str(error), time)
+        case Failure():
+            return End(Kind.MESSAGE, error.exit_code, str(error), time)
+        case SystemExit(code=int() | None):
+            return end_of_return(int(error.code or 0), time)
+        case SystemExit():
+            return End(Kind.MESSAGE, 1, str(error.code), time)
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    return End(Kind.PEER if _blames_a_peer(error) else Kind.TRACEBACK, 1, _shortened(text), time)
+
+
+def end_of_process(exitcode: int, time: float) -> End:
+    """Of a process that ended without a report; `exitcode` is minus the signal's number if one killed it."""
+    if exitcode >= 0:
+        return end_of_return(exitcode, time)
+    name = _signal_name(-exitcode)
+    perhaps = ": out of memory, perhaps (the kernel's log, dmesg, would say so)" if name == "SIGKILL" else ""
+    if name == "SIGABRT":  # what C++ does with an exception nobody catches; a broken connection is one
+        return End(Kind.PEER, 1, f"was killed by {name}", time)
+    return End(Kind.KILLED, 1, f"was killed by {name}{perhaps}", time)
+
+
+def first_cause(ends: Iterable[End | None]) -> int | None:
+    """The rank whose end explains the others', or None if all are done or have nothing to tell (None)."""
+    told = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not Kind.DONE]
+    if not told:
+        return None
+    return min(told, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
+
+
+def describe(rank: int, ends: Sequence[End | None]) -> str:
+    """What a person reads about the first cause. A message that all ranks agree on belongs to none of them."""
+    end = ends[rank]
+    assert end is not None, "only a rank that has ended is a cause"
+    match end.kind:
+        case Kind.MESSAGE | Kind.STOPPED if all(other is not None and other.text == end.text for other in ends):
+            return end.text
+        case Kind.TRACEBACK | Kind.PEER if "\n" in end.text:
+            return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
+        case Kind.CODE | Kind.KILLED | Kind.PEER:
+            return f"rank {rank} {end.text}"
+        case _:
+            return f"rank {rank}: {end.text}" if end.text else ""
+
+
+def _blames_a_peer(error: BaseException | None) -> bool:
+    """Whether it, or what it was raised from, speaks of the other side."""
+    while error is not None:
+        if isinstance(error, RuntimeError | OSError) and _PEER_WENT_AWAY.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _shortened(text: str) -> str:
+    """Without its middle, if it is too long: a traceback begins where it all began, and ends with what went wrong."""
+    half = _LONGEST // 2
+    return (
+        text if len(text) <= _LONGEST else f"{text[:half]}\n  ... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

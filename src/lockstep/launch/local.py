@@ -1,0 +1,238 @@
+"""Starts the ranks of this machine, and stays until the last has ended.
+
+    command --> imports torch, once --> forks rank 0, 1, ... --> entry() in each --> the run's exit code
+                about 0.95 s            milliseconds             0 done, 1 failed, 2 config, 130 stopped
+
+A rank forked from a process that has imported torch, and done nothing with it, need not import it again. Where forking
+isn't safe (threads are running, CUDA is in use, no Linux) ranks start as fresh interpreters. One rank needs no process:
+it runs in this one, with the same environment, log and exit codes.
+
+Why not torch's own engine, `torch.distributed.elastic.multiprocessing.start_processes`? It is as fast when it forks,
+and `elastic_launch` nearly so. But of two ranks in an all-reduce, one killed by SIGKILL, it named the other's broken
+connection as the failure every time; a rank that ended by KeyboardInterrupt counted as done and left the run waiting
+for ever; and a tee takes rank 0's terminal away. Exit codes and first causes are what people see of a launcher, so they
+are kept here (`group`, `ends`). An elastic agent's place is above: it would start `rank.run_rank` on each node.
+
+Ranks of one machine meet on loopback. The launcher itself binds the store's port and hands the listening socket to
+rank 0 (see `core.ranks`): no other launch can take the port in between, and no other machine can reach the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from lockstep.config.schema import Launch
+from lockstep.core.errors import ConfigError, Problem, Stopped
+from lockstep.core.ranks import STORE_FD, RankEnvironment, names_a_rank
+from lockstep.launch import streams
+from lockstep.launch.devices import check_ranks, threads_per_rank
+from lockstep.launch.ends import End, Kind, describe, first_cause
+from lockstep.launch.group import Member, StopRequests, held_signals, stop_requests, watch
+from lockstep.launch.rank import Orders, run_entry, run_rank, sigterm_stops
+
+_LOOPBACK = "127.0.0.1"
+
+
+def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None) -> int:
+    """Runs `entry` on `ranks` ranks of this machine, and returns the run's exit code.
+
+    Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named on stderr with its
+    traceback, or with its message if it raised a `Failure`, whose exit code is then the run's; the others are ended.
+
+    Args:
+        entry: returns the rank's exit code. Must be importable by name if ranks can't be forked.
+        ranks: on this machine.
+        launch: `port`, `environment`; `timeout`: seconds an orderly stop may take, for a collective may take as long.
+        logs: folder for rank-N.log. Rank 0 also speaks to the terminal, the others only to their files, and their
+            warnings are shown at the end. None: all ranks speak to the terminal.
+
+    Raises:
+        ConfigError: if the ranks can't be started as asked; nothing has been started then.
+    """
+    _refuse_own_names(launch.environment)
+    note = check_ranks(ranks, launch)
+    if note:
+        _tell(f"note: {note}")
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    if ranks == 1:
+        return _run_here(entry, launch, logs)
+    return _run_ranks(entry, ranks, launch, logs)
+
+
+def started_by_another_launcher(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a rank already (of torchrun, torch.distributed.launch, deepspeed, Slurm and the like)
+    and so must start none. `RankEnvironment.read` then says which, or what is missing."""
+    return names_a_rank(environ)
+
+
+def may_fork() -> bool:
+    """Whether a forked copy of this process can compute: no other threads, no CUDA.
+
+    OpenBLAS (numpy) keeps threads that it ends in a fork handler, and starts again when it needs them; libgomp's
+    (torch, after its first parallel loop) do not survive, and a child that computes waits for them for ever. A child
+    that does nothing makes the former end and shows the latter.
+    """
+    if sys.platform != "linux" or threading.active_count() > 1 or _uses_cuda():
+        return False
+    if _native_threads() > 1:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    return _native_threads() == 1
+
+
+def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> int:
+    variables = RankEnvironment(master_port=launch.port).variables()
+    log = streams.log_path(logs, 0) if logs else None
+    with _environment({**variables, **launch.environment}), streams.doubled(log), sigterm_stops():
+        ends = [run_entry(entry)]
+        return _conclude(ends, stopped=False)
+
+
+def _run_ranks(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None) -> int:
+    importlib.import_module("torch")
+    logged = streams.sizes(logs, ranks) if logs else []
+    members: list[Member] = []
+    with stop_requests() as requests:
+        try:
+            with held_signals(), _listener(launch.port, ranks) as listener:
+                _start(entry, ranks, launch, logs, listener, members)
+            ends = watch(members, requests, launch.timeout)
+        finally:
+            _end_all(members)
+        return _finish(ends, requests, logs, logged)
+
+
+def _finish(ends: list[End], requests: StopRequests, logs: Path | None, logged: list[int]) -> int:
+    code = _conclude(ends, stopped=requests.count > 0)
+    if logs is not None and code == 0:
+        for remark in streams.remarks(logs, logged):
+            _tell(remark)
+    elif logs is not None and code == 1:
+        _tell(f"each rank's words are in {logs}")
+    return code
+
+
+def _conclude(ends: list[End], stopped: bool) -> int:
+    """Says what ended the run, and returns its exit code."""
+    cause = first_cause(ends)
+    if cause is None:
+        return 0
+    if stopped and ends[cause].kind in (Kind.PEER, Kind.ENDED):  # ranks that stop break what binds them
+        return Stopped.exit_code
+    if text := describe(cause, ends):
+        _tell(text)
+    return ends[cause].code
+
+
+def _start(
+    entry: Callable[[], int],
+    ranks: int,
+    launch: Launch,
+    logs: Path | None,
+    listener: socket.socket,
+    members: list[Member],
+) -> None:
+    """Appends to `members` as they start, so that whoever holds the list can end them if one can't."""
+    forks = may_fork()
+    context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or each forked rank would say it again
+    for rank in range(ranks):
+        log = streams.log_path(logs, rank) if logs else None
+        orders = Orders(rank, os.getpid(), forks, log, listener if rank == 0 else None)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=run_rank, args=(entry, orders, theirs), name=f"rank-{rank}")
+        with _environment(_variables(rank, ranks, listener, launch.environment)), _explained(entry):
+            process.start()
+        theirs.close()
+        members.append(Member(process, ours))
+
+
+def _variables(rank: int, ranks: int, listener: socket.socket, asked: Mapping[str, str]) -> dict[str, str]:
+    port = listener.getsockname()[1]
+    ours = RankEnvironment(rank, ranks, rank, ranks, _LOOPBACK, port).variables()
+    share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+    return {**share, **asked, **ours}
+
+
+@contextlib.contextmanager
+def _listener(port: int, ranks: int) -> Iterator[socket.socket]:
+    """A socket that listens on loopback, on `port` or on any free one."""
+    try:
+        server = socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * ranks))
+    except OSError as error:
+        message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
+        raise ConfigError(Problem("", "launch.port", message)) from None
+    with server:  # closed here once rank 0 holds it: if that rank dies, its peers' connections must break
+        yield server
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _explained(entry: Callable[[], int]) -> Iterator[None]:
+    """A fresh interpreter gets the entry by its name."""
+    try:
+        yield
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{entry!r} can't be sent to a rank ({error}). This process has threads or CUDA, so its ranks are fresh "
+            "interpreters: define the function, and what it holds, at the top of a module, or start the ranks before "
+            "the first computation"
+        ) from error
+
+
+def _end_all(members: list[Member]) -> None:
+    for member in members:
+        if member.ended is None:
+            member.signal(signal.SIGKILL)
+        member.close()
+
+
+def _refuse_own_names(asked: Mapping[str, str]) -> None:
+    own = {*RankEnvironment().variables(), STORE_FD}
+    problems = [
+        Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
+        for name in asked
+        if name in own
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _uses_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

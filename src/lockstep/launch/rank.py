@@ -1,0 +1,170 @@
+"""A rank from the inside: from the first instruction of its process to its exit code.
+
+    tie --------> signals ------> streams ----> threads ----> entry() ----> End, to the launcher ----> exit code
+    ends with     SIGTERM stops   log, or       its share     returned
+    the launcher  SIGINT: deaf    terminal      of the cores  or raised
+
+Ctrl-C reaches every process of a terminal. Only the launcher listens to it, and says "stop" to each rank once, as
+SIGTERM; so a rank is deaf to SIGINT, as are its data workers. Code in a rank that handles SIGINT itself must leave it
+alone if it finds it ignored, which is what nohup, too, asks of a program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socket
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from lockstep.core.errors import Stopped
+from lockstep.core.ranks import STORE_FD
+from lockstep.launch import streams
+from lockstep.launch.ends import End, Kind, end_of_exception, end_of_return
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the launcher tells a rank, besides the environment it starts it in.
+
+    Attributes:
+        rank: of all.
+        launcher: its process id.
+        forked: from the launcher; otherwise the rank runs in an interpreter of its own.
+        log: where it writes what it says, if anywhere.
+        listener: rank 0: the socket on which the store will listen.
+    """
+
+    rank: int
+    launcher: int
+    forked: bool
+    log: Path | None
+    listener: socket | None
+
+
+class _Signalled(Stopped):
+    """Raised where the rank was when SIGTERM came."""
+
+
+def run_rank(entry: Callable[[], int], orders: Orders, channel: Connection) -> NoReturn:
+    """The main function of a rank's process. Its environment is set already."""
+    _end_with(orders.launcher)
+    if orders.forked:
+        atexit._clear()  # what the launcher wanted done at its own exit
+    _listen_to_the_launcher_alone()
+    with _streams(orders):
+        _take_threads()
+        if orders.listener is not None:
+            os.environ[STORE_FD] = str(orders.listener.detach())  # the store closes it
+        end = run_entry(partial(_hear_signals_and_run, entry))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; nothing to interrupt
+        if end.text and orders.log is not None:
+            _append(orders.log, end.text)
+        _report(end, channel, waits=orders.rank == 0)
+        if orders.forked:
+            atexit._run_exitfuncs()  # multiprocessing leaves them out in a forked process, up to Python 3.13
+    sys.exit(end.code)
+
+
+def run_entry(entry: Callable[[], int]) -> End:
+    """How `entry` ended, whatever it raised."""
+    try:
+        return end_of_return(entry(), time.monotonic())
+    except BaseException as error:
+        now = time.monotonic()
+        hidden = error.__context__ if isinstance(error, _Signalled) else None  # it was failing when it was told to stop
+        shown = hidden or error
+        return end_of_exception(shown, now, _without_ours(shown.__traceback__))
+
+
+@contextlib.contextmanager
+def sigterm_stops() -> Iterator[None]:
+    """In this process, SIGTERM raises `Stopped`, unless it does something already."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _stop_handler(os.getpid()))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_with(launcher: int) -> None:
+    """The kernel kills this process when the launcher ends, however that ends: no orphans. Linux alone can."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the kernel was told
+        os._exit(1)
+
+
+def _listen_to_the_launcher_alone() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _stop_handler(os.getpid()))
+    faulthandler.enable(file=2)  # a crash in C++ leaves the Python stack behind
+
+
+def _hear_signals_and_run(entry: Callable[[], int]) -> int:
+    """The launcher has held signals back, so that none comes before `run_entry` would report it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
+    return entry()
+
+
+def _without_ours(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def _stop_handler(rank_pid: int) -> Callable[[int, FrameType | None], None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == rank_pid:
+            raise _Signalled("stopped by SIGTERM")
+        signal.signal(number, signal.SIG_DFL)  # a process that the rank has forked dies of it as any other
+        os.kill(os.getpid(), number)
+
+    return stop
+
+
+def _streams(orders: Orders) -> contextlib.AbstractContextManager[None]:
+    if orders.log is None or orders.rank == 0:
+        return streams.doubled(orders.log)
+    streams.redirect(orders.log)
+    return contextlib.nullcontext()
+
+
+def _take_threads() -> None:
+    """OMP_NUM_THREADS came too late for a torch that was imported before this process was forked."""
+    torch = sys.modules.get("torch")
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if torch is not None and threads.isdigit() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
+
+
+def _append(log: Path, text: str) -> None:
+    with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{text}\n")
+
+
+def _report(end: End, channel: Connection, waits: bool) -> None:
+    """Rank 0 keeps the store that its peers may still talk to: having done, it waits until it is the last."""
+    with contextlib.suppress(OSError, EOFError):  # the launcher is gone, and the kernel is about to end this process
+        channel.send(end)
+        if waits and end.kind is Kind.DONE:
+            channel.recv()

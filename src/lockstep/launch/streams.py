@@ -1,0 +1,110 @@
+"""Where a rank's words go.
+
+    rank 0    sys.stdout, sys.stderr --> the terminal, as it is (isatty holds) and logs/rank-0.log
+    others    file descriptors 1, 2  --> logs/rank-N.log; their warnings and errors are shown at the end
+
+Rank 0 keeps its terminal: its streams are doubled in Python, so what C++ code prints there shows on the terminal alone,
+and so does what is drawn on `sys.__stdout__` (a progress display, which nobody wants in a log file).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO, cast
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")
+_REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")
+_REMARKS_SHOWN = 10
+
+
+def log_path(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
+
+
+class _Doubled:
+    """A text stream whose words are also written to a log, without colours and cursor movements."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream = stream
+        self._log = log
+
+    def write(self, text: str) -> int:
+        self._log.write(_ESCAPES.sub("", text))
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)  # isatty, fileno, encoding, buffer, ...: the terminal's
+
+
+@contextmanager
+def doubled(path: Path | None) -> Iterator[None]:
+    """Rank 0's words, on its terminal and appended to `path`."""
+    if path is None:
+        yield
+        return
+    before = sys.stdout, sys.stderr
+    with open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
+        sys.stdout = cast(TextIO, _Doubled(before[0], log))
+        sys.stderr = cast(TextIO, _Doubled(before[1], log))
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def redirect(path: Path) -> None:
+    """From now on, all that this process prints, C++ code included, is appended to `path`. For good."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.close(file)
+    sys.stdout, sys.stderr = _line_stream(1), _line_stream(2)  # the old ones may be buffered, or not on 1 and 2 at all
+
+
+def sizes(logs: Path, ranks: int) -> list[int]:
+    """Bytes of every rank's log: what a run before this one has left there."""
+    return [_size(log_path(logs, rank)) for rank in range(ranks)]
+
+
+def remarks(logs: Path, before: list[int]) -> list[str]:
+    """Warnings and errors that ranks other than 0 have logged since `before`, and rank 0 has not said itself."""
+    said = set(_lines(log_path(logs, 0), before[0]))
+    found: list[str] = []
+    for rank, start in enumerate(before[1:], 1):
+        new = [line for line in _lines(log_path(logs, rank), start) if _REMARK.search(line) and line not in said]
+        said.update(new)
+        found += [f"rank {rank}: {line}" for line in dict.fromkeys(new)]
+    more = len(found) - _REMARKS_SHOWN
+    return found[:_REMARKS_SHOWN] + ([f"... and {more} more, in {logs}"] if more > 0 else [])
+
+
+def _line_stream(descriptor: int) -> TextIO:
+    # Not a `with`: these are the process's streams until it ends.
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _lines(path: Path, start: int) -> Iterator[str]:
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        file.seek(start)
+        for line in file:
+            yield line.decode("utf-8", "backslashreplace").strip()

@@ -1,0 +1,42 @@
+"""The repeated layers of any module: where it can be cut, sharded or recomputed.
+
+Transformer
+├── embedding
+├── blocks          <- a list of modules of one class, outermost: blocks.0, blocks.1, ...
+│   ├── 0           <- (lists inside of these, such as experts, are not looked at)
+│   └── 1
+└── head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def repeated_blocks(module: nn.Module) -> list[str]:
+    """Qualified names of the repeated layers, in the order of the module; empty if nothing repeats.
+
+    A ModuleList or Sequential counts if it holds at least two modules and no more than half as many classes (layers
+    that alternate between two kinds repeat too). Layers with children of their own come before bare ones.
+    """
+    lists = list(_outermost_lists("", module))
+    composite = [children for children in lists if any(True for child in children.values() for _ in child.children())]
+    return [name for children in composite or lists for name in children]
+
+
+def _outermost_lists(name: str, module: nn.Module) -> Iterator[dict[str, nn.Module]]:
+    children = {f"{name}.{child}" if name else child: value for child, value in module.named_children()}
+    if _repeats(module, list(children.values())):
+        yield children
+        return
+    for child_name, child in children.items():
+        yield from _outermost_lists(child_name, child)
+
+
+def _repeats(module: nn.Module, children: list[nn.Module]) -> bool:
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(children) < 2:
+        return False
+    owns_parameters = all(any(True for _ in child.parameters()) for child in children)
+    return owns_parameters and 2 * len({type(child) for child in children}) <= max(len(children), 2)

@@ -1,0 +1,66 @@
+"""Text from a language model, one token after the other.
+
+    prompt -> model -> logits of the last position -> temperature -> top k -> draw -> append -> model -> ...
+
+The last `context` tokens are run anew for each token: no cache that could disagree with the forward of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from inspect import signature
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.outputs import logits_of
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt_ids: Sequence[int],
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    context: int = 256,
+) -> Iterator[int]:
+    """Yields `tokens` further ids after the prompt.
+
+    Args:
+        model: tokens (or input_ids) [1, T] -> logits [1, T, V]. It is in evaluation mode while it runs.
+        prompt_ids: at least one.
+        temperature: 0 takes the likeliest token always.
+        top_k: draw among the likeliest k alone; None: among all.
+        generator: on the CPU, where the draws are made.
+        context: tokens that the model sees at most; what it was trained on.
+    """
+    if not prompt_ids:
+        raise ValueError("the prompt is empty; give the model at least one token to go on from")
+    device = next(model.parameters()).device
+    name = "input_ids" if "input_ids" in signature(model.forward).parameters else "tokens"
+    ids = list(prompt_ids)
+    for _ in range(tokens):
+        window = torch.tensor([ids[-context:]], device=device)
+        ids.append(_draw(_last_logits(model, {name: window}), temperature, top_k, generator))
+        yield ids[-1]
+
+
+def _last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """[V] fp32 on the CPU. The mode is put back before anybody else sees the model again."""
+    was_training = model.training
+    model.eval()
+    try:
+        return logits_of(model(**inputs))[0, -1].float().cpu()
+    finally:
+        model.train(was_training)
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    probabilities = torch.softmax(logits / temperature, dim=0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

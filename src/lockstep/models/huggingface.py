@@ -1,0 +1,319 @@
+"""Models of the transformers library.
+
+    architecture   keys of a config           random weights, keyed by the names of the modules
+    pretrained     a folder, or a cached name  its weights; what they lack (a new head, new tokens) as above
+
+    task                      inputs                                 outputs.logits
+    causal-lm                 input_ids, attention_mask              [B, T, V]
+    masked-lm                 input_ids, attention_mask              [B, T, V]
+    sequence-classification   input_ids, attention_mask              [B, C]
+    seq2seq                   the same, and decoder_input_ids        [B, length of the target, V]
+                              or labels
+
+Models are in fp32 and keep no cache of keys and values. A hub name is looked up in the local cache where there is no
+network (`lockstep data fetch` fills it).
+
+A seq2seq decoder reads the target text shifted right by one. If a batch's inputs hold `labels` instead of
+`decoder_input_ids`, a hook before the forward makes these by the model's own rule and takes the labels away, since the
+loss is the objective's business.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config.schema import HuggingFaceModel
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.hub import missing, needs_hub
+from lockstep.core.records import DataFacts
+from lockstep.models.initialization import generators_keyed, reset_modules
+
+_LOG = logging.getLogger(__name__)
+_AUTO_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_UNDECLARED_KEYS = {*_SPECIAL_TOKENS, "decoder_start_token_id", "attn_implementation"}
+"""Keys that some configs understand without declaring them."""
+
+
+def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *, trust_remote_code: bool) -> nn.Module:
+    """The model on the CPU, in fp32, with its values.
+
+    Raises:
+        ConfigError: an unknown key or type, weights that are not on this machine, code that isn't trusted, or a model
+            too small for the data.
+    """
+    with _refusals_as_config_errors(section), _quiet():
+        config = _config(section, facts, trust_remote_code)
+        if section.pretrained is None:
+            model = _from_config(section, config, trust_remote_code)
+            _reset(model, seed, list(_parameters(model)))
+        else:
+            model, absent = _from_pretrained(section, config, trust_remote_code)
+            _reset(model, seed, absent)
+            _fit_vocabulary(model, facts, seed)
+    return _ready(model, section)
+
+
+def sketch_huggingface(section: HuggingFaceModel, facts: DataFacts, *, trust_remote_code: bool) -> nn.Module:
+    """The same module without values, for the meta device. No weights are read.
+
+    Raises:
+        ConfigError: as `build_huggingface`.
+    """
+    with _refusals_as_config_errors(section), _quiet():
+        config = _config(section, facts, trust_remote_code)
+        if facts.vocabulary is not None:
+            config.vocab_size = max(config.vocab_size, facts.vocabulary)
+        module: nn.Module = _from_config(section, config, trust_remote_code)
+    return module
+
+
+# --- the config ---------------------------------------------------------------------------------------------------
+
+
+def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool) -> Any:
+    """transformers' config: what was asked, and what the data says."""
+    from transformers import AutoConfig
+
+    asked = dict(section.architecture or {})
+    kind = asked.pop("model_type", None)
+    if section.pretrained is None:
+        _check_keys(AutoConfig.for_model(kind), asked)
+        config = AutoConfig.for_model(kind, **asked)
+        _adopt_vocabulary(config, asked, facts)
+    else:
+        config = AutoConfig.from_pretrained(section.pretrained, trust_remote_code=trust_remote_code)
+        _check_keys(config, asked)
+        if kind not in (None, config.model_type):
+            raise _problem("architecture.model_type", f"{kind!r}, but {section.pretrained} is a {config.model_type}")
+        config.update(asked)
+    config.use_cache = False
+    if facts.padding is not None:
+        config.pad_token_id = facts.padding
+    if section.task == "sequence-classification":
+        _adopt_classes(config, section, facts)
+    if section.task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # T5's convention
+    return config
+
+
+def _check_keys(config: Any, asked: Collection[str]) -> None:
+    """transformers takes any key and ignores those that it doesn't know."""
+    known = {name for name in dir(config) if not name.startswith("_")} | set(config.attribute_map) | _UNDECLARED_KEYS
+    problems = []
+    for name in asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(Problem("", f"model.architecture.{name}", f"{config.model_type} has no such key{hint}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _adopt_vocabulary(config: Any, asked: Collection[str], facts: DataFacts) -> None:
+    """Random weights: as many tokens as the data has, unless more were asked for."""
+    if facts.vocabulary is None:
+        return
+    if "vocab_size" in asked and config.vocab_size < facts.vocabulary:
+        raise _problem(
+            "architecture.vocab_size",
+            f"{config.vocab_size} is too few: the data has {facts.vocabulary} token ids; give that, or leave it out",
+        )
+    if "vocab_size" not in asked:
+        config.vocab_size = facts.vocabulary
+    for name in _SPECIAL_TOKENS:  # the type's defaults belong to its own tokenizer
+        token = getattr(config, name, None)
+        if name not in asked and isinstance(token, int) and token >= config.vocab_size:
+            setattr(config, name, None)
+
+
+def _adopt_classes(config: Any, section: HuggingFaceModel, facts: DataFacts) -> None:
+    given = {"num_labels", "id2label"} & set(section.architecture or {})
+    own = config.num_labels if given or section.pretrained is not None else None
+    classes = section.classes or (own if given else None) or facts.classes or own
+    if classes is None:
+        raise _problem("classes", "the data does not say how many classes it has; give the number")
+    if facts.classes is not None and classes < facts.classes:
+        raise _problem(
+            "classes", f"{classes} is too few: the data has {facts.classes} classes; give that, or leave it out"
+        )
+    if classes < 2:
+        raise _problem("classes", f"{classes}: a classifier tells at least 2 classes apart")
+    if config.pad_token_id is None:
+        raise _problem(
+            "architecture.pad_token_id",
+            f"a classifier of type {config.model_type} finds the end of each text by it; give the tokenizer's padding "
+            "token",
+        )
+    if classes != config.num_labels:
+        config.num_labels = classes
+
+
+# --- the module ---------------------------------------------------------------------------------------------------
+
+
+def _from_config(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> Any:
+    return _auto_class(section).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+
+def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> tuple[Any, list[str]]:
+    """The model, and the names of the parameters that the weights lack."""
+    model, found = _auto_class(section).from_pretrained(
+        section.pretrained,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=trust_remote_code,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    mismatched = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
+    absent = sorted({*found["missing_keys"], *mismatched} & set(_parameters(model)))
+    if absent:
+        _LOG.warning("%s lacks %s, which start at random values", section.pretrained, _listed(absent))
+    return model, absent
+
+
+def _reset(model: Any, seed: int, names: Collection[str]) -> None:
+    """Draws the named parameters anew, by transformers' own rules, each module under its own key."""
+    from transformers import PreTrainedModel
+
+    parameters, wanted = _parameters(model), set(names)
+    owners = {name.rpartition(".")[0] for name in wanted}
+    everything = len(wanted) == len(parameters)
+    resets = {}
+    for name, module in model.named_modules():
+        if everything or name in owners:
+            root = _nearest(model, name, PreTrainedModel)
+            resets[name] = partial(root._init_weights, module)
+    kept = {parameter for name, parameter in parameters.items() if name not in wanted}
+    reset_modules(model, seed, resets, keep=kept)
+
+
+def _nearest(model: nn.Module, name: str, kind: type) -> Any:
+    """The module of that kind at or above `name`."""
+    found, module = model, model
+    for part in name.split(".") if name else ():
+        module = module.get_submodule(part)
+        found = module if isinstance(module, kind) else found
+    return found
+
+
+def _fit_vocabulary(model: Any, facts: DataFacts, seed: int) -> None:
+    """A tokenizer with more tokens than the weights know (a padding token was added, say) gets rows for them."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if facts.vocabulary is None or facts.vocabulary <= rows:
+        return
+    _LOG.warning("the data has %d token ids, the weights %d: embedding resized", facts.vocabulary, rows)
+    with generators_keyed(seed, "new tokens"):
+        model.resize_token_embeddings(facts.vocabulary, mean_resizing=False)
+
+
+def _ready(model: Any, section: HuggingFaceModel) -> nn.Module:
+    if section.task == "seq2seq":
+        model.register_forward_pre_hook(_derive_decoder_inputs, with_kwargs=True)
+    module: nn.Module = model.train()
+    return module
+
+
+def _derive_decoder_inputs(
+    model: Any, arguments: tuple[Any, ...], inputs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if "labels" not in inputs:
+        return None
+    inputs = dict(inputs)
+    labels = inputs.pop("labels")
+    if "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    return arguments, inputs
+
+
+def _auto_class(section: HuggingFaceModel) -> Any:
+    import transformers
+
+    return getattr(transformers, _AUTO_CLASSES[section.task])
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+# --- what transformers says -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no reports of weights: what matters is said here, in one line."""
+    try:
+        from transformers.utils import logging as transformers_logging
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            Problem("", "model.kind", 'huggingface needs the extra `hf`: pip install "lockstep-train[hf]"')
+        ) from error
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _refusals_as_config_errors(section: HuggingFaceModel) -> Iterator[None]:
+    """What transformers raises while it builds a model is about what was asked."""
+    if section.pretrained is not None and not Path(section.pretrained).is_dir():
+        needs_hub()
+    try:
+        yield
+    except OSError as error:
+        if section.pretrained is None or Path(section.pretrained).is_dir():
+            raise _problem("pretrained", f"can't be loaded: {' '.join(str(error).split())[:300]}") from error
+        raise missing("model", section.pretrained, error) from error
+    except Exception as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _explained(section, error) from error
+
+
+def _explained(section: HuggingFaceModel, error: Exception) -> ConfigError:
+    text = " ".join(str(error).split())
+    kind = (section.architecture or {}).get("model_type")
+    if "trust_remote_code" in text:
+        return _problem(
+            "pretrained",
+            f"{section.pretrained} brings Python code of its own, which is not run unless --trust-remote-code is given",
+        )
+    if text.startswith("Unrecognized model identifier"):
+        from transformers import CONFIG_MAPPING
+
+        near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return _problem("architecture.model_type", f"transformers has no type {kind!r}{hint}")
+    if text.startswith("Unrecognized configuration class"):
+        return _problem("task", f"{kind or section.pretrained} has no model for {section.task}; another task or type")
+    return _problem("architecture", f"transformers refuses it: {type(error).__name__}: {text[:300]}")
+
+
+def _problem(key: str, message: str) -> ConfigError:
+    return ConfigError(Problem("", f"model.{key}", message))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

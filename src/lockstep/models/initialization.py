@@ -1,0 +1,101 @@
+"""Initial values keyed by name: the same under every strategy, on every device, in any order of construction.
+
+    own models      every parameter       = rule(key(seed, "parameter", its name), its shape)
+    transformers    every module's reset  = its own code, run under key(seed, "module", its name)
+    your own        the constructor       = your code, run under key(seed, "construction")
+
+A constructor's values are never overwritten in a module of yours: it may have loaded weights or zeroed a head, and
+nobody can tell that from the outside. No generator of the process is advanced by any of this.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.keys import key
+
+Rule = Callable[[Tensor, torch.Generator], object]
+"""Fills a tensor in place, drawing from the generator alone."""
+
+
+def normal(std: float) -> Rule:
+    """Normal with mean 0."""
+    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
+
+
+def constant(value: float) -> Rule:
+    """The same value everywhere."""
+    return lambda tensor, generator: tensor.fill_(value)
+
+
+def initialize(module: nn.Module, seed: int, rule_of: Callable[[str, Tensor], Rule]) -> None:
+    """Fills every parameter by its rule; a tied one once, under its first name.
+
+    Args:
+        rule_of: the rule of a parameter, from its name and the tensor (its shape).
+    """
+    for name, parameter in module.named_parameters():
+        rule = rule_of(name, parameter)
+        with torch.no_grad():
+            parameter.copy_(initial_values(seed, name, parameter.shape, rule))
+
+
+def initial_values(seed: int, name: str, shape: torch.Size, rule: Rule) -> Tensor:
+    """Initial values of one parameter, whole, fp32, on the CPU: what a shard of it is cut from."""
+    generator = torch.Generator().manual_seed(key(seed, "parameter", name))
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    rule(values, generator)
+    return values
+
+
+def reset_modules(
+    module: nn.Module,
+    seed: int,
+    resets: Mapping[str, Callable[[], object]],
+    keep: Set[Tensor] = frozenset(),
+) -> None:
+    """Runs each module's own reset under a generator keyed by the module's name, children before parents.
+
+    Args:
+        resets: by the qualified name of the module. A parameter shared by several modules is set by the first.
+        keep: parameters that must stay as they are, whatever a reset does.
+    """
+    done = set(keep)
+    for name, child in _children_first("", module):
+        if name not in resets:
+            continue
+        own = dict(child.named_parameters(recurse=False))
+        kept = {parameter: parameter.detach().clone() for parameter in own.values() if parameter in done}
+        with torch.no_grad(), generators_keyed(seed, "module", name):
+            resets[name]()
+            for parameter, value in kept.items():
+                parameter.copy_(value)
+        done.update(child.parameters(recurse=False))
+
+
+@contextmanager
+def generators_keyed(seed: int, *parts: int | str) -> Iterator[None]:
+    """Python's, NumPy's and torch's CPU generator start from the key inside, and are as before afterwards."""
+    number = key(seed, *parts)
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _children_first(f"{name}.{child_name}" if name else child_name, child)
+    yield name, module

@@ -1,0 +1,25 @@
+"""What models return, and the logits in it: a tensor, or a mapping (transformers' outputs are mappings)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from lockstep.core.errors import GiveUp
+
+
+def logits_of(outputs: object) -> Tensor:
+    """Raises:
+    GiveUp: neither a tensor nor a mapping with `logits`.
+    """
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
+        logits: Tensor = outputs["logits"]
+        return logits
+    found = f"a mapping of {sorted(outputs)}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
+    raise GiveUp(
+        f"the model returned {found}; this objective needs logits: a tensor, or a mapping with the key `logits`. "
+        "For anything else give an objective of your own (objective.kind: custom)"
+    )

@@ -1,0 +1,131 @@
+"""metrics.jsonl: the run for programs. One JSON object a line.
+
+    {"step": 10, "samples": 640, ..., "loss": 3.21, "grad_norm": 0.8, "lr": 0.001, ...}   every `every` steps,
+                                                        each discarded update, and the run's last
+    {"evaluation": "held-out", "step": 10, "loss": 3.0, "bits_per_byte": 4.3, ...}         each evaluation
+    {"epoch_done": 0, "step": 112, "loss": 3.1, ...}                                       each epoch
+    {"logged": {"accuracy": 0.5}, "step": 10}                                              what user code logged
+
+A disk that is full costs lines, not the training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport
+from lockstep.monitor.journal import Histogram, Logged
+from lockstep.monitor.jsonl import LineFile, line
+from lockstep.monitor.meters import Rates, Throughput
+from lockstep.monitor.watchers import EpochReport, Look
+
+_log = logging.getLogger("lockstep.monitor")
+
+
+class EventLog:
+    """Writes metrics.jsonl. Rates are those since the line before, evaluations not counted."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self._path = path
+        self._every = every
+        self._file = LineFile(path)
+        self._throughput = Throughput(window=0.0)
+        self._next_step = 0
+        self._pending: StepReport | None = None
+        self._first = True
+
+    @property
+    def lost(self) -> int:
+        """Lines that could not be written."""
+        return self._file.lost
+
+    def start(self, facts: RunFacts) -> None:
+        pass
+
+    def next_look(self) -> Look:
+        return Look(self._next_step, float("inf"))
+
+    def see(self, report: StepReport) -> Iterable[Request]:
+        self._next_step = report.step + self._every - report.step % self._every
+        if self._first:
+            self._first = False
+            self._throughput.look(report)
+        if report.step % self._every == 0 or not report.kept:
+            self._write_step(report)
+        else:
+            self._pending = report
+        return ()
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        self._throughput.pause(report.step, report.seconds)
+        own = {"evaluation": report.name, "step": report.step, "samples": report.samples, "seconds": report.seconds}
+        metrics = {f"metric.{name}" if name in own else name: value for name, value in report.metrics.items()}
+        self._write({**own, **metrics})
+        return ()
+
+    def epoch(self, report: EpochReport) -> None:
+        self._write(
+            {
+                "epoch_done": report.epoch,
+                "step": report.step,
+                "samples": report.samples,
+                "loss": report.loss,
+                "seconds": report.seconds,
+                "whole": report.whole,
+            }
+        )
+
+    def journal(self, step: int, logged: Logged) -> None:
+        histograms = {name: _described(histogram) for name, histogram in logged.histograms.items()}
+        self._write({"logged": {**logged.values, **histograms, **logged.texts}, "step": step})
+
+    def finish(self, error: BaseException | None) -> None:
+        if self._pending is not None:
+            self._write_step(self._pending)
+        self._file.close()
+        if self.lost:
+            _log.warning("%s lacks %d lines: %s", self._path, self.lost, self._file.reason)
+
+    def _write_step(self, report: StepReport) -> None:
+        self._pending = None
+        self._throughput.look(report)
+        self._write(_step_record(report, self._throughput.moving))
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if not self._file.write(line(record)) and self.lost == 1:
+            _log.warning("can't write %s: %s; the run goes on without those lines", self._path, self._file.reason)
+
+
+def _step_record(report: StepReport, rates: Rates) -> dict[str, Any]:
+    return {
+        "step": report.step,
+        "samples": report.samples,
+        "tokens": report.tokens,
+        "epoch": report.epoch,
+        "loss": report.loss,
+        "count": report.count,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "kept": report.kept,
+        "verdict": report.verdict.name.lower(),
+        "discarded": report.discarded,
+        "loss_scale": report.loss_scale,
+        "seconds": round(report.seconds, 6),
+        "samples_per_second": rates.samples,
+        "tokens_per_second": rates.tokens,
+    }
+
+
+def _described(histogram: Histogram) -> dict[str, Any]:
+    """`bins` are [low, high, count]."""
+    return {
+        "bins": histogram.bins(),
+        "count": histogram.count,
+        "low": histogram.low,
+        "high": histogram.high,
+        "sum": histogram.total,
+        "not_finite_count": histogram.not_finite,
+    }

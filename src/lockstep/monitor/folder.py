@@ -1,0 +1,226 @@
+"""Where a run lies.
+
+    runs/stdlib-lm-20261121-093000/
+    ├── config.yaml         the resolved config
+    ├── environment.json    the machine, the versions, the state of the user's code
+    ├── metrics.jsonl       a line every `monitor.every` steps, and one an evaluation
+    ├── tensorboard/        curves
+    ├── logs/               what each rank printed
+    ├── summary.json        what it came to; there once the run is finished
+    ├── run.lock            who is at it; marks the folder as a run's
+    └── earlier/1/          what an attempt before this one left, if it didn't finish
+
+The one who starts the run creates the folder (`RunFolder.create`), once; its ranks look into it (`RunFolder.open`).
+No torch is needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.core.errors import GiveUp
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+LOGS = "logs"
+SUMMARY = "summary.json"
+LOCK = "run.lock"
+EARLIER = "earlier"
+
+
+class RunFolder:
+    """A run's folder. Made by `create` or `open`.
+
+    Attributes:
+        path: absolute.
+        earlier: where the files of an unfinished attempt before this one were moved, if there was one.
+    """
+
+    def __init__(self, path: Path, earlier: Path | None = None, lock: int | None = None) -> None:
+        self.path = path
+        self.earlier = earlier
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str] | None, recipe: str = "run") -> RunFolder:
+        """Makes the folder, or takes over that of an attempt that didn't finish; holds it until `release`.
+
+        Args:
+            path: None for runs/RECIPE-DATE-TIME, with -2, -3, ... behind it if that is taken.
+            recipe: what the run is called: a name, or a file whose stem is taken.
+
+        Raises:
+            GiveUp: it holds something else, a finished run, or one that is under way; or it can't be written.
+        """
+        where = Path(path) if path is not None else _free_name(recipe)
+        try:
+            return cls._create(where.absolute())
+        except OSError as error:
+            raise GiveUp(_cannot("create the run folder", where, error)) from error
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """A run's folder as it is. Raises GiveUp if `path` is none."""
+        where = Path(path).absolute()
+        if not is_run(where):
+            raise GiveUp(f"{where} is not the folder of a run: it has no {CONFIG}")
+        return cls(where)
+
+    @classmethod
+    def _create(cls, path: Path) -> RunFolder:
+        path.mkdir(parents=True, exist_ok=True)
+        if is_finished(path):
+            raise GiveUp(f"the run in {path} is finished; give run.folder another name to train again")
+        held = sorted(entry.name for entry in path.iterdir())
+        if held and not is_run(path):
+            raise GiveUp(
+                f"run folder {path} holds something else ({', '.join(held[:3])}{', ...' if held[3:] else ''}); "
+                "give run.folder the name of a new folder, or empty this one"
+            )
+        lock = _take_lock(path)
+        earlier = _put_aside(path)
+        for name in (TENSORBOARD, LOGS):
+            (path / name).mkdir(exist_ok=True)
+        return cls(path, earlier, lock)
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / TENSORBOARD
+
+    @property
+    def logs(self) -> Path:
+        return self.path / LOGS
+
+    @property
+    def finished(self) -> bool:
+        return is_finished(self.path)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """`config.model_dump(mode="json")`, as YAML that can be trained from again. Raises GiveUp."""
+        self._write(CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        """What `environment.describe()` found. Raises GiveUp."""
+        self._write(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Marks the run as finished. Raises GiveUp."""
+        self._write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+    def release(self) -> None:
+        """Lets others have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_atomically(self.path / name, text)
+        except OSError as error:
+            raise GiveUp(_cannot("write", self.path / name, error)) from error
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is the folder of a run, finished or not."""
+    return any((Path(path) / name).is_file() for name in (LOCK, CONFIG))
+
+
+def is_finished(path: str | os.PathLike[str]) -> bool:
+    """Whether the run that lies in `path` came to its end."""
+    return (Path(path) / SUMMARY).is_file()
+
+
+def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The final object of the run in `path`, None if it isn't finished. Raises GiveUp if it can't be read."""
+    file = Path(path) / SUMMARY
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise GiveUp(f"can't read {file}: {error}") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file has the old text or the new, never a part. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _free_name(recipe: str) -> Path:
+    """runs/RECIPE-DATE-TIME, made here and now: of two that start in the same second, one gets -2."""
+    stem = Path(recipe).stem or "run"
+    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    runs = Path("runs")
+    try:
+        runs.mkdir(exist_ok=True)
+        number = 1
+        while True:
+            path = runs / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        raise GiveUp(_cannot("create the run folder", (runs / name).absolute(), error)) from error
+
+
+def _take_lock(path: Path) -> int | None:
+    """Held as long as this process, or a rank forked from it, lives."""
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(file, 1000).decode(errors="replace").strip() or "another process"
+        os.close(file)
+        raise GiveUp(f"the run in {path} is under way ({holder}); give run.folder another name") from None
+    except OSError:  # a file system that can't lock: then nobody is kept out
+        pass
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return file
+
+
+def _put_aside(path: Path) -> Path | None:
+    """Moves what an unfinished attempt left out of the way, so that no curve is two runs'."""
+    left = [entry for entry in path.iterdir() if entry.name not in (LOCK, EARLIER)]
+    if not left:
+        return None
+    number = 1 + len(list((path / EARLIER).iterdir())) if (path / EARLIER).is_dir() else 1
+    aside = path / EARLIER / str(number)
+    aside.mkdir(parents=True)
+    for entry in left:
+        entry.rename(aside / entry.name)
+    return aside
+
+
+def _cannot(verb: str, path: Path, error: OSError) -> str:
+    return f"can't {verb} {path}: {error.strerror or error}"

@@ -1,0 +1,137 @@
+"""Two rows at the bottom of a terminal that follow the run; all else scrolls above them.
+
+    120/300 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 40 %  0:14 left
+    loss 2.345  24.5k tokens/s  12.3 steps/s  MFU 41.0 %  grad norm 0.82  lr 9.8e-04
+
+Drawn when a report comes, not by a thread, and only so often that drawing takes a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.text import Text
+
+_SHARE_OF_TIME = 0.01
+_SECONDS_BETWEEN_DRAWINGS = 0.1
+_UNKNOWN_WIDTH = 80
+_NARROWEST = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Attributes:
+    step, steps: done, and to do if that is known.
+    left: how long still, such as `0:14 left`; empty if nobody knows.
+    parts: what else there is to say, the important first; those that don't fit are left out.
+    """
+
+    step: int
+    steps: int | None
+    left: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is drawn, each row at most as wide as asked for."""
+
+    head: str
+    bar_done: str
+    bar_left: str
+    tail: str
+    parts: str
+
+
+def rows(status: Status, width: int, signs: str = "━━") -> Rows:
+    """Fits a status into `width` columns. `signs`: the bar's, done and left."""
+    width -= 1  # a terminal may wrap after its last column
+    left = f"  {status.left}" if status.left else ""
+    if status.steps is None:
+        head, tail, bar = f"step {status.step:,}", left, 0
+    else:
+        head, tail = f"{status.step:,}/{status.steps:,} ", f" {100 * status.step // status.steps} %{left}"
+        bar = max(0, width - len(head) - len(tail))
+    done = round(bar * status.step / status.steps) if status.steps else 0
+    return Rows(head, signs[0] * done, signs[1] * (bar - done), tail, fitting(status.parts, width))
+
+
+def fitting(parts: tuple[str, ...], width: int) -> str:
+    """As many parts as fit, in their order."""
+    text = ""
+    for part in parts:
+        longer = f"{text}  {part}" if text else part
+        if len(longer) > width:
+            continue
+        text = longer
+    return text
+
+
+def terminal_width(stream: TextIO) -> int:
+    """Columns; 80 where nobody knows."""
+    try:
+        return max(_NARROWEST, os.get_terminal_size(stream.fileno()).columns or _UNKNOWN_WIDTH)
+    except (OSError, ValueError):
+        return _UNKNOWN_WIDTH
+
+
+class LiveDisplay:
+    """Two rows on a terminal, with rich, which is imported here alone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        class Terminal(Console):
+            def on_broken_pipe(self) -> None:
+                """Rich would end the process."""
+                raise BrokenPipeError("the terminal is gone")
+
+        self._stream = stream
+        self._terminal = Terminal(file=stream, force_terminal=True, highlight=False)
+        self._signs = "━━" if "utf" in self._terminal.encoding else "=-"
+        self._live: Live = Live(console=self._terminal, auto_refresh=False, transient=True)
+        self._seconds = _SECONDS_BETWEEN_DRAWINGS
+
+    @property
+    def seconds_between_drawings(self) -> float:
+        return self._seconds
+
+    def start(self) -> None:
+        self._live.start()
+        self._terminal.show_cursor(True)  # a process that is killed can't bring it back
+
+    def show(self, status: Status) -> None:
+        began = time.perf_counter()
+        self._live.update(self._draw(status), refresh=True)
+        drawing = time.perf_counter() - began
+        self._seconds = max(_SECONDS_BETWEEN_DRAWINGS, drawing / _SHARE_OF_TIME)
+
+    def print(self, text: str) -> None:
+        """Above the rows."""
+        self._terminal.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def _draw(self, status: Status) -> Text:
+        from rich.text import Text
+
+        width = terminal_width(self._stream)
+        self._terminal.width = width  # rich would ask standard input
+        drawn = rows(status, width, self._signs)
+        return Text.assemble(
+            (drawn.head, "bold"),
+            (drawn.bar_done, "green"),
+            (drawn.bar_left, "bright_black"),
+            drawn.tail,
+            "\n",
+            drawn.parts.encode(self._terminal.encoding, "replace").decode(self._terminal.encoding),
+            no_wrap=True,
+            overflow="crop",
+        )

@@ -1,0 +1,173 @@
+"""How fast, how long still, and how much of the hardware's peak.
+
+looks       t=0 ........ 10 ....... 12 [evaluation 5 s] 17 ... 19      seconds of the run
+training    0 .......... 10 ....... 12 ................ 12 ... 14      the pause is taken out
+                                    `-- moving: over the last `window` seconds --'
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from dataclasses import dataclass
+
+from lockstep.core.records import RunFacts, StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Per second of training, evaluations not counted; 0 while nothing is known."""
+
+    steps: float
+    samples: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    seconds: float
+    steps: int
+    samples: int
+    tokens: int
+
+
+class Throughput:
+    """Rates from reports, of which it needs only some. The first it sees should be the run's first.
+
+    Args:
+        window: training seconds that `moving` looks back on; 0 for those since the last look but one.
+    """
+
+    def __init__(self, window: float = 10.0) -> None:
+        self._window = window
+        self._paused = 0.0
+        self._pauses: list[tuple[int, float]] = []  # those that no report has come after yet
+        self._first: _Look | None = None
+        self._first_rates = Rates(0.0, 0.0, 0.0)
+        self._looks: deque[_Look] = deque()
+
+    def look(self, report: StepReport) -> None:
+        """Takes in a report; a report of a step it knows changes nothing."""
+        self._paused += sum(seconds for step, seconds in self._pauses if step < report.step)
+        self._pauses = [(step, seconds) for step, seconds in self._pauses if step >= report.step]
+        look = _Look(report.seconds - self._paused, report.step, report.samples, report.tokens)
+        if self._first is None:
+            self._first = look
+            self._first_rates = _first_rates(report)
+        elif look.steps <= self._looks[-1].steps:
+            return
+        self._looks.append(look)
+        while len(self._looks) > 2 and look.seconds - self._looks[1].seconds >= self._window:
+            self._looks.popleft()
+
+    def pause(self, step: int, seconds: float) -> None:
+        """Seconds after update `step`, such as an evaluation's, in which no training was done."""
+        self._pauses.append((step, seconds))
+
+    @property
+    def moving(self) -> Rates:
+        return self._between(self._looks[0], self._looks[-1]) if self._looks else self._first_rates
+
+    @property
+    def overall(self) -> Rates:
+        """Since the first look: compilation and the like, in the first step, don't count."""
+        return self._between(self._first, self._looks[-1]) if self._first and self._looks else self._first_rates
+
+    def remaining(self, step: int, steps: int | None) -> float | None:
+        """Seconds of training until `steps` are done; None if that can't be said."""
+        rate = self.moving.steps
+        return (steps - step) / rate if steps is not None and rate > 0 else None
+
+    def _between(self, earlier: _Look, later: _Look) -> Rates:
+        seconds = later.seconds - earlier.seconds
+        if later.steps == earlier.steps or seconds <= 0:
+            return self._first_rates
+        return Rates(
+            (later.steps - earlier.steps) / seconds,
+            (later.samples - earlier.samples) / seconds,
+            (later.tokens - earlier.tokens) / seconds,
+        )
+
+
+def _first_rates(report: StepReport) -> Rates:
+    if report.step != 1 or report.seconds <= 0:  # the first of a resumed run: its seconds may be of many steps
+        return Rates(0.0, 0.0, 0.0)
+    return Rates(1 / report.seconds, report.update_samples / report.seconds, report.update_tokens / report.seconds)
+
+
+def model_flops_utilization(facts: RunFacts, tokens_per_second: float) -> float | None:
+    """Share of the peak of all ranks' devices that the model's own operations use, in [0, 1]; None if unknown.
+
+    MFU as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B: recomputation doesn't count.
+    """
+    if not facts.peak_flops or not facts.flops_per_token or not math.isfinite(tokens_per_second):
+        return None
+    return tokens_per_second * facts.flops_per_token / (facts.peak_flops * facts.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """Of a GPU, in TFLOP/s, dense (without 2:4 sparsity), tensor cores with fp32 accumulation; None: it has none.
+
+    Attributes:
+        name: pattern of what the driver calls it, matched as a whole, vendor's prefixes left out.
+    """
+
+    name: str
+    fp32: float
+    tf32: float | None
+    bf16: float | None
+    fp16: float | None
+
+
+# From NVIDIA's data sheets and architecture white papers; where those give figures with sparsity, half of them:
+# Tesla V100 and T4 data sheets; A100, A30, A40, A10, RTX A6000 data sheets and the GA102 white paper (appendix A);
+# L4, L40, L40S, RTX 6000 Ada data sheets and the Ada white paper (appendix A); H100 and H200 data sheets and the
+# Hopper white paper; HGX B200 data sheet; RTX Blackwell white paper (appendix A).
+_PEAKS = (
+    _Peak(r"V100-SXM\d.*|V100-DGXS.*", 15.7, None, None, 125.0),
+    _Peak(r"V100-PCIE.*", 14.0, None, None, 112.0),
+    _Peak(r"V100S-PCIE.*", 16.4, None, None, 130.0),
+    _Peak(r"T4", 8.1, None, None, 65.0),
+    _Peak(r"A100[- ](SXM|PCIE|PG|80GB).*", 19.5, 156.0, 312.0, 312.0),
+    _Peak(r"A30", 10.3, 82.0, 165.0, 165.0),
+    _Peak(r"A40", 37.4, 74.8, 149.7, 149.7),
+    _Peak(r"A10", 31.2, 62.5, 125.0, 125.0),
+    _Peak(r"A10G", 31.5, 35.0, 70.0, 70.0),
+    _Peak(r"RTX A6000", 38.7, 77.4, 154.8, 154.8),
+    _Peak(r"L4", 30.3, 60.0, 121.0, 121.0),
+    _Peak(r"L40", 90.5, 90.5, 181.05, 181.05),
+    _Peak(r"L40S", 91.6, 183.0, 362.05, 362.05),
+    _Peak(r"RTX 6000 Ada Generation", 91.1, 182.1, 364.2, 364.2),
+    _Peak(r"H100 NVL", 60.0, 417.5, 835.5, 835.5),
+    _Peak(r"H100 PCIe", 51.0, 378.0, 756.0, 756.0),
+    _Peak(r"H100( \d+GB HBM\d.*)?|GH200 .*", 67.0, 494.5, 989.5, 989.5),
+    _Peak(r"H200 NVL", 60.0, 417.5, 835.5, 835.5),
+    _Peak(r"H200", 67.0, 494.5, 989.5, 989.5),
+    _Peak(r"B200", 75.0, 1100.0, 2250.0, 2250.0),
+    _Peak(r"RTX 3090", 35.6, 35.6, 71.0, 71.0),
+    _Peak(r"RTX 4080", 48.7, 48.7, 97.5, 97.5),
+    _Peak(r"RTX 4090", 82.6, 82.6, 165.2, 165.2),
+    _Peak(r"RTX 5090", 104.8, 104.8, 209.5, 209.5),
+)
+_PREFIX = re.compile(r"(NVIDIA|Tesla|GeForce|Quadro)\s+", re.IGNORECASE)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Floating-point operations per second that a device can do at most, dense; None if it isn't known.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name()` gives it. A slice of a GPU (MIG) or a laptop's has no figure.
+        dtype: `fp32`, `tf32`, `bf16` or `fp16`. bf16 or tf32 on a GPU without it: None.
+    """
+    name = device_name.strip()
+    while (prefix := _PREFIX.match(name)) is not None:
+        name = name[prefix.end() :]
+    if re.search(r"\bMIG\b|\bLaptop\b|\bMax-Q\b", name):
+        return None
+    for peak in _PEAKS:
+        if re.fullmatch(peak.name, name, re.IGNORECASE):
+            teraflops = {"fp32": peak.fp32, "tf32": peak.tf32, "bf16": peak.bf16, "fp16": peak.fp16}[dtype]
+            return None if teraflops is None else teraflops * 1e12
+    return None

@@ -1,0 +1,47 @@
+"""What a run came to: the object on the last line of `--json`, and RUN/summary.json, which marks a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lockstep.core.records import EvaluationReport, RunFacts, StepReport
+from lockstep.monitor.jsonl import finite
+
+
+def summarize(
+    facts: RunFacts, last: StepReport | None, evaluations: Iterable[EvaluationReport], seconds: float
+) -> dict[str, Any]:
+    """The final object; valid JSON (what isn't finite is null).
+
+    `evaluation` holds the last evaluation's metrics by name (`{"loss": ..., "accuracy": ...}`); if there are several
+    sets, by set and name (`{"held-out": {"loss": ...}, ...}`); without evaluations it is empty. `loss` is the last
+    update's, `seconds` the wall clock of the run, evaluations included.
+    """
+    summary: dict[str, Any] = finite(
+        {
+            "run": facts.folder,
+            "recipe": facts.recipe,
+            "steps": last.step if last else 0,
+            "samples": last.samples if last else 0,
+            "tokens": last.tokens if last else 0,
+            "seconds": round(seconds, 3),
+            "evaluation": _by_set(evaluations),
+            "loss": last.loss if last else None,
+            "discarded": last.discarded if last else 0,
+            "strategy": facts.strategy,
+            "ranks": facts.ranks,
+            "backend": facts.backend,
+            "device": facts.device,
+            "precision": facts.precision,
+            "global_size": facts.global_size,
+            "parameters": facts.parameters,
+            "trainable": facts.trainable,
+        }
+    )
+    return summary
+
+
+def _by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]:
+    latest = {report.name: dict(report.metrics) for report in evaluations}
+    return next(iter(latest.values())) if len(latest) == 1 else latest

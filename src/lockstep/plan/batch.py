@@ -1,0 +1,79 @@
+"""The global batch is the user's contract; how it is cut is arithmetic.
+
+    samples of one update    0 1 2 3 4 5 6 7 8 9          global batch of 10
+    ranks (contiguous)       0 0 0 0|1 1 1|2 2 2          3 ranks: as even as can be
+    micro-batches            0 0|0 0|1 1|1|2 2|2          micro size 2: accumulation 2 on every rank
+
+Every rank runs as many micro-batches, so that none waits for a collective that another never starts. A rank with
+too few samples for that runs filler: an empty range here, a batch without weight in the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Attributes:
+    global_size: samples per update.
+    micro_size: samples per forward at most.
+    accumulation: micro-batches per rank and update.
+    ranks: of the data axis.
+    """
+
+    global_size: int
+    micro_size: int
+    accumulation: int
+    ranks: int
+
+    @property
+    def even(self) -> bool:
+        """Whether all micro-batches of a full update are of the same size."""
+        return self.global_size == self.micro_size * self.accumulation * self.ranks
+
+    @property
+    def waste(self) -> float:
+        """Share of the ranks' time in a full update that is spent on filler or on waiting for a larger share."""
+        return 1 - self.global_size / (_ceil(self.global_size, self.ranks) * self.ranks)
+
+    def __str__(self) -> str:
+        sign = "=" if self.even else "<"
+        product = f"{self.micro_size} x {self.accumulation} x {self.ranks}"
+        return f"{self.global_size} {sign} {product} (micro-batch x accumulation x ranks)"
+
+
+def plan_batch(global_size: int, micro_size: int | Literal["auto"], ranks: int) -> BatchPlan:
+    """Derives the accumulation from global size, micro size and the ranks of the data axis."""
+    share = _ceil(global_size, ranks)
+    micro = share if micro_size == "auto" else min(micro_size, share)
+    return BatchPlan(global_size, micro, _ceil(share, micro), ranks)
+
+
+def micro_ranges(samples: int, micro_size: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """The [start, stop) of each micro-batch of `rank` within an update of `samples` samples.
+
+    As many ranges on every rank; sizes differ by one at most; an empty range asks for filler.
+    """
+    start, stop = _part(0, samples, rank, ranks)
+    accumulation = max(1, _ceil(_ceil(samples, ranks), micro_size))
+    return [_part(start, stop, index, accumulation) for index in range(accumulation)]
+
+
+def nearest_even_sizes(global_size: int, micro_size: int, ranks: int) -> tuple[int, int]:
+    """The global sizes next to `global_size`, below (or equal) and above, that fill all micro-batches."""
+    unit = micro_size * ranks
+    below = global_size // unit * unit
+    return (max(unit, below), below + unit)
+
+
+def _part(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
+    """Part `index` of [start, stop) cut into `parts`, the larger parts first."""
+    size, larger = divmod(stop - start, parts)
+    first = start + index * size + min(index, larger)
+    return first, first + size + (index < larger)
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)

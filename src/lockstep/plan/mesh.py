@@ -1,0 +1,105 @@
+"""Ranks as a mesh of axes, outermost first. Pure arithmetic, for any number of ranks.
+
+    pipeline 2 x tensor 2:     rank    0  1 | 2  3        neighbours of the tensor axis (which talk most) are
+                            pipeline   0  0 | 1  1        neighbours by number, so on one machine; the pipeline's
+                              tensor   0  1 | 0  1        (which talk least) are far apart
+
+A group is the set of ranks that differ along one axis alone: above, (0, 1) and (2, 3) along `tensor`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lockstep.core.errors import ConfigError, Problem
+
+Axis = Literal["pipeline", "data", "shard", "context", "tensor"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The size of each axis; an axis of one divides nothing.
+
+    pipeline: stages of the model. data: replicas. shard: parts of a replica's state. context: parts of a
+    sequence. tensor: parts of a matrix product.
+    """
+
+    pipeline: int = 1
+    data: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of AXES."""
+        return (self.pipeline, self.data, self.shard, self.context, self.tensor)
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def coordinates(self, rank: int) -> dict[Axis, int]:
+        """Where `rank` stands on each axis."""
+        assert 0 <= rank < self.ranks, f"rank {rank} of {self.ranks}"
+        found: dict[Axis, int] = {}
+        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, coordinates: Mapping[Axis, int]) -> int:
+        """The rank at these coordinates; axes that are left out are at 0."""
+        found = 0
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            place = coordinates.get(axis, 0)
+            assert 0 <= place < size, f"{axis} {place} of {size}"
+            found = found * size + place
+        return found
+
+    def group(self, rank: int, axis: Axis) -> range:
+        """The ranks that differ from `rank` along `axis` alone, itself among them, in the order of the axis."""
+        size, stride = self._along(axis)
+        first = rank - rank // stride % size * stride
+        return range(first, first + size * stride, stride)
+
+    def groups(self, axis: Axis) -> Iterator[range]:
+        """All groups along `axis`: each rank is in exactly one."""
+        size, stride = self._along(axis)
+        for block in range(0, self.ranks, size * stride):
+            for first in range(block, block + stride):
+                yield range(first, first + size * stride, stride)
+
+    def _along(self, axis: Axis) -> tuple[int, int]:
+        """Size of an axis, and the distance in ranks between neighbours on it."""
+        place = AXES.index(axis)
+        return self.sizes[place], math.prod(self.sizes[place + 1 :])
+
+
+def make_mesh(ranks: int, sizes: Mapping[Axis, int]) -> Mesh:
+    """The mesh of `ranks` ranks with these axes; `data` takes what the others leave, if it isn't given.
+
+    Raises:
+        ConfigError: the axes don't multiply out to the ranks.
+    """
+    others = math.prod(size for axis, size in sizes.items() if axis != "data")
+    if "data" not in sizes and ranks % others == 0:
+        sizes = {**sizes, "data": ranks // others}
+    mesh = Mesh(*(sizes.get(axis, 1) for axis in AXES))
+    if mesh.ranks == ranks:
+        return mesh
+    raise ConfigError(Problem("", "parallel", _does_not_multiply_out(ranks, sizes, mesh.ranks, others)))
+
+
+def _does_not_multiply_out(ranks: int, sizes: Mapping[Axis, int], product: int, others: int) -> str:
+    names = " x ".join(sizes)
+    sum_ = " x ".join(str(size) for size in sizes.values()) + (f" = {product}" if len(sizes) > 1 else "")
+    said = f"{names} = {sum_}, but there {'is 1 rank' if ranks == 1 else f'are {ranks} ranks'}."
+    if ranks % others == 0:
+        return f"{said} data = {ranks // others} gives {ranks}; or start {product} ranks."
+    below, above = ranks // others * others, -(-ranks // others) * others
+    starts = f"{below} or {above}" if below else f"{above}"
+    return f"{said} Whatever data is, it takes a multiple of {others}: start {starts} ranks."

@@ -1,0 +1,140 @@
+"""What each strategy divides, and what is left on one rank: bytes of parameters, gradients and optimizer state.
+
+                 parameters   gradients   optimizer          a row a strategy: a new one joins by its row
+    single            1           1           1              the number of ranks that a part is divided by
+    dp                1           1           1
+    ddp               1           1           1   + buckets
+
+Activations, and what torch and its libraries take for themselves, are not in here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.config.schema import Config, Optim
+from lockstep.core.records import ParameterFacts
+from lockstep.plan.grouping import is_hidden_matrix
+
+STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What a strategy does with the training state.
+
+    Attributes:
+        parameters, gradients, optimizer: what is divided by the number of ranks; the rest is whole on each.
+        buckets: gradients lie a second time in the buckets of an all-reduce, unless they are views of these.
+        note: what the row means.
+    """
+
+    note: str
+    parameters: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    buckets: bool = False
+
+
+DIVISIONS: Mapping[str, Division] = {
+    "single": Division("one process holds everything"),
+    "dp": Division("one process; the first GPU holds everything, each other one a copy of the parameters at times"),
+    "ddp": Division("every rank holds everything", buckets=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Bytes on one rank (the fullest one, where a division leaves a rest).
+
+    Attributes:
+        strategy: a key of DIVISIONS.
+        parameters: trained and frozen.
+        gradients: of the trained ones, buckets included.
+        optimizer: state between updates.
+    """
+
+    strategy: str
+    parameters: int
+    gradients: int
+    optimizer: int
+    note: str
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def placements(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> tuple[Placement, ...]:
+    """A row for every strategy that there is."""
+    return tuple(_place(strategy, config, ranks, parameters) for strategy in DIVISIONS)
+
+
+def _place(strategy: str, config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> Placement:
+    division = DIVISIONS[strategy]
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    gradients = _divided(sum(map(_bytes, trained)), ranks, division.gradients)
+    copies = 2 if division.buckets and not config.parallel.ddp.gradient_as_bucket_view else 1
+    return Placement(
+        strategy=strategy,
+        parameters=_divided(sum(map(_bytes, parameters)), ranks, division.parameters),
+        gradients=gradients * copies,
+        optimizer=_divided(
+            sum(state_bytes(parameter, config.optim) for parameter in trained), ranks, division.optimizer
+        ),
+        note=division.note,
+    )
+
+
+def _divided(size: int, ranks: int, divided: bool) -> int:
+    return -(-size // ranks) if divided else size
+
+
+def _bytes(parameter: ParameterFacts) -> int:
+    return parameter.elements * parameter.element_bytes
+
+
+# --- optimizer state ----------------------------------------------------------------------------------------------
+
+
+def state_bytes(parameter: ParameterFacts, optim: Optim) -> int:
+    """What the optimizer keeps of a trained parameter; moments are in the parameter's own precision."""
+    return _STATES[optim.name](parameter, optim)
+
+
+def _two_moments(parameter: ParameterFacts, optim: Optim) -> int:
+    return 2 * _bytes(parameter) + STEP_BYTES
+
+
+def _momentum(parameter: ParameterFacts, optim: Optim) -> int:
+    return _bytes(parameter) if optim.momentum else 0
+
+
+def _one_moment(parameter: ParameterFacts, optim: Optim) -> int:
+    return _bytes(parameter)
+
+
+def _momentum_of_matrices(parameter: ParameterFacts, optim: Optim) -> int:
+    return _bytes(parameter) if is_hidden_matrix(parameter) else _two_moments(parameter, optim)
+
+
+def _factored(parameter: ParameterFacts, optim: Optim) -> int:
+    """A row and a column instead of a matrix (Shazeer & Stern 2018, arXiv:1804.04235, section 3)."""
+    if len(parameter.shape) < 2:
+        return _bytes(parameter) + STEP_BYTES
+    rows, columns = parameter.shape[-2:]
+    return math.prod(parameter.shape[:-2]) * (rows + columns) * parameter.element_bytes + STEP_BYTES
+
+
+_State = Callable[[ParameterFacts, Optim], int]
+_STATES: Mapping[Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion"], _State] = {
+    "adamw": _two_moments,
+    "adam": _two_moments,
+    "sgd": _momentum,
+    "muon": _momentum_of_matrices,
+    "adafactor": _factored,
+    "lion": _one_moment,
+}

@@ -1,0 +1,221 @@
+"""What follows from a config, a number of ranks, a data set and a model: all of it, before any process exists.
+
+config + ranks + DataFacts + ParameterFacts --> Plan --> describe (people), as_json (programs)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.schema import Config
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
+from lockstep.plan.grouping import Grouping, group_parameters
+from lockstep.plan.placement import Placement, placements
+from lockstep.plan.schedule import epoch_length, horizon
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Attributes:
+    ranks: processes, over all machines.
+    strategy: never `auto`.
+    batch: how the global batch is cut.
+    steps: updates of the whole run; None if only running tells.
+    epoch_samples: samples that an epoch trains on.
+    epoch_steps: updates in an epoch.
+    samples, tokens: of the whole run; None if only running tells.
+    parameters, trainable, frozen: numbers of elements.
+    groups: of the trainable parameters, by settings of the optimizer.
+    placements: bytes per rank under each strategy.
+    warnings: what a user may not have wanted, a sentence each.
+    """
+
+    ranks: int
+    strategy: str
+    batch: BatchPlan
+    steps: int | None
+    epoch_samples: int
+    epoch_steps: int
+    samples: int | None
+    tokens: int | None
+    parameters: int
+    trainable: int
+    frozen: int
+    groups: tuple[Grouping, ...]
+    placements: tuple[Placement, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def placement(self) -> Placement:
+        """Of the strategy that is planned."""
+        return next(row for row in self.placements if row.strategy == self.strategy)
+
+
+def make_plan(config: Config, ranks: int, facts: DataFacts, parameters: Sequence[ParameterFacts]) -> Plan:
+    """Plans a run on `ranks` processes.
+
+    Raises:
+        ConfigError: what was asked can't be done on so many ranks, with this data, or with this model.
+    """
+    strategy = resolve_strategy(config.parallel.strategy, ranks)
+    if facts.samples < 1:
+        raise ConfigError(Problem("", "data.train", "the data set has no samples, so there is nothing to train on"))
+    batch = plan_batch(config.batch.global_size, config.batch.micro_size, ranks)
+    drop_last = config.data.drop_last
+    epoch_steps, epoch_samples = epoch_length(facts, batch.global_size, drop_last)
+    steps = horizon(config.run, batch.global_size, facts, drop_last)
+    samples = None if steps is None else _samples_after(steps, epoch_steps, epoch_samples, batch.global_size)
+    per_sample = facts.tokens_per_sample
+    trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
+    total = sum(parameter.elements for parameter in parameters)
+    return Plan(
+        ranks=ranks,
+        strategy=strategy,
+        batch=batch,
+        steps=steps,
+        epoch_samples=epoch_samples,
+        epoch_steps=epoch_steps,
+        samples=samples,
+        tokens=None if samples is None or per_sample is None else samples * per_sample,
+        parameters=total,
+        trainable=trainable,
+        frozen=total - trainable,
+        groups=group_parameters(parameters, config.optim),
+        placements=placements(config, ranks, parameters),
+        warnings=(*_batch_warnings(batch, facts), *_schedule_warnings(config, steps)),
+    )
+
+
+def resolve_strategy(asked: str, ranks: int) -> str:
+    """`auto` is single on one rank and ddp on more.
+
+    Raises:
+        ConfigError: the strategy is for one process alone.
+    """
+    if asked == "auto":
+        return "single" if ranks == 1 else "ddp"
+    if asked == "single" and ranks > 1:
+        raise ConfigError(_strategy_problem(f"single is one process, but there are {ranks} ranks"))
+    if asked == "dp" and ranks > 1:
+        why = f"dp is one process over all its GPUs, but there are {ranks} ranks"
+        raise ConfigError(_strategy_problem(why))
+    return asked
+
+
+def _strategy_problem(why: str) -> Problem:
+    return Problem("", "parallel.strategy", f"{why}; start 1 rank, or take ddp")
+
+
+def _samples_after(steps: int, epoch_steps: int, epoch_samples: int, global_size: int) -> int:
+    epochs, rest = divmod(steps, epoch_steps)
+    return epochs * epoch_samples + rest * global_size
+
+
+# --- warnings -----------------------------------------------------------------------------------------------------
+
+
+def _batch_warnings(batch: BatchPlan, facts: DataFacts) -> list[str]:
+    found = []
+    if facts.samples < batch.global_size:
+        found.append(
+            f"An epoch has {facts.samples:,} samples, fewer than batch.global_size {batch.global_size:,}: "
+            f"each update sees {facts.samples:,}."
+        )
+    if not batch.even:
+        below, above = nearest_even_sizes(batch.global_size, batch.micro_size, batch.ranks)
+        sizes = (
+            f"{above}" if below in (above, batch.global_size) or below > batch.global_size else f"{below} or {above}"
+        )
+        found.append(f"{_uneven(batch)} A batch.global_size of {sizes} fills them all.")
+    return found
+
+
+def _uneven(batch: BatchPlan) -> str:
+    cut = f"{batch.ranks} x {batch.accumulation} micro-batches of {batch.micro_size} (ranks x accumulation)"
+    wait = f": {batch.waste:.1%} of the ranks' time goes to filler or waiting" if batch.waste else ""
+    return f"batch.global_size {batch.global_size:,} does not fill {cut}{wait}."
+
+
+def _schedule_warnings(config: Config, steps: int | None) -> list[str]:
+    schedule, warmup = config.schedule, config.schedule.warmup_steps
+    if not warmup or steps is None:
+        return []
+    if warmup >= steps:
+        return [
+            f"schedule.warmup_steps {warmup:,} is not less than the {steps:,} steps of the run: "
+            f"the learning rate never reaches its peak."
+        ]
+    if schedule.kind == "warmup-stable-decay" and warmup / steps + schedule.decay_ratio > 1:
+        return [
+            f"schedule.warmup_steps {warmup:,} reaches into the last {schedule.decay_ratio:.0%} of {steps:,} steps, "
+            f"where the learning rate decays: it never reaches its peak."
+        ]
+    return []
+
+
+# --- showing ------------------------------------------------------------------------------------------------------
+
+
+def describe(plan: Plan) -> str:
+    """The plan for people: a few aligned lines and a table."""
+    lines = [
+        ("strategy", f"{plan.strategy} on {_count(plan.ranks, 'rank')}"),
+        ("global batch", f"{plan.batch} samples per update"),
+        ("steps", _steps(plan)),
+        ("samples", _or_unknown(plan.samples)),
+        ("tokens", _or_unknown(plan.tokens)),
+        ("parameters", f"{plan.parameters:,} ({plan.trainable:,} trained, {plan.frozen:,} frozen)"),
+    ]
+    text = [f"{name:<14}{value}" for name, value in lines]
+    return "\n".join([*text, "", *_table(plan), *(f"\nwarning: {warning}" for warning in plan.warnings)])
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan for programs: plain values only."""
+    found = dataclasses.asdict(plan)
+    found["placements"] = [{**dataclasses.asdict(row), "total": row.total} for row in plan.placements]
+    found["batch"] |= {"even": plan.batch.even, "waste": plan.batch.waste}
+    return found
+
+
+def _table(plan: Plan) -> list[str]:
+    head = ("bytes per rank", "parameters", "gradients", "optimizer", "total")
+    rows = [
+        (row.strategy, *map(_bytes, (row.parameters, row.gradients, row.optimizer, row.total)))
+        for row in plan.placements
+    ]
+    marks = ["", *("  <-" if row.strategy == plan.strategy else "" for row in plan.placements)]
+    return [
+        f"{name:<14}" + "".join(f"{cell:>14}" for cell in cells) + mark
+        for (name, *cells), mark in zip([head, *rows], marks, strict=True)
+    ]
+
+
+def _steps(plan: Plan) -> str:
+    if plan.steps is None:
+        return f"only running tells ({plan.epoch_steps:,} an epoch)"
+    epochs = plan.steps / plan.epoch_steps
+    return f"{plan.steps:,} ({plan.epoch_steps:,} an epoch, so {epochs:.4g} epochs)"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
+def _or_unknown(number: int | None) -> str:
+    return "only running tells" if number is None else f"{number:,}"
+
+
+def _bytes(size: int) -> str:
+    """In binary units, three digits or so."""
+    number = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:,.4g} TiB"

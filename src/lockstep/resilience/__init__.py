@@ -1,0 +1,1 @@
+"""Nothing lost: judging updates, hearing signals."""

@@ -1,0 +1,54 @@
+"""Judges an update before it is made: NaN, infinity and overflow leave through the same door.
+
+    norm, loss --> finite? --> kept
+                      no   --> discarded: parameters and optimizer state stay as they were, the data moves on
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from lockstep.core.errors import GiveUp
+from lockstep.core.records import Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Number = TypeVar("Number", float, "Tensor")
+PATIENCE = 100
+
+
+def is_finite(number: Number) -> bool | Tensor:
+    """Neither NaN nor infinite; a tensor answers on its own device. (Infinity minus itself is NaN.)"""
+    return number - number == 0
+
+
+def verdict(keep: bool, *, scaled: bool) -> Verdict:
+    """`scaled`: a loss scale is in use, so that an overflow is expected now and then."""
+    if keep:
+        return Verdict.KEPT
+    return Verdict.OVERFLOW if scaled else Verdict.NON_FINITE
+
+
+class Patience:
+    """Gives up after so many discarded updates in a row: such a run learns nothing any more."""
+
+    def __init__(self, limit: int = PATIENCE) -> None:
+        self._limit = limit
+        self._in_a_row = 0
+        self.discarded = 0
+
+    def see(self, found: Verdict, step: int) -> None:
+        """Raises GiveUp at the limit."""
+        if found is Verdict.KEPT:
+            self._in_a_row = 0
+            return
+        self.discarded += 1
+        self._in_a_row += 1
+        if self._in_a_row < self._limit:
+            return
+        advice = "a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 are what helps most often"
+        raise GiveUp(
+            f"step {step}: {self._limit} updates in a row had a loss or gradient that was not finite, so the model "
+            f"has not changed since step {step - self._limit}; {advice}"
+        )

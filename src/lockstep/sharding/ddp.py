@@ -1,0 +1,113 @@
+"""DistributedDataParallel: every rank holds everything; gradients are reduced while backward goes on.
+
+    rank 0   model, gradient ---.                      .--> optimizer     the same update everywhere
+    rank 1   model, gradient ---+-- bucket by bucket --+--> optimizer
+                                    mean over ranks
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.config.schema import DDP
+    from lockstep.core.protocols import Optimizer
+
+
+class ReplicatedByDDP:
+    """Args:
+    ranks: of the data axis.
+    device: where the model already lies.
+    backend: of the collectives; some compressions don't run on some.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        squared_norm: SquaredNorm,
+        options: DDP,
+        *,
+        ranks: int,
+        device: torch.device,
+        backend: str,
+    ) -> None:
+        self.bare = model
+        self.averages_over = ranks
+        self._optimizer = optimizer
+        self._parameters = trainable_parameters(model)
+        self._squared_norm = squared_norm
+        self.module = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            bucket_cap_mb=options.bucket_mb,
+            **_buffer_option(bool(_saved_buffers(model))),
+        )
+        self._after_discard = _compress(self.module, options, backend)
+
+    def window(self, last: bool) -> AbstractContextManager[object]:
+        return NO_WINDOW if last else self.module.no_sync()
+
+    def squared_norm(self) -> Tensor:
+        return self._squared_norm(gradients(self._parameters)) / self.averages_over
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        self._optimizer.update(rate, divisor, keep)
+        if self._after_discard is not None and not keep:
+            self._after_discard()
+
+
+def _buffer_option(synchronise: bool) -> dict[str, bool]:
+    """Whether a forward starts from the first rank's buffers, in the words of this torch (renamed in 2.13)."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": synchronise}
+
+
+def _saved_buffers(model: nn.Module) -> set[str]:
+    """Buffers that are state (running means), not tables that every rank computes alike."""
+    return set(model.state_dict()) & {name for name, _ in model.named_buffers()}
+
+
+def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Callable[[], None] | None:
+    """Registers the compression asked for; returns what must happen when an update is discarded, if anything."""
+    if options.compression == "none":
+        return None
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if options.compression == "fp16":
+        module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return None
+    if options.compression == "bf16":
+        if backend == "gloo":
+            message = "gloo has no bf16 all-reduce; fp16 and powersgd run on it, bf16 on nccl"
+            raise ConfigError(Problem("", "parallel.ddp.compression", message))
+        module.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        return None
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=options.powersgd.rank,
+        start_powerSGD_iter=options.powersgd.start_step,
+    )
+    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def forget() -> None:
+        """What PowerSGD remembers of a gradient that was not finite would poison all later ones."""
+        state.error_dict.clear()
+        state.p_memory_dict.clear()
+        state.q_memory_dict.clear()
+
+    return forget

@@ -1,0 +1,149 @@
+"""Lockstep from Python.
+
+    lockstep.train(config, model=..., dataset=...)            a whole run; with `ranks=2`, in processes of its own
+    with lockstep.session(config, model=...) as session:      the same rooms under a loop of yours
+        for report in lockstep.steps(session): ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from lockstep.config.loading import load, validate
+from lockstep.config.reading import read_file, to_python
+from lockstep.config.recipes import resolve_recipe
+from lockstep.config.schema import Config
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.ranks import names_a_rank
+from lockstep.training.assemble import Given
+from lockstep.training.job import Finished, Job, opened, run_job
+from lockstep.training.session import Session
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def train(
+    config: ConfigLike,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    dataset: Any = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+    objective: object | None = None,
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    schedule: Callable[[int, int | None], float] | None = None,
+    ranks: int | Literal["auto"] | None = None,
+    name: str = "run",
+) -> Finished:
+    """Trains, and returns when the run is done.
+
+    Args:
+        config: a recipe's name, a file, a mapping, or a Config. What is handed over below need not be in it.
+        model: a module, or a function that makes one. In this process a module is trained in place.
+        dataset: a map-style Dataset. Items are a mapping (`labels`, `targets` are what the objective gets), a tuple
+            (its last is the target), or a tensor; or `collate` makes a `lockstep.Batch` of them.
+        evaluation: further Datasets by name.
+        objective: what to train for, if the model's kind doesn't say; an object with `count` and `loss_sum`, or one of
+            torch's losses.
+        optimizer: makes a torch optimizer from parameter groups, in place of `optim.name`. A function, because a
+            strategy may replace parameters.
+        schedule: (step from 0, steps of the run or None) -> learning rate as a share of `optim.lr`.
+        ranks: starts so many processes; None: trains in this one (or as the rank that a launcher made of it).
+        name: what the run is called; part of its folder's name.
+
+    Raises:
+        ConfigError: something asked for can't be had; says all that is wrong.
+        GiveUp: the run failed.
+    """
+    given = Given(
+        model=model,
+        dataset=dataset,
+        collate=collate,
+        evaluation=evaluation or {},
+        objective=objective,
+        optimizer=optimizer,
+        schedule=schedule,
+    )
+    job = Job(_config(config, given), name, given=given)
+    if ranks is None or names_a_rank(os.environ):
+        return run_job(job)
+    return _train_in_ranks(job, ranks)
+
+
+@contextmanager
+def session(
+    config: ConfigLike,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    dataset: Any = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+    objective: object | None = None,
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    schedule: Callable[[int, int | None], float] | None = None,
+) -> Iterator[Session]:
+    """The rooms of a run, for a loop of yours: `accumulate`, `commit`, `evaluate`. Arguments as of `train`.
+
+    Writes no folder and shows nothing.
+    """
+    given = Given(
+        model=model,
+        dataset=dataset,
+        collate=collate,
+        evaluation=evaluation or {},
+        objective=objective,
+        optimizer=optimizer,
+        schedule=schedule,
+    )
+    with opened(_config(config, given), given) as opened_session:
+        yield opened_session
+
+
+def _config(config: ConfigLike, given: Given) -> Config:
+    """The config, with `given` where objects were handed over."""
+    handed = _handed(given)
+    if isinstance(config, str | os.PathLike):
+        file = resolve_recipe(os.fspath(config)).path
+        if not handed:
+            return load([file]).config
+        tree, wrong = read_file(file)
+        if wrong:
+            raise ConfigError(wrong)
+        config = cast("Mapping[str, Any]", to_python(tree))
+    values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
+    for name, section in handed.items():
+        values[name] = {**values.get(name, {}), **section} if name == "data" else section
+    return validate(values).config
+
+
+def _handed(given: Given) -> dict[str, Any]:
+    """The sections that handed-over objects stand for."""
+    kind = {"kind": "given"}
+    data: dict[str, Any] = {}
+    if given.dataset is not None:
+        data["train"] = kind
+    if given.evaluation:
+        data["evaluation"] = {name: kind for name in given.evaluation}
+    sections = {
+        "model": kind if given.model is not None else {},
+        "objective": kind if given.objective is not None else {},
+        "data": data,
+    }
+    return {name: section for name, section in sections.items() if section}
+
+
+def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:
+    from lockstep.training.command import launch_job, read_summary
+
+    folder, code = launch_job(job, ranks)
+    if code != 0:
+        raise GiveUp(f"the run ended with exit code {code}; its logs are in {Path(folder) / 'logs'}")
+    return Finished(read_summary(folder), folder)

@@ -1,0 +1,278 @@
+"""The only file that knows all rooms. It calls their constructors in order; what it can't build, it refuses by name.
+
+    data --> facts --> model --> transforms --> device --> optimizer --> sharding --> engine --> loader --> session
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.records import DataFacts, RunFacts
+from lockstep.data.custom import adapt_dataset
+from lockstep.data.loader import TrainingLoader
+from lockstep.data.sources import open_source
+from lockstep.distributed.consensus import consensus_over
+from lockstep.distributed.rng import KeyedDraws, seed_everything
+from lockstep.engine.eager import Eager
+from lockstep.models.build import build_model
+from lockstep.models.facts import parameter_facts
+from lockstep.models.objectives import adapt_objective, build_objective, coupling
+from lockstep.optim.groups import parameter_groups
+from lockstep.optim.norms import squared_norm
+from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
+from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
+from lockstep.plan.plan import Plan, make_plan
+from lockstep.plan.schedule import learning_rate
+from lockstep.sharding.data_parallel import over_gpus
+from lockstep.sharding.ddp import ReplicatedByDDP
+from lockstep.sharding.single import Single
+from lockstep.training.readback import readback_from
+from lockstep.training.session import Rate, Rooms, Session
+from lockstep.transforms.compiling import Compile
+from lockstep.transforms.order import transform
+from lockstep.transforms.sync_batchnorm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config, DataSource, HuggingFaceModel
+    from lockstep.core.protocols import Objective, Optimizer, Sharding, Source, Transform
+    from lockstep.distributed.process_group import World
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Objects handed over in Python, in place of what a config names.
+
+    Attributes:
+        model: a module (its weights are kept), or a function that makes one (seeded).
+        dataset, collate: a map-style Dataset, and how its items become a batch.
+        evaluation: further Datasets by name.
+        objective: with `count` and `loss_sum` (`core.protocols.Objective`), or one of torch's losses.
+        optimizer: makes a torch optimizer from parameter groups.
+        schedule: (step from 0, steps of the run or None) -> learning rate as a share of `optim.lr`.
+        trust_remote_code: let a Hugging Face model run code that comes with its weights.
+    """
+
+    model: nn.Module | Callable[[], nn.Module] | None = None
+    dataset: Any = None
+    collate: Callable[[list[Any]], Any] | None = None
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    objective: object | None = None
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
+    schedule: Callable[[int, int | None], float] | None = None
+    trust_remote_code: bool = False
+
+
+def assemble(config: Config, world: World, given: Given) -> Session:
+    """Puts a run together on this rank; `world` is where it is among the others.
+
+    Raises:
+        ConfigError: something that was asked for can't be had; nothing has been trained yet.
+    """
+    seed_everything(config.run.seed)
+    _set_determinism(config)
+    set_tf32(config.precision.tf32)
+    source, evaluation = open_sources(config, given)
+    model = make_model(config, source.facts, given)
+    plan = make_plan(config, world.size, source.facts, parameter_facts(model))
+    objective = make_objective(config, source.facts, given)
+    model = transform(model, _transforms(config), world.device).to(world.device)
+    sharding = _SHARDING[plan.strategy](config, world, model, _optimizer(config, model, given))
+    dtype = resolve_compute(config.precision.compute, world.device)
+    scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
+    draws = KeyedDraws(config.run.seed, world.axis.rank, world.device)
+    loader = TrainingLoader(
+        source,
+        plan.batch,
+        world.axis.rank,
+        config.run.seed,
+        shuffle=config.data.shuffle,
+        drop_last=config.data.drop_last,
+        options=config.data.loader,
+        device=world.device,
+        count=objective.count,
+    )
+    rooms = Rooms(
+        config=config,
+        plan=plan,
+        world=world,
+        objective=objective,
+        sharding=sharding,
+        engine=Eager(sharding, objective, autocast_context(dtype, world.device), draws.set),
+        loader=loader,
+        source=source,
+        evaluation=evaluation,
+        consensus=consensus_over(world.axis, world.device),
+        readback=readback_from(world.device),
+        scaler=scaler,
+        rate=_rate(config, given),
+    )
+    return Session(rooms)
+
+
+def open_sources(config: Config, given: Given) -> tuple[Source, dict[str, Source]]:
+    """The training source and the evaluation sources by name."""
+    train = _open(config, config.data.train, given, given.dataset, "data.train")
+    evaluation = {
+        name: _open(config, section, given, given.evaluation.get(name), f"data.evaluation.{name}")
+        for name, section in config.data.evaluation.items()
+    }
+    return train, evaluation
+
+
+def make_model(config: Config, facts: DataFacts, given: Given) -> nn.Module:
+    """On the CPU, in fp32, with its first weights."""
+    if config.model.kind != "given":
+        return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
+    model = given.model
+    if not isinstance(model, nn.Module) and callable(model):
+        model = model()
+    if not isinstance(model, nn.Module):
+        raise _not_given("model", "a torch.nn.Module, or a function that makes one", given.model)
+    return model
+
+
+def make_objective(config: Config, facts: DataFacts, given: Given) -> Objective:
+    """What the config names, or what was handed over."""
+    if given.objective is not None:
+        return adapt_objective(given.objective)
+    if config.objective.kind == "given":
+        raise _not_given("objective", "an object with `count` and `loss_sum`", None)
+    return build_objective(config.objective, config.model, facts)
+
+
+def run_facts(session: Session, recipe: str, folder: str) -> RunFacts:
+    """What the start of the run prints."""
+    from lockstep.models.transformer import flops_per_token
+    from lockstep.monitor.meters import peak_flops
+
+    rooms = session.rooms
+    plan, world = rooms.plan, rooms.world
+    dtype = resolve_compute(rooms.config.precision.compute, world.device)
+    precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    return RunFacts(
+        recipe=recipe,
+        folder=folder,
+        strategy=plan.strategy,
+        backend=world.backend,
+        precision=precision,
+        device=device_name,
+        ranks=world.size,
+        steps=plan.steps,
+        global_size=plan.batch.global_size,
+        micro_size=plan.batch.micro_size,
+        accumulation=plan.batch.accumulation,
+        parameters=plan.parameters,
+        trainable=plan.trainable,
+        epoch_samples=plan.epoch_samples,
+        peak_flops=peak_flops(device_name, precision),
+        flops_per_token=flops_per_token(rooms.sharding.bare, rooms.source.facts),
+        notes=(*plan.warnings, *_notes(session)),
+    )
+
+
+def _notes(session: Session) -> tuple[str, ...]:
+    rooms = session.rooms
+    notes = []
+    coupled = coupling(rooms.sharding.bare)
+    if coupled is not None or not rooms.objective.decomposes:
+        reason = coupled or "the objective says that it does not decompose over samples"
+        notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
+    if rooms.config.parallel.strategy == "dp" and torch.cuda.device_count() < 2:
+        notes.append("dp spreads a batch over the GPUs of one process; with fewer than two it runs as single")
+    if rooms.config.parallel.ddp.compression != "none":
+        notes.append(
+            f"parallel.ddp.compression {rooms.config.parallel.ddp.compression} loses bits of each gradient: "
+            f"the curve is close to the single process's, not equal"
+        )
+    return tuple(notes)
+
+
+# --- single parts -------------------------------------------------------------------------------------------------
+
+
+def _open(config: Config, section: DataSource, given: Given, dataset: Any, key: str) -> Source:
+    if section.kind == "given":
+        if dataset is None:
+            raise _not_given(key, "a map-style Dataset", dataset)
+        return adapt_dataset(dataset, given.collate)
+    task, tokenizer = None, None
+    if config.model.kind == "huggingface":
+        model: HuggingFaceModel = config.model
+        task, tokenizer = model.task, model.pretrained
+    return open_source(section, task=task, tokenizer=tokenizer)
+
+
+def _not_given(key: str, wanted: str, got: object) -> ConfigError:
+    found = "nothing was" if got is None else f"a {type(got).__name__} was"
+    return ConfigError(Problem("", key, f"kind `given` takes {wanted} handed over in Python, and {found}"))
+
+
+def _set_determinism(config: Config) -> None:
+    if config.run.determinism != "deterministic":
+        return
+    import os
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it; read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def _transforms(config: Config) -> list[Transform]:
+    chosen: list[Transform] = []
+    if config.model.compile:
+        chosen.append(Compile())
+    if config.parallel.ddp.sync_batchnorm:
+        chosen.append(SyncBatchNorm())
+    return chosen
+
+
+def _optimizer(config: Config, model: nn.Module, given: Given) -> Optimizer:
+    groups = parameter_groups(model.named_parameters(), config.optim)
+    if given.optimizer is None:
+        return build_optimizer(config.optim, groups)
+    for group in groups:
+        group.setdefault("lr", config.optim.lr * group["lr_scale"])
+    return adapt_optimizer(given.optimizer(groups))
+
+
+def _rate(config: Config, given: Given) -> Rate:
+    custom, optim, schedule = given.schedule, config.optim, config.schedule
+    if custom is None:
+        return lambda done, step, steps: learning_rate(optim, schedule, done, step, steps)
+    return lambda done, step, steps: optim.lr * custom(step, steps)
+
+
+def _single(config: Config, world: World, model: nn.Module, optimizer: Optimizer) -> Sharding:
+    return Single(model, optimizer, squared_norm)
+
+
+def _data_parallel(config: Config, world: World, model: nn.Module, optimizer: Optimizer) -> Sharding:
+    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    return over_gpus(model, optimizer, squared_norm, gpus)
+
+
+def _ddp(config: Config, world: World, model: nn.Module, optimizer: Optimizer) -> Sharding:
+    return ReplicatedByDDP(
+        model,
+        optimizer,
+        squared_norm,
+        config.parallel.ddp,
+        ranks=world.axis.size,
+        device=world.device,
+        backend=world.backend,
+    )
+
+
+_SHARDING: Mapping[str, Callable[[Any, Any, nn.Module, Any], Any]] = {
+    "single": _single,
+    "dp": _data_parallel,
+    "ddp": _ddp,
+}
+

@@ -1,0 +1,45 @@
+"""Judges the model on a named set: sums over all ranks, divided once. No sample counts twice, whatever the ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep.core.records import EvaluationReport
+from lockstep.data.loader import evaluation_batches
+
+if TYPE_CHECKING:
+    from lockstep.core.protocols import Source
+    from lockstep.training.session import Session
+
+
+def evaluate(session: Session) -> list[EvaluationReport]:
+    """Every evaluation set, in the order of the config; the same reports on every rank."""
+    return [evaluate_on(session, name, source) for name, source in session.rooms.evaluation.items()]
+
+
+def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport:
+    """One set."""
+    rooms, began = session.rooms, time.perf_counter()
+    batches = evaluation_batches(
+        source,
+        _micro_size(session),
+        rooms.world.axis.rank,
+        rooms.world.axis.size,
+        rooms.config.data.loader,
+        rooms.world.device,
+    )
+    mine = rooms.engine.evaluate(batches)
+    names = sorted(mine)
+    total = rooms.world.axis.sum(torch.stack([mine[key].to(rooms.world.device) for key in names])).tolist()
+    sums = dict(zip(names, total, strict=True))
+    loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
+    metrics = rooms.objective.metrics(loss_sum, max(count, 1.0), sums)
+    return EvaluationReport(name, session.progress.steps, metrics, source.facts.samples, time.perf_counter() - began)
+
+
+def _micro_size(session: Session) -> int:
+    size = session.rooms.config.evaluation.micro_size
+    return session.rooms.plan.batch.micro_size if size == "auto" else size

@@ -1,0 +1,165 @@
+"""One run, as one rank sees it, from joining the others to the last line.
+
+    Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, summary
+                                                        '-- the first rank alone writes and shows anything
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from lockstep.config.schema import Config
+from lockstep.core.ranks import names_a_rank
+from lockstep.core.records import Request, RunFacts, StepReport
+from lockstep.distributed.process_group import World, joined
+from lockstep.monitor import journal
+from lockstep.monitor.console import Console
+from lockstep.monitor.environment import describe
+from lockstep.monitor.events import EventLog
+from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.journal import Journal, JournalEntries, merge
+from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.summary import summarize
+from lockstep.monitor.tensorboard import TensorBoard
+from lockstep.monitor.watchers import Watcher
+from lockstep.training.assemble import Given, assemble, run_facts
+from lockstep.training.run import Results, run
+from lockstep.training.session import Session
+from lockstep.training.weights import save_weights
+
+_NONE: tuple[Request, ...] = ()
+_SHOW_LOG = (Request.SHOW_LOG,)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank of a run is given.
+
+    Attributes:
+        recipe: what the run is called.
+        folder: of the run; None: the first rank makes one and tells the others.
+        given: objects handed over in Python.
+    """
+
+    config: Config
+    recipe: str
+    folder: Path | None = None
+    given: Given = field(default_factory=Given)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that is over.
+
+    Attributes:
+        summary: as in RUN/summary.json; the same on every rank.
+        folder: of the run.
+    """
+
+    summary: dict[str, Any]
+    folder: Path
+
+
+def run_job(job: Job) -> Finished:
+    """Trains on this rank, and returns when the run is done."""
+    with opened(job.config, job.given) as session:
+        folder = _agree_on_folder(job, session.rooms.world)
+        facts = run_facts(session, job.recipe, str(folder))
+        monitors = Monitors(_watchers(job.config, folder, session.rooms.world))
+        with journal.recording(Journal()) as log, _shown(monitors, facts):
+            drain = _Drain(session, monitors, log)
+            results = run(session, monitors, drain)
+            drain.show(results.progress.steps)
+        summary = _leave(session, facts, results, folder)
+    return Finished(summary, folder)
+
+
+@contextmanager
+def opened(config: Config, given: Given) -> Iterator[Session]:
+    """A session on this rank, among the ranks that the environment names."""
+    grouped = names_a_rank(os.environ) or config.parallel.strategy == "ddp"
+    with joined(config.launch, grouped=grouped) as world:
+        session = assemble(config, world, given)
+        try:
+            yield session
+        finally:
+            session.close()
+
+
+@contextmanager
+def _shown(monitors: Monitors, facts: RunFacts) -> Iterator[None]:
+    """Monitors hear the start and, however it comes, the end."""
+    monitors.start(facts)
+    try:
+        yield
+    except BaseException as error:
+        monitors.finish(error)
+        raise
+    monitors.finish(None)
+
+
+class _Drain:
+    """Collects what user code logged on all ranks, at the steps that are written down; costs nothing if none did."""
+
+    def __init__(self, session: Session, monitors: Monitors, log: Journal) -> None:
+        self._axis = session.rooms.world.axis
+        self._every = session.rooms.config.monitor.every
+        self._monitors = monitors
+        self._log = log
+        self._somebody_logged = False
+
+    def __call__(self, report: StepReport) -> Iterable[Request]:
+        self._somebody_logged |= Request.SHOW_LOG in report.requests
+        if self._somebody_logged and report.step % self._every == 0:
+            self.show(report.step)
+        return _NONE if self._log.empty else _SHOW_LOG
+
+    def show(self, step: int) -> None:
+        """All ranks together."""
+        self._somebody_logged = False
+        logged = merge([cast("JournalEntries", entries) for entries in self._axis.gather(self._log.drain())])
+        if logged:
+            self._monitors.journal(step, logged)
+
+
+def _agree_on_folder(job: Job, world: World) -> Path:
+    if job.folder is not None:
+        return job.folder
+    mine = make_folder(job.config, job.recipe).path if world.rank == 0 else None
+    return Path(str(world.axis.broadcast(str(mine))))
+
+
+def make_folder(config: Config, recipe: str) -> RunFolder:
+    """The run's folder, with the config and the environment in it."""
+    folder = RunFolder.create(config.run.folder, recipe)
+    folder.write_config(config.model_dump(mode="json"))
+    folder.write_environment(describe())
+    return folder
+
+
+def _watchers(config: Config, folder: Path, world: World) -> list[Watcher]:
+    """The first rank writes and shows; the others have nothing to say that it doesn't know."""
+    if world.rank != 0:
+        return []
+    place, monitor = RunFolder.open(folder), config.monitor
+    watchers: list[Watcher] = [EventLog(place.metrics, monitor.every), Console(monitor.every, monitor.progress)]
+    if monitor.tensorboard:
+        watchers.append(TensorBoard(place.tensorboard, monitor.every))
+    return watchers
+
+
+def _leave(session: Session, facts: RunFacts, results: Results, folder: Path) -> dict[str, Any]:
+    """Weights and summary in the run's folder; the summary, written last, says that the run is finished."""
+    summary = summarize(facts, results.last, results.evaluations, results.seconds)
+    if session.rooms.world.rank == 0:
+        save_weights(session.rooms.sharding.bare, folder)
+        RunFolder.open(folder).write_summary(summary)
+    session.rooms.world.axis.barrier()
+    return summary
+
+

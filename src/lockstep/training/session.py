@@ -1,0 +1,222 @@
+"""One optimizer step, top to bottom.
+
+    batches --> accumulate --> vote --> judge --> update(keep) --> report
+                                 |
+                                 '-- and the counts of the next batch, whose loss they will divide
+
+A session holds what one run has on one rank. An update is a transaction: it is prepared (`accumulate`), judged by all
+ranks alike, and kept or discarded (`commit`). Schedule, cursor and cadence follow attempted updates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.progress import Progress
+from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport
+from lockstep.distributed.consensus import Consensus, requests_in
+from lockstep.optim.norms import clip_divisor
+from lockstep.plan.schedule import fraction_done, is_finished
+from lockstep.resilience.guard import Patience, is_finite, verdict
+from lockstep.training.evaluate import evaluate
+from lockstep.training.readback import Judgement, Readback, Reporter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Engine, Objective, Sharding, Source
+    from lockstep.data.loader import TrainingLoader
+    from lockstep.distributed.process_group import World
+    from lockstep.optim.precision import LossScaler
+    from lockstep.plan.plan import Plan
+
+Rate = Callable[[float, int, int | None], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What `assemble` put together.
+
+    Attributes:
+        rate: learning rate of (share of the run done, step from 0, steps of the run or None).
+        evaluation: sources by name.
+    """
+
+    config: Config
+    plan: Plan
+    world: World
+    objective: Objective
+    sharding: Sharding
+    engine: Engine
+    loader: TrainingLoader
+    source: Source
+    evaluation: Mapping[str, Source]
+    consensus: Consensus
+    readback: Readback
+    scaler: LossScaler
+    rate: Rate
+
+
+class Session:
+    """A run on one rank, between two updates.
+
+    Attributes:
+        progress: attempted updates and the data consumed by them, identical on every rank.
+        rooms: everything that the run is made of.
+    """
+
+    def __init__(self, rooms: Rooms) -> None:
+        self.rooms = rooms
+        self.progress = Progress()
+        self.patience = Patience()
+        self._batches = rooms.loader.updates(self.progress)
+        self._batch = next(self._batches)
+        count, tokens = rooms.consensus.announce(self._batch.count, self._batch.tokens)
+        self._count = at_least_one(count)
+        rooms.readback.start(int(tokens))
+        self._loss_sum: Tensor | None = None
+        self._requests: set[Request] = set()
+        self._started = time.perf_counter()
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """This rank's share of each update that is left. `accumulate` and `commit` each before asking for the next."""
+        while not self.finished:
+            step = self.progress.steps
+            yield self._batch
+            if self.progress.steps == step:
+                raise RuntimeError("each batch of Session.batches() needs one accumulate(batch) and one commit()")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has consumed what its config says."""
+        plan = self.rooms.plan
+        return is_finished(self.rooms.config.run, self.progress, plan.epoch_samples)
+
+    def accumulate(self, batch: GlobalBatch) -> Tensor:
+        """Forward and backward of this rank's micro-batches; returns this rank's sum of losses, 0-dim."""
+        scale = self.rooms.scaler.scale / self._count
+        self._loss_sum = self.rooms.engine.accumulate(batch.micro_batches, scale, batch.step)
+        if batch.step == 0:
+            self._refuse_unused_parameters()
+        return self._loss_sum
+
+    def request(self, requests: Iterable[Request]) -> None:
+        """Heard by all ranks in the next vote."""
+        self._requests.update(requests)
+
+    def commit(self) -> StepReport | None:
+        """Lets all ranks judge the accumulated gradient, and updates or discards.
+
+        Returns:
+            The report of this update; on a GPU that of the update before (None at first; `flush` has the last).
+        """
+        rooms, batch = self.rooms, self._batch
+        assert self._loss_sum is not None, "commit() comes after accumulate()"
+        upcoming = next(self._batches)
+        outcome = rooms.consensus.vote(
+            self._loss_sum, rooms.sharding.squared_norm(), upcoming.count, upcoming.tokens, self._requests
+        )
+        scale = rooms.scaler.scale
+        norm = outcome.squared_norm**0.5 / scale
+        keep = is_finite(norm + outcome.loss_sum)
+        rate = self._rate()
+        rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, scale), keep)
+        rooms.scaler.update(keep)
+        tokens = rooms.readback.tokens()
+        self.progress = self.progress.advance(batch.samples, tokens)
+        judgement = Judgement(outcome, norm, keep, scale, self._count)
+        report = rooms.readback.push(judgement, self._reporter(batch, rate, tokens))
+        self._batch, self._count, self._loss_sum = upcoming, at_least_one(outcome.next_count), None
+        self._requests.clear()
+        return report
+
+    def flush(self) -> StepReport | None:
+        """The report that is still on its way from a GPU; None on the CPU, where none is."""
+        return self.rooms.readback.flush()
+
+    def evaluate(self) -> list[EvaluationReport]:
+        """Every evaluation set of the config, exact over all ranks; the same reports on every rank."""
+        return evaluate(self)
+
+    def close(self) -> None:
+        """Ends the loader's worker processes."""
+        self.rooms.loader.close()
+
+    # --- parts of a commit --------------------------------------------------------------------------------------
+
+    def _rate(self) -> float:
+        plan = self.rooms.plan
+        done = fraction_done(self.rooms.config.run, self.progress, plan.epoch_samples)
+        return self.rooms.rate(done, self.progress.steps, plan.steps)
+
+    def _reporter(self, batch: GlobalBatch, rate: float, tokens: int) -> Reporter:
+        progress = self.progress
+
+        def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
+            found = verdict(keep, scaled=self.rooms.scaler.enabled)
+            self.patience.see(found, progress.steps)
+            return StepReport(
+                step=progress.steps,
+                samples=progress.samples,
+                tokens=progress.tokens,
+                epoch=batch.epoch,
+                loss=slots[0] / count,
+                count=count,
+                grad_norm=norm,
+                lr=rate,
+                verdict=found,
+                loss_scale=scale,
+                discarded=self.patience.discarded,
+                seconds=time.perf_counter() - self._started,
+                update_samples=batch.samples,
+                update_tokens=tokens,
+                requests=requests_in(slots),
+            )
+
+        return report
+
+    def _refuse_unused_parameters(self) -> None:
+        """Under DDP a parameter without a gradient stops the run at the next step; under any strategy it is a bug."""
+        if self.rooms.config.parallel.ddp.find_unused_parameters:
+            return
+        unused = [
+            name
+            for name, parameter in self.rooms.sharding.bare.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if not unused:
+            return
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        raise ConfigError(
+            Problem(
+                "",
+                "model",
+                f"{shown}: no gradient reaches {'it' if len(unused) == 1 else 'them'}. Freeze what isn't trained "
+                f'(model.freeze: ["{unused[0]}"]), or, if other batches do use it, set '
+                f"parallel.ddp.find_unused_parameters: true",
+            )
+        )
+
+
+def at_least_one(count: float | Tensor) -> float | Tensor:
+    """What a loss is divided by: an update without a valid target has a loss of 0, not of 0 / 0."""
+    return max(count, 1.0) if isinstance(count, float) else count.clamp(min=1.0)
+
+
+def steps(session: Session) -> Iterator[StepReport]:
+    """The rest of the run, a report an update. The loop is a `for`."""
+    for batch in session.batches():
+        session.accumulate(batch)
+        report = session.commit()
+        if report is not None:
+            yield report
+    last = session.flush()
+    if last is not None:
+        yield last

@@ -1,0 +1,1 @@
+"""Module -> module, before sharding, in the order that they ask for."""

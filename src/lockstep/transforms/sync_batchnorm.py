@@ -1,0 +1,24 @@
+"""Batch norm over the samples of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SyncBatchNorm:
+    name = "parallel.ddp.sync_batchnorm"
+    after = ()
+
+    def refuses(self, model: nn.Module, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "torch's SyncBatchNorm needs GPUs; on the CPU, group norm does not depend on the batch at all"
+        return None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted

@@ -1,0 +1,154 @@
+"""Wrong configs and exactly what is said of each: the file is /run.yaml in all messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.loading import load
+from lockstep.core.errors import ConfigError
+
+GOOD = """\
+model: {kind: transformer, width: 64}
+data: {train: {kind: stdlib-text}}
+run: {steps: 10}
+"""
+
+HUGGING_FACE = """\
+learning_rate: 5e-5
+per_device_train_batch_size: 16
+gradient_accumulation_steps: 4
+max_grad_norm: 1.0
+num_train_epochs: 3
+lr_scheduler_type: constant_with_warmup
+fp16: true
+save_steps: 500
+"""
+
+DERIVES = (
+    "Lockstep derives accumulation from the global batch: write `batch.global_size: 64` (16 x 4, times the number of "
+    "ranks it was made for) and `batch.micro_size: 16`"
+)
+
+WRONG: dict[str, tuple[str, list[str], str]] = {
+    "text for a number, by flag": (
+        GOOD,
+        ["--batch.global_size=abc", "--optim.lr=fast"],
+        "--batch.global_size: 'abc' is not a whole number above 0\n--optim.lr: 'fast' is not a number of 0 or more",
+    ),
+    "out of range": (
+        GOOD + "batch: {global_size: 0}\nschedule: {warmup_ratio: 1.5}\nprecision: {loss_scale: {initial: -1}}\n",
+        [],
+        "/run.yaml:4:22: batch.global_size: 0 is not a whole number above 0; the nearest is 1\n"
+        "/run.yaml:5:26: schedule.warmup_ratio: 1.5 is not a number from 0 to 1, or null; the nearest is 1\n"
+        "/run.yaml:6:35: precision.loss_scale.initial: -1 is not a number above 0",
+    ),
+    "misspelt keys and values": (
+        GOOD + "optim:\n  nmae: adam\n  name: adamv\n  momentun: 0.9\nbach: {global_size: 3}\n",
+        [],
+        "/run.yaml:6:9: optim.name: 'adamv' is not one of adamw, adam, sgd, muon, adafactor, lion; did you mean adam?\n"
+        "/run.yaml:5:3: optim.nmae: unknown key; did you mean name?\n"
+        "/run.yaml:7:3: optim.momentun: unknown key; did you mean momentum?\n"
+        "/run.yaml:8:1: bach: unknown key; did you mean batch?",
+    ),
+    "a wrong kind, a key of another kind, a kind forgotten": (
+        "model: {kind: transfomer, width: 64}\n"
+        "data:\n  train: {kind: digits, length: 3}\n  evaluation: {test: {split: held-out}}\n"
+        "run: {steps: 10}\n",
+        [],
+        "/run.yaml:1:15: model.kind: 'transfomer' is not a kind of model; did you mean transformer?\n"
+        "/run.yaml:3:25: data.train.length: only kind stdlib-text, stdlib-functions or tokens has this key\n"
+        "/run.yaml:4:16: data.evaluation.test.kind: is missing; one of stdlib-text, stdlib-functions, digits, tokens, "
+        "huggingface, custom, given",
+    ),
+    "YAML 1.1's booleans": (
+        GOOD + "monitor: {tensorboard: no}\ndata: {shuffle: off}\n",
+        [],
+        "/run.yaml:5:1: data: given twice, first at /run.yaml:2:1; keep one\n"
+        "/run.yaml:4:24: monitor.tensorboard: 'no' is not true or false; no is text in YAML 1.2: write false",
+    ),
+    "words of transformers": (
+        GOOD + HUGGING_FACE,
+        [],
+        "/run.yaml:4:1: learning_rate: Lockstep's word is optim.lr: write `optim.lr: 5e-05`\n"
+        f"/run.yaml:5:1: per_device_train_batch_size: {DERIVES}\n"
+        f"/run.yaml:6:1: gradient_accumulation_steps: {DERIVES}\n"
+        "/run.yaml:7:1: max_grad_norm: Lockstep's word is optim.clip_norm: write `optim.clip_norm: 1.0`\n"
+        "/run.yaml:8:1: num_train_epochs: Lockstep's word is run.epochs: write `run.epochs: 3`\n"
+        "/run.yaml:9:1: lr_scheduler_type: Lockstep's word is schedule.kind: write `schedule.kind: constant`\n"
+        "/run.yaml:10:1: fp16: Lockstep's word is precision.compute: write `precision.compute: fp16`\n"
+        "/run.yaml:11:1: save_steps: checkpoints are not written yet; leave it out",
+    ),
+    "words of Lightning and DeepSpeed": (
+        GOOD + "trainer:\n  devices: 4\n  strategy: fsdp\n  precision: bf16-mixed\n  gradient_clip_val: 0\n"
+        "zero_optimization: {stage: 2}\n",
+        [],
+        "/run.yaml:4:1: trainer: unknown key; the keys here are description, model, objective, data, batch, optim, "
+        "schedule, precision, parallel, launch, evaluation, monitor, run\n"
+        "/run.yaml:5:3: trainer.devices: Lockstep's word is launch.ranks: write `launch.ranks: 4`\n"
+        "/run.yaml:6:3: trainer.strategy: fsdp is not there yet; `parallel.strategy` is auto, single, dp or ddp\n"
+        "/run.yaml:7:3: trainer.precision: Lockstep's word is precision.compute: write `precision.compute: bf16`\n"
+        "/run.yaml:8:3: trainer.gradient_clip_val: Lockstep's word is optim.clip_norm: write `optim.clip_norm: null`\n"
+        "/run.yaml:9:1: zero_optimization: this strategy is not there yet; `parallel.strategy` is auto, single, dp or "
+        "ddp",
+    ),
+    "no length of the run, or two": (
+        "model: {kind: transformer}\ndata: {train: {kind: stdlib-text}}\nrun: {steps: 10, epochs: 2}\n",
+        [],
+        "/run.yaml:3:1: run: steps and epochs contradict each other; give exactly one of steps, samples, tokens, epochs",
+    ),
+    "numbers that don't fit together": (
+        "model: {kind: transformer, width: 100, heads: 6}\ndata: {train: {kind: stdlib-text}}\nrun: {steps: 10}\n"
+        "schedule: {warmup_steps: 10, warmup_ratio: 0.1}\n",
+        [],
+        "/run.yaml:1:1: model: width 100 must be an even multiple of heads 6 (rotary embedding turns pairs); the "
+        "nearest width is 96\n"
+        "/run.yaml:4:1: schedule: warmup_steps and warmup_ratio say the same thing twice; keep one",
+    ),
+    "everything forgotten": (
+        "",
+        [],
+        "/run.yaml: model.kind: is missing; one of transformer, text-classifier, image-classifier, huggingface, custom, "
+        "given\n"
+        "/run.yaml: data.train.kind: is missing; one of stdlib-text, stdlib-functions, digits, tokens, huggingface, "
+        "custom, given\n"
+        "/run.yaml: run: nothing says how long the run is; give exactly one of steps, samples, tokens, epochs",
+    ),
+    "lists and mappings": (
+        GOOD + "optim: adamw_torch\n",
+        ["model.freeze=head.*", "--data.loader=3", "--launch.ranks", "--evaluation.every=often"],
+        "--launch.ranks: has no value; write --launch.ranks VALUE\n"
+        "--model.freeze: 'head.*' is not a list of text; write [head.*]\n"
+        "--data.loader: 3 is not a mapping\n"
+        "/run.yaml:4:8: optim: Lockstep's word is optim.name: write `optim.name: adamw`\n"
+        "--evaluation.every: 'often' is not an interval; write a number of steps (100), or '100 steps', '64k samples', "
+        "'1M tokens', '5 minutes', '0.5 epochs'",
+    ),
+    "a quote that is never closed": (
+        GOOD + 'description: "a run\n',
+        [],
+        "/run.yaml:4:14: this quote is never closed",
+    ),
+    "a pattern without quotes": (
+        GOOD + "optim: {rules: [{match: [*.bias]}]}\n",
+        [],
+        "/run.yaml:4:26: `*` begins an alias in YAML; quote the text, as in '*.bias'",
+    ),
+    "a tab": (
+        "model:\n\tkind: transformer\n",
+        [],
+        "/run.yaml:2:1: a tab; YAML is indented with spaces",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_says_exactly_this(case: str, tmp_path: Path) -> None:
+    text, overrides, expected = WRONG[case]
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load([path], overrides, environ={})
+    assert str(caught.value).replace(str(tmp_path), "") == expected
+    assert caught.value.exit_code == 2

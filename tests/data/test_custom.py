@@ -1,0 +1,137 @@
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from index_sources import make_loader
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from lockstep.config.schema import CustomData
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.progress import Progress
+from lockstep.core.records import Batch
+from lockstep.data.custom import adapt_dataset
+from lockstep.data.sources import open_source
+
+INDICES = np.array([4, 1, 2])
+
+
+class Items(Dataset):
+    """Items made by a function of the index."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return self._make(index)
+
+
+def test_a_mapping_gives_its_labels_to_the_objective():
+    for name in ("label", "labels", "target", "targets"):
+        source = adapt_dataset(Items(lambda index, name=name: {"x": torch.full((2,), index), name: index % 3}))
+        batch = source.fetch(INDICES)
+        assert list(batch.inputs) == ["x"]
+        assert batch.inputs["x"].tolist() == [[4, 4], [1, 1], [2, 2]]
+        assert batch.targets.tolist() == [1, 1, 2]
+        assert (batch.samples, batch.tokens) == (3, 3)
+    assert source.draws
+    assert source.facts.samples == 10
+
+
+def test_the_last_of_a_tuple_is_the_target():
+    batch = adapt_dataset(Items(lambda index: (torch.tensor(index), index * 1.0, index + 100))).fetch(INDICES)
+    assert [part.tolist() for part in batch.inputs] == [[4, 1, 2], [4.0, 1.0, 2.0]]
+    assert batch.targets.tolist() == [104, 101, 102]
+
+
+def test_a_tensor_is_an_input_without_target():
+    batch = adapt_dataset(Items(lambda index: torch.tensor([index]))).fetch(INDICES)
+    assert batch.inputs[0].tolist() == [[4], [1], [2]]
+    assert batch.targets is None
+
+
+def test_text_counts_its_tokens_without_padding():
+    items = Items(lambda index: {"input_ids": torch.arange(4), "attention_mask": torch.tensor([1, 1, 1, 0])})
+    assert adapt_dataset(items).fetch(INDICES).tokens == 9
+
+
+def test_a_collate_function_may_return_a_batch():
+    def collate(items):
+        return Batch({"numbers": torch.tensor(items)}, None, len(items), 7)
+
+    assert adapt_dataset([5, 6, 7, 8, 9], collate).fetch(INDICES).tokens == 7
+
+
+def test_items_are_fetched_as_a_list_where_the_class_can():
+    class Whole(Items):
+        def __getitems__(self, indices):
+            return [index + 1000 for index in indices]
+
+    assert adapt_dataset(Whole(lambda index: index)).fetch(INDICES).inputs[0].tolist() == [1004, 1001, 1002]
+
+
+def test_tensors_are_gathered_as_the_items_would_be_collated():
+    tensors = torch.randn(10, 3), torch.randn(10), torch.arange(10)
+    gathered = adapt_dataset(TensorDataset(*tensors))
+    collated = adapt_dataset(Items(lambda index: tuple(tensor[index] for tensor in tensors)))
+    assert not gathered.draws
+    mine, theirs = gathered.fetch(INDICES), collated.fetch(INDICES)
+    assert all(torch.equal(a, b) for a, b in zip(mine.inputs, theirs.inputs, strict=True))
+    assert torch.equal(mine.targets, theirs.targets)
+    assert adapt_dataset(TensorDataset(tensors[0])).fetch(INDICES).targets is None
+
+
+def test_random_items_are_the_same_in_the_rank_and_in_workers():
+    source = adapt_dataset(Items(lambda index: (torch.rand(()), index)))
+    drawn = []
+    for workers in (0, 2):
+        loader = make_loader(source, 4, workers=workers)
+        drawn.append([update.micro_batches[0].inputs[0].tolist() for update in islice(loader.updates(Progress()), 5)])
+        loader.close()
+    assert drawn[0] == drawn[1]
+    assert len({number for batch in drawn[0] for number in batch}) > 10
+
+
+def test_the_fingerprint_follows_the_content():
+    def of(values):
+        return adapt_dataset(TensorDataset(torch.tensor(values))).fingerprint
+
+    assert of([1.0, 2.0]) == of([1.0, 2.0])
+    assert len({of([1.0, 2.0]), of([1.0, 3.0]), of([1.0, 2.0, 2.0])}) == 3
+    assert adapt_dataset([1, 2]).fingerprint != adapt_dataset([1, 3]).fingerprint
+    noisy = Items(lambda index: torch.rand(2))
+    assert adapt_dataset(noisy).fingerprint == adapt_dataset(noisy).fingerprint
+
+
+def test_what_is_no_map_style_dataset_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([1])
+
+    with pytest.raises(ConfigError, match="Stream is an IterableDataset; .* give a map-style Dataset"):
+        adapt_dataset(Stream())
+    with pytest.raises(ConfigError, match="object is no map-style Dataset: it has no __len__ and no __getitem__"):
+        adapt_dataset(object())
+    with pytest.raises(GiveUp, match="labels and target"):
+        adapt_dataset(Items(lambda index: {"labels": 1, "target": 2})).fetch(INDICES)
+
+
+def test_from_a_file_of_the_users(tmp_path):
+    path = tmp_path / "my_data.py"
+    path.write_text(
+        "import torch\n"
+        "class Squares(torch.utils.data.Dataset):\n"
+        "    def __init__(self, number): self.number = number\n"
+        "    def __len__(self): return self.number\n"
+        "    def __getitem__(self, index): return {'x': torch.tensor(float(index)), 'target': index ** 2}\n"
+        "def collate(items): return {'x': torch.stack([i['x'] for i in items]), 'target': torch.tensor(0)}\n"
+    )
+    section = CustomData(kind="custom", target=f"{path}:Squares", arguments={"number": 5})
+    assert open_source(section, task=None, tokenizer=None).fetch(INDICES).targets.tolist() == [16, 1, 4]
+    with_collate = section.model_copy(update={"collate": f"{path}:collate"})
+    assert open_source(with_collate, task=None, tokenizer=None).fetch(INDICES).targets.item() == 0
+    with pytest.raises(ConfigError, match="can't take arguments"):
+        open_source(section.model_copy(update={"arguments": {"size": 3}}), task=None, tokenizer=None)

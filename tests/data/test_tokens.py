@@ -1,0 +1,146 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.config.schema import Tokens
+from lockstep.core.errors import ConfigError
+from lockstep.data.prepare import prepare
+from lockstep.data.sources import open_source
+from lockstep.data.tokens import tokenizer_name
+
+END = 256
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number:02}.txt").write_text(f"document {number} " + "é" * number)
+    return folder
+
+
+def prepared(texts: Path, **options) -> Path:
+    output = texts.parent / "tokens"
+    prepare([str(texts / "*.txt")], output, tokenizer="bytes", **options)
+    return output
+
+
+def section(folder: Path, **options) -> Tokens:
+    return Tokens(kind="tokens", folder=str(folder), **options)
+
+
+def stream_of(texts: Path) -> list[int]:
+    return [token for path in sorted(texts.iterdir()) for token in [*path.read_bytes(), END]]
+
+
+def test_windows_are_the_documents_joined_by_end_tokens(texts):
+    source = open_source(section(prepared(texts), length=16), task=None, tokenizer=None)
+    stream = stream_of(texts)
+    assert source.facts.samples == (len(stream) - 1) // 16
+    assert source.facts.vocabulary == 257
+    assert source.facts.bytes_per_token == pytest.approx((len(stream) - 30) / len(stream))
+    batch = source.fetch(np.array([3, 0]))
+    assert batch.inputs["tokens"].tolist() == [stream[48:64], stream[0:16]]
+    assert batch.targets.tolist() == [stream[49:65], stream[1:17]]
+    assert batch.targets.dtype == torch.int64
+    assert (batch.samples, batch.tokens) == (2, 32)
+
+
+def test_models_of_the_transformers_library_get_aligned_labels(texts):
+    source = open_source(section(prepared(texts), length=16), task="causal-lm", tokenizer=None)
+    batch = source.fetch(np.array([1]))
+    assert batch.inputs["input_ids"].tolist() == batch.targets.tolist() == [stream_of(texts)[16:32]]
+
+
+@settings(deadline=None, max_examples=20)
+@given(length=st.integers(2, 60), aligned=st.booleans())
+def test_whole_documents_keep_their_targets_to_themselves(texts_once, length, aligned):
+    folder, texts = texts_once
+    task = "causal-lm" if aligned else None
+    source = open_source(section(folder, length=length, documents="whole"), task=task, tokenizer=None)
+    batch = source.fetch(np.arange(source.facts.samples))
+    (inputs,) = batch.inputs.values()
+    documents = [[*path.read_bytes(), END] for path in sorted(texts.iterdir())]
+    assert batch.tokens == sum(map(len, documents))
+    pairs = set()
+    for row, targets in zip(inputs.tolist(), batch.targets.tolist(), strict=True):
+        if aligned:  # as the objective shifts them
+            row, targets = row[:-1], targets[1:]
+        pairs |= {(token, target) for token, target in zip(row, targets, strict=True) if target != -100}
+    assert pairs <= {pair for document in documents for pair in zip(document, document[1:], strict=False)}
+    cuts = sum(-(-len(document) // length) for document in documents)
+    lost_at_the_start = 0 if not aligned else sum(int(row[0]) != -100 for row in batch.targets)
+    assert int((batch.targets != -100).sum()) - lost_at_the_start == batch.tokens - cuts
+
+
+@pytest.fixture(scope="module")
+def texts_once(tmp_path_factory) -> tuple[Path, Path]:
+    texts = tmp_path_factory.mktemp("whole") / "texts"
+    texts.mkdir()
+    for number in range(12):
+        (texts / f"{number:02}.txt").write_text("abcdefghij"[: number % 7 + 1] * (1 + number % 4))
+    return prepared(texts), texts
+
+
+def test_every_nth_document_is_held_out(texts):
+    folder = prepared(texts, held_out=10)
+    kept = np.fromfile(folder / "train.tokens", np.uint16)
+    held = np.fromfile(folder / "held-out.tokens", np.uint16)
+    assert (kept == END).sum() == 27
+    assert (held == END).sum() == 3
+    assert bytes(held[: list(held).index(END)].astype(np.uint8)) == (texts / "09.txt").read_bytes()
+    assert np.fromfile(folder / "held-out.documents", np.int64)[-1] == len(held)
+
+
+def test_rows_of_json_lines_are_documents(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"body": "ab"}\n\n{"body": "c"}\n')
+    headers = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "out", tokenizer="bytes", column="body")
+    assert np.fromfile(tmp_path / "out/train.tokens", np.uint16).tolist() == [97, 98, END, 99, END]
+    assert (headers["train"].documents, headers["train"].tokens) == (2, 5)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no JSON object with a column text"):
+        prepare([str(tmp_path / "rows.jsonl")], tmp_path / "out", tokenizer="bytes")
+
+
+def test_a_failed_preparation_leaves_the_old_split_and_no_litter(texts):
+    folder = prepared(texts)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match="there is no file"):
+        prepare([str(texts / "*.txt"), str(texts / "gone.txt")], folder, tokenizer="bytes")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_fingerprint_follows_the_content(texts):
+    first = open_source(section(prepared(texts), length=16), task=None, tokenizer=None).fingerprint
+    assert open_source(section(prepared(texts), length=16), task=None, tokenizer=None).fingerprint == first
+    assert open_source(section(prepared(texts), length=8), task=None, tokenizer=None).fingerprint != first
+    (texts / "07.txt").write_text("another document")
+    assert open_source(section(prepared(texts), length=16), task=None, tokenizer=None).fingerprint != first
+
+
+def test_what_is_missing_is_said(texts, tmp_path):
+    folder = prepared(texts)
+    assert tokenizer_name(folder, "train") == "bytes"
+    for wrong, message in [
+        (section(tmp_path / "none"), "there is no folder .*; make it with `lockstep data prepare`"),
+        (section(folder, split="test"), "has no split test; it has train"),
+        (section(folder, length=10_000), "too few for one sample of length 10000 .* length can be 9"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            open_source(wrong, task=None, tokenizer=None)
+
+
+def test_a_torn_file_is_not_read(texts):
+    folder = prepared(texts)
+    data = (folder / "train.tokens").read_bytes()
+    (folder / "train.tokens").write_bytes(data[:-2])
+    with pytest.raises(ConfigError, match=rf"has {len(data) - 2} bytes where its header says {len(data)}"):
+        open_source(section(folder, length=16), task=None, tokenizer=None)
+    (folder / "train.json").write_text(json.dumps({"format": 1}))
+    with pytest.raises(ConfigError, match="is not the header of a token file"):
+        open_source(section(folder, length=16), task=None, tokenizer=None)

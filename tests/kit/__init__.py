@@ -1,0 +1,1 @@
+"""The tests' own tools: worlds of ranks, runs to compare, faults to plant."""

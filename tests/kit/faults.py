@@ -1,0 +1,108 @@
+"""Faults to plant in a session: each is a bug that a training system could really have.
+
+The comparison with the single process must notice every one of them; a comparison that doesn't proves nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def _replace(session: Any, **rooms: Any) -> None:
+    session.rooms = dataclasses.replace(session.rooms, **rooms)
+
+
+class _Wrapped:
+    """Everything of the original, except what a subclass says."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def mean_of_means(session: Any) -> None:
+    """Each micro-batch's mean loss counts alike, however many valid targets it has."""
+
+    class Objective(_Wrapped):
+        def loss_sum(self, outputs: object, batch: Any) -> torch.Tensor:
+            ranks, micro_batches = session.rooms.world.size, session.rooms.plan.batch.accumulation
+            mean = self._original.loss_sum(outputs, batch) / max(1, self._original.count(batch))
+            return mean * session._count / (ranks * micro_batches)
+
+    session.rooms.engine._objective = Objective(session.rooms.objective)
+
+
+def missing_division_by_ranks(session: Any) -> None:
+    """The reduction's mean is undone twice: gradients are too large by the number of ranks."""
+    session.rooms.sharding.averages_over = session.rooms.world.size**2
+
+
+def double_reduction(session: Any) -> None:
+    """Gradients are summed over ranks a second time."""
+
+    class Engine(_Wrapped):
+        def accumulate(self, micro_batches: Any, scale: Any, step: int) -> Any:
+            loss_sum = self._original.accumulate(micro_batches, scale, step)
+            for parameter in session.rooms.sharding.bare.parameters():
+                dist.all_reduce(parameter.grad)
+            return loss_sum
+
+    _replace(session, engine=Engine(session.rooms.engine))
+
+
+def swapped_sample(session: Any) -> None:
+    """One sample of one update is another one."""
+
+    class Source(_Wrapped):
+        def fetch(self, indices: np.ndarray) -> Any:
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 2:
+                indices = indices.copy()
+                indices[0] = (indices[0] + 1) % self._original.facts.samples
+            return self._original.fetch(indices)
+
+    loader = session.rooms.loader
+    loader._source = Source(loader._source)
+    _restart(session)
+
+
+def cursor_off_by_one(session: Any) -> None:
+    """The data go on one sample too late."""
+    from lockstep.core.progress import Progress
+
+    _restart(session, Progress(samples=1))
+
+
+def clip_norm_of_one_rank(session: Any) -> None:
+    """Each rank clips by its own share of the norm."""
+
+    class Sharding(_Wrapped):
+        def squared_norm(self) -> torch.Tensor:
+            return self._original.squared_norm() / session.rooms.world.size
+
+    _replace(session, sharding=Sharding(session.rooms.sharding))
+
+
+def _restart(session: Any, progress: Any = None) -> None:
+    session._batches = session.rooms.loader.updates(progress or session.progress)
+    session._batch = next(session._batches)
+    count, _ = session.rooms.consensus.announce(session._batch.count, session._batch.tokens)
+    session._count = max(count, 1.0)
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "a mean of means": mean_of_means,
+    "a missing division by ranks": missing_division_by_ranks,
+    "a double reduction": double_reduction,
+    "one swapped sample": swapped_sample,
+    "a cursor off by one": cursor_off_by_one,
+    "a clip norm of one rank": clip_norm_of_one_rank,
+}

@@ -1,0 +1,135 @@
+"""Runs to compare: what a training did at every update, recorded through the same session that users get.
+
+    record(config, updates) --> losses, gradient norms, gradients, weights, samples    on one rank
+    recorded(config, ranks, updates) --> the same from a world of `ranks`              the oracle: ranks = 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kit.worlds import in_world
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class Trajectory:
+    """Attributes:
+    losses, norms: one an update.
+    gradients: of each update, by parameter, of the mean loss, before clipping.
+    weights: by parameter, at the end.
+    samples, counts: consumed and valid targets, one an update.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+    gradients: list[Arrays] = field(default_factory=list)
+    weights: Arrays = field(default_factory=dict)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+def recorded(config: dict[str, Any], ranks: int = 1, updates: int = 4, fault: str | None = None) -> Trajectory:
+    """One run in a world of its own."""
+    return recorded_all([config], ranks, updates, fault)[0]
+
+
+def recorded_all(
+    configs: list[dict[str, Any]], ranks: int = 1, updates: int = 4, fault: str | None = None
+) -> list[Trajectory]:
+    """Several runs, one after the other, in one world; the first rank's, after seeing that all ranks have the same."""
+    everywhere = in_world(ranks, record_all, configs, updates, fault)
+    for others in everywhere[1:]:
+        for first, other in zip(everywhere[0], others, strict=True):
+            _same_on_ranks(first, other, weights=fault is None)
+    return everywhere[0]
+
+
+def _same_on_ranks(first: Trajectory, other: Trajectory, *, weights: bool) -> None:
+    assert other.losses == first.losses, "ranks report different losses"
+    assert other.norms == first.norms, "ranks report different gradient norms"
+    for name, values in first.weights.items() if weights else ():
+        assert np.array_equal(values, other.weights[name]), f"ranks hold different weights of {name}"
+
+
+def record_all(configs: list[dict[str, Any]], updates: int, fault: str | None) -> list[Trajectory]:
+    """On one rank, all in one process group."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        return [record(config, updates, fault) for config in configs]
+    finally:
+        dist.destroy_process_group()
+
+
+def record(config: dict[str, Any], updates: int, fault: str | None) -> Trajectory:
+    import lockstep
+    from kit.faults import FAULTS
+
+    found = Trajectory()
+    with lockstep.session(config) as session:
+        if fault is not None:
+            FAULTS[fault](session)
+        for batch in session.batches():
+            scale = session.rooms.scaler.scale
+            session.accumulate(batch)
+            found.gradients.append(_arrays(session.rooms.sharding.bare, lambda p, scale=scale: p.grad / scale))
+            report = session.commit()
+            assert report is not None
+            found.losses.append(report.loss)
+            found.norms.append(report.grad_norm)
+            found.samples.append(report.samples)
+            found.counts.append(report.count)
+            if report.step == updates:
+                break
+        found.weights = _arrays(session.rooms.sharding.bare, lambda p: p)
+        found.evaluations = [dict(report.metrics) for report in session.evaluate()]
+    return found
+
+
+def _arrays(module: Any, value: Callable[[Any], Any]) -> Arrays:
+    return {
+        name: value(parameter).detach().clone().numpy()
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------
+
+LOSS_TOLERANCE = 1e-6  # relative; 2e-7 was the largest difference seen in fp32 over 20 updates
+GRADIENT_TOLERANCE = 1e-5  # of the parameter's gradient norm; 3e-7 was seen
+
+
+def differences(run: Trajectory, oracle: Trajectory) -> list[str]:
+    """What a run does otherwise than the oracle, the first update first; empty if it is the same run."""
+    found = []
+    for update in range(len(oracle.losses)):
+        if run.samples[update] != oracle.samples[update]:
+            found.append(f"update {update}: {run.samples[update]} samples consumed, not {oracle.samples[update]}")
+        if run.counts[update] != oracle.counts[update]:
+            found.append(f"update {update}: {run.counts[update]} valid targets, not {oracle.counts[update]}")
+        found += _difference(f"update {update}: loss", run.losses[update], oracle.losses[update], LOSS_TOLERANCE)
+        found += _difference(f"update {update}: norm", run.norms[update], oracle.norms[update], GRADIENT_TOLERANCE)
+        for name, expected in oracle.gradients[update].items():
+            off = np.linalg.norm(run.gradients[update][name] - expected)
+            size = np.linalg.norm(expected)
+            if not off <= GRADIENT_TOLERANCE * size:
+                found.append(f"update {update}: gradient of {name} is off by {off / size:.1e} of its norm")
+    for mine, theirs in zip(run.evaluations, oracle.evaluations, strict=True):
+        for name, value in theirs.items():
+            found += _difference(f"evaluation: {name}", mine[name], value, 1e-5)
+    return found
+
+
+def _difference(what: str, value: float, expected: float, tolerance: float) -> list[str]:
+    if abs(value - expected) <= tolerance * abs(expected):
+        return []
+    return [f"{what} is {value!r}, not {expected!r}"]

@@ -1,0 +1,78 @@
+"""Worlds of real processes over gloo, forked from a server that has imported torch once.
+
+    in_world(3, function, argument) --> [function(argument) on rank 0, on rank 1, on rank 2]
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lockstep.training.assemble", "kit.runs"])
+_PATIENCE_S = 120.0
+
+
+def in_world(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(*arguments)` returned on each rank; a rank that raises fails the test with its traceback."""
+    port = _free_port()
+    pipes, processes = [], []
+    for rank in range(ranks):
+        mine, theirs = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(target=_rank, args=(rank, ranks, port, theirs, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(process)
+    try:
+        return _results(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _results(pipes: list[Connection]) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(pipes):
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout=_PATIENCE_S)
+        if not ready:
+            raise AssertionError(f"ranks {sorted(set(range(len(pipes))) - set(found))} hang")
+        for rank, pipe in enumerate(pipes):
+            if pipe in ready:
+                found[rank] = _received(pipe, rank)
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _received(pipe: Connection, rank: int) -> Any:
+    try:
+        fine, value = pipe.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} died without a word") from None
+    if not fine:
+        raise AssertionError(f"rank {rank} raised\n{value}")
+    return value
+
+
+def _rank(rank: int, ranks: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

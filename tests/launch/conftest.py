@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass
+class Launched:
+    """A launcher that a test has started."""
+
+    pid: int
+    out_path: Path
+    err_path: Path
+    nursery: Nursery
+
+    @property
+    def out(self) -> str:
+        return self.out_path.read_text()
+
+    @property
+    def err(self) -> str:
+        return self.err_path.read_text()
+
+    def wait(self) -> int:
+        return self.nursery.ask({"wait": self.pid})["code"]
+
+
+class Nursery:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("nursery.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def start(self, scenario: str, *, out: Path | None = None, **arguments: object) -> Launched:
+        self._count += 1
+        out = out or self._folder / f"out-{self._count}"
+        err = self._folder / f"err-{self._count}"
+        request = {"scenario": scenario, "arguments": arguments, "out": str(out), "err": str(err)}
+        return Launched(self.ask(request)["pid"], out, err, self)
+
+    def run(self, scenario: str, **arguments: object) -> tuple[int, str, str]:
+        launched = self.start(scenario, **arguments)
+        return launched.wait(), launched.out, launched.err
+
+    def ask(self, request: dict[str, object]) -> dict[str, int]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer: dict[str, int] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    found = Nursery(tmp_path_factory.mktemp("launches"))
+    yield found
+    found.close()
+
+
+def wait_for(paths: list[Path], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"still missing: {[path for path in paths if not path.exists()]}"
+        time.sleep(0.01)

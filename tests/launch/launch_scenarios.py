@@ -1,0 +1,231 @@
+"""What the ranks of a test do: each rank is given a comma-separated list of acts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from lockstep.config.schema import Launch
+from lockstep.core.errors import ConfigError, GiveUp, Stopped
+from lockstep.core.ranks import RankEnvironment
+from lockstep.launch import group
+from lockstep.launch.local import launch, may_fork
+
+
+def acts(
+    script: Sequence[str],
+    logs: str | None = None,
+    section: dict[str, object] | None = None,
+    repeat: int = 1,
+) -> int:
+    """One launch whose rank N plays script[N]; the sum of the exit codes if repeated."""
+    group._GRACE, group._SETTLE = 0.5, 0.2  # a test has less time than a cluster
+    section_ = Launch(**(section or {}))
+    entry = partial(play, list(script))
+    return sum(launch(entry, len(script), section_, Path(logs) if logs else None) for _ in range(repeat))
+
+
+def refused(script: Sequence[str], section: dict[str, object]) -> int:
+    try:
+        return acts(script, section=section)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def with_a_thread(script: Sequence[str], module_level: bool) -> int:
+    """The same from a process that has another thread, so that ranks can't be forked."""
+    stop = threading.Event()
+    threading.Thread(target=stop.wait, daemon=True).start()
+    assert not may_fork()
+    entry = partial(play, list(script)) if module_level else lambda: 0
+    try:
+        return launch(entry, len(script), Launch(), None)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    finally:
+        stop.set()
+
+
+def forkable(use: str) -> int:
+    """0 if a process that has used torch or numpy so may still be forked, else 1."""
+    import numpy as np
+    import torch
+
+    if use == "numpy":
+        np.ones((400, 400)) @ np.ones((400, 400))
+    if use == "torch":
+        torch.set_num_threads(2)
+        torch.ones(4_000_000).sum()
+    return 0 if may_fork() else 1
+
+
+def environment_restored() -> int:
+    """A lone rank runs in this process, and leaves no trace in its environment."""
+    before, launcher, ran_in = dict(os.environ), os.getpid(), []
+
+    def entry() -> int:
+        assert RankEnvironment.read(os.environ) == RankEnvironment()
+        assert os.environ["RANK"] == "0"
+        assert os.environ["GREETING"] == "hello"
+        ran_in.append(os.getpid())
+        return 0
+
+    code = launch(entry, 1, Launch(environment={"GREETING": "hello"}), None)
+    assert ran_in == [launcher]
+    assert dict(os.environ) == before
+    return code
+
+
+def play(script: list[str]) -> int:
+    me = RankEnvironment.read(os.environ)
+    for act in script[me.rank].split(","):
+        verb, _, value = act.partition(":")
+        code = _VERBS[verb](value, me)
+        if code is not None:
+            return code
+    return 0
+
+
+def _say(value: str, me: RankEnvironment) -> None:
+    print(value)
+
+
+def _say_in_c(value: str, me: RankEnvironment) -> None:
+    os.write(1, f"{value}\n".encode())
+
+
+def _warn(value: str, me: RankEnvironment) -> None:
+    warnings.warn(value, stacklevel=1)
+
+
+def _env(value: str, me: RankEnvironment) -> None:
+    print(f"{value}={os.environ.get(value)} in rank {me.rank}")
+
+
+def _threads(value: str, me: RankEnvironment) -> None:
+    import torch
+
+    print(f"rank {me.rank} has {torch.get_num_threads()} threads")
+    torch.ones(4_000_000).sum()  # hangs for ever if libgomp's threads did not survive a fork
+
+
+def _tty(value: str, me: RankEnvironment) -> None:
+    print(f"rank {me.rank} {'sees' if sys.stdout.isatty() else 'has no'} terminal")
+
+
+def _return(value: str, me: RankEnvironment) -> int:
+    return int(value)
+
+
+def _exit(value: str, me: RankEnvironment) -> None:
+    os._exit(int(value))
+
+
+def _raise(value: str, me: RankEnvironment) -> None:
+    raise ValueError(value)
+
+
+def _config(value: str, me: RankEnvironment) -> None:
+    raise ConfigError(value)
+
+
+def _give_up(value: str, me: RankEnvironment) -> None:
+    raise GiveUp(value)
+
+
+def _stop(value: str, me: RankEnvironment) -> None:
+    raise Stopped(value)
+
+
+def _quit(value: str, me: RankEnvironment) -> None:
+    sys.exit(value)
+
+
+def _kill(value: str, me: RankEnvironment) -> None:
+    os.kill(os.getpid(), int(value))
+
+
+def _sleep(value: str, me: RankEnvironment) -> None:
+    time.sleep(float(value))
+
+
+def _pid(value: str, me: RankEnvironment) -> None:
+    path = Path(value) / f"pid-{me.rank}"
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+
+
+def _deaf(value: str, me: RankEnvironment) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _reduce(value: str, me: RankEnvironment) -> None:
+    """All-reduces `value` times, and checks the sums."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        store = dist.TCPStore(
+            me.master_addr, me.master_port, me.world_size, me.rank == 0, master_listen_fd=me.store_fd
+        )
+        dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world_size)
+    for _ in range(int(value)):
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        assert ones.tolist() == [float(me.world_size)] * 3
+
+
+def _raise_slowly(value: str, me: RankEnvironment) -> None:
+    """Fails, breaks its connections, and only then comes to say so."""
+    import torch.distributed as dist
+
+    try:
+        raise ValueError(value)
+    finally:
+        dist.destroy_process_group()
+        time.sleep(0.6)
+
+
+def _orderly(value: str, me: RankEnvironment) -> int:
+    """Works until it is asked to stop, then saves, and notes how often it was asked."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    _pid(value, me)
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    (Path(value) / f"saved-{me.rank}").write_text(str(len(asked)))
+    return 130
+
+
+_VERBS = {
+    "say": _say,
+    "say-in-c": _say_in_c,
+    "warn": _warn,
+    "env": _env,
+    "threads": _threads,
+    "tty": _tty,
+    "return": _return,
+    "exit": _exit,
+    "raise": _raise,
+    "config": _config,
+    "give-up": _give_up,
+    "stop": _stop,
+    "quit": _quit,
+    "kill": _kill,
+    "sleep": _sleep,
+    "pid": _pid,
+    "deaf": _deaf,
+    "reduce": _reduce,
+    "raise-slowly": _raise_slowly,
+    "orderly": _orderly,
+}

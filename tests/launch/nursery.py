@@ -1,0 +1,54 @@
+"""A process that has imported torch and forks a launcher for each request: torch's import is paid for once.
+
+    test --- {"scenario": ..., "arguments": ..., "out": ..., "err": ...} ---> nursery ---> a launcher, in its own session
+         <-- {"pid": ...} ... {"pid": ..., "code": ...} --------------------
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    import torch  # noqa: F401
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            _be_launcher(request)
+        print(json.dumps({"pid": pid}), flush=True)
+
+
+def _be_launcher(request: dict[str, object]) -> None:
+    os.setsid()
+    for descriptor, name in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
+        os.dup2(os.open(str(name), os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.stdin = open(0)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    code = 99
+    try:
+        import launch_scenarios
+
+        code = getattr(launch_scenarios, str(request["scenario"]))(**request["arguments"])  # type: ignore[arg-type]
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

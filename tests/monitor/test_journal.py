@@ -1,0 +1,193 @@
+"""What user code logs: any split over ranks and micro-batches gives the same figures; no graph is kept."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.monitor import journal as log
+from lockstep.monitor.journal import EDGES, Journal, JournalEntries, merge, recording
+
+numbers = st.floats(-1e6, 1e6)
+samples = st.lists(numbers, min_size=1, max_size=40)
+
+
+def _split(values: list[float], cuts: list[int], ranks: int) -> list[list[list[float]]]:
+    """`values` in micro-batches, dealt to ranks."""
+    edges = [0, *sorted(cut % (len(values) + 1) for cut in cuts), len(values)]
+    micro_batches = [values[start:stop] for start, stop in itertools.pairwise(edges)]
+    return [micro_batches[rank::ranks] for rank in range(ranks)]
+
+
+@given(samples, st.lists(st.integers(0, 100), max_size=6), st.integers(1, 5), st.booleans())
+def test_a_mean_is_the_same_however_it_is_split(values, cuts, ranks, as_tensors) -> None:
+    entries = []
+    for micro_batches in _split(values, cuts, ranks):
+        journal = Journal()
+        for part in micro_batches:
+            total = torch.tensor(part, dtype=torch.float64).sum()
+            journal.mean("x", total if as_tensors else float(total), len(part))
+        entries.append(journal.drain())
+    assert merge(entries).values["x"] == pytest.approx(sum(values) / len(values), rel=1e-9, abs=1e-6)
+
+
+@given(samples, st.lists(st.integers(0, 100), max_size=6), st.integers(1, 5))
+def test_a_histogram_is_the_same_however_it_is_split(values, cuts, ranks) -> None:
+    entries = []
+    for micro_batches in _split(values, cuts, ranks):
+        journal = Journal()
+        for part in micro_batches:
+            journal.histogram("x", torch.tensor(part, dtype=torch.float64))
+        entries.append(journal.drain())
+    whole = Journal()
+    whole.histogram("x", torch.tensor(values, dtype=torch.float64))
+    merged, expected = merge(entries).histograms["x"], whole.drain().histograms["x"]
+    assert merged.counts == expected.counts
+    assert (merged.low, merged.high, merged.count) == (min(values), max(values), len(values))
+    assert merged.total == pytest.approx(sum(values), abs=1e-6)
+
+
+@given(samples)
+def test_every_value_is_within_its_bin(values) -> None:
+    journal = Journal()
+    journal.histogram("x", torch.tensor(values, dtype=torch.float64))
+    bins = journal.drain().histograms["x"].bins()
+    for value in values:
+        assert any(low <= value <= high for low, high, _ in bins)
+    assert sum(count for *_, count in bins) == len(values)
+
+
+def test_bins_are_an_eighth_of_a_decade() -> None:
+    assert list(EDGES) == sorted(set(EDGES))
+    positive = [edge for edge in EDGES if edge > 0]
+    assert all(later / earlier == pytest.approx(10**0.125) for earlier, later in itertools.pairwise(positive))
+
+
+def test_what_is_not_finite_is_counted_apart() -> None:
+    journal = Journal()
+    journal.histogram("x", torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0]))
+    journal.histogram("none", torch.tensor([math.nan]))
+    journal.histogram("empty", torch.tensor([]))
+    entries = journal.drain()
+    found = entries.histograms["x"]
+    assert (found.count, found.not_finite, found.low, found.high, found.total, found.squares) == (
+        2,
+        3,
+        1.0,
+        2.0,
+        3.0,
+        5.0,
+    )
+    assert (entries.histograms["none"].count, entries.histograms["none"].not_finite) == (0, 1)
+    assert math.isnan(entries.histograms["empty"].low)
+    assert merge([entries, entries]).histograms["x"].count == 4
+
+
+def test_scalars_are_the_last_value_and_the_mean_over_ranks_that_logged() -> None:
+    first, second = Journal(), Journal()
+    first.scalar("t", 1.0)
+    first.scalar("t", torch.tensor(3.0))
+    second.scalar("t", 5)
+    second.scalar("only here", 7.0)
+    merged = merge([first.drain(), second.drain(), JournalEntries()])
+    assert merged.values == {"t": 4.0, "only here": 7.0}
+
+
+def test_texts_are_those_of_the_first_rank_that_has_one() -> None:
+    entries = [JournalEntries(texts={}), JournalEntries(texts={"a": "1"}), JournalEntries(texts={"a": "2", "b": "2"})]
+    assert merge(entries).texts == {"a": "1", "b": "2"}
+
+
+def test_long_texts_are_cut() -> None:
+    journal = Journal()
+    journal.text("x", "y" * 100_000)
+    assert len(journal.drain().texts["x"]) == 65536
+
+
+def test_a_mean_without_weight_is_left_out() -> None:
+    journal = Journal()
+    journal.mean("x", 0.0, 0)
+    assert merge([journal.drain()]).values == {}
+
+
+def test_draining_empties() -> None:
+    journal = Journal()
+    assert journal.empty
+    journal.scalar("x", 1.0)
+    assert not journal.empty
+    assert journal.drain()
+    assert journal.empty
+    assert not journal.drain()
+
+
+def test_no_graph_and_no_large_tensor_is_kept() -> None:
+    journal = Journal()
+    weight = torch.ones(1000, requires_grad=True)
+    outputs = weight * 2
+    journal.scalar("s", outputs.sum())
+    journal.mean("m", outputs.sum(), 1)
+    journal.histogram("h", outputs)
+
+    def hook(gradient: torch.Tensor) -> None:
+        """Lives as long as the graph does."""
+
+    outputs.register_hook(hook)
+    graph, tensor = weakref.ref(hook), weakref.ref(outputs)
+    del outputs, hook
+    gc.collect()
+    assert graph() is None
+    assert tensor() is None
+    assert journal.drain().scalars == {"s": 2000.0}
+
+
+def test_a_value_changed_in_place_later_keeps_what_it_was() -> None:
+    journal = Journal()
+    value = torch.tensor(1.0)
+    journal.scalar("x", value)
+    value.add_(5)
+    assert journal.drain().scalars == {"x": 1.0}
+
+
+def test_entries_are_small_when_pickled() -> None:
+    journal = Journal()
+    journal.histogram("x", torch.randn(100_000))
+    journal.mean("m", 1.0, 2)
+    entries = journal.drain()
+    data = pickle.dumps(entries)
+    assert len(data) < 4000
+    assert pickle.loads(data) == entries
+
+
+def test_one_name_is_of_one_kind() -> None:
+    journal = Journal()
+    journal.scalar("x", 1.0)
+    with pytest.raises(ValueError, match=r"log.mean\('x'\): 'x' was logged by log.scalar before; give it another name"):
+        journal.mean("x", 1.0, 1)
+
+
+def test_a_scalar_is_one_number() -> None:
+    with pytest.raises(ValueError, match=r"'x' is to be one number, not a tensor of shape \[3\]; use log.histogram"):
+        Journal().scalar("x", torch.zeros(3))
+
+
+def test_the_functions_write_to_the_run_that_is_recording() -> None:
+    log.scalar("lost", 1.0)  # outside of a run: nothing
+    with recording(Journal()) as outer:
+        log.scalar("a", 1.0)
+        with recording(Journal()) as inner:
+            log.mean("b", 1.0, 2)
+            log.histogram("c", torch.ones(3))
+            log.text("d", "e")
+        log.scalar("f", 2.0)
+    log.scalar("lost", 1.0)
+    assert outer.drain().scalars == {"a": 1.0, "f": 2.0}
+    entries = inner.drain()
+    assert (entries.means, entries.texts, entries.histograms["c"].count) == ({"b": (1.0, 2.0)}, {"d": "e"}, 3)

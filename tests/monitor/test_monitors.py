@@ -1,0 +1,194 @@
+"""Fan-out: who is shown what, who fails alone, and what a step costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+import pytest
+from monitor_feed import FACTS, report
+
+from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport, Verdict
+from lockstep.monitor.console import Console
+from lockstep.monitor.events import EventLog
+from lockstep.monitor.journal import Logged
+from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.tensorboard import TensorBoard
+from lockstep.monitor.watchers import EpochReport, Look
+
+
+class Recorder:
+    """A watcher that keeps what it is shown, and wants every `every`th step."""
+
+    def __init__(self, every: float = 1, answer: Iterable[Request] = (), fails_at: int | None = None) -> None:
+        self.every = every
+        self.answer = answer
+        self.fails_at = fails_at
+        self.steps: list[int] = []
+        self.epochs: list[EpochReport] = []
+        self.calls: list[str] = []
+
+    def start(self, facts: RunFacts) -> None:
+        self.calls.append("start")
+
+    def next_look(self) -> Look:
+        return Look(self.steps[-1] + self.every - self.steps[-1] % self.every, math.inf)
+
+    def see(self, report: StepReport) -> Iterable[Request]:
+        if report.step == self.fails_at:
+            raise RuntimeError("no more ink")
+        self.steps.append(report.step)
+        return self.answer
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        self.calls.append(f"evaluated {report.name}")
+        return self.answer
+
+    def epoch(self, report: EpochReport) -> None:
+        self.epochs.append(report)
+
+    def journal(self, step: int, logged: Logged) -> None:
+        self.calls.append(f"journal {step}")
+
+    def finish(self, error: BaseException | None) -> None:
+        self.calls.append(f"finish {error}")
+
+
+EVALUATION = EvaluationReport("held-out", 7, {"loss": 1.0}, 10, 0.1)
+
+
+def test_a_watcher_is_shown_the_first_what_it_wants_and_the_last() -> None:
+    watcher = Recorder(every=10)
+    monitors = Monitors([watcher])
+    monitors.start(FACTS)
+    for step in range(1, 26):
+        monitors.see(report(step))
+    assert watcher.steps == [1, 10, 20]
+    monitors.finish(None)
+    assert watcher.steps == [1, 10, 20, 25]
+    assert watcher.calls == ["start", "finish None"]
+
+
+def test_discarded_updates_are_always_shown() -> None:
+    watcher = Recorder(every=10)
+    monitors = Monitors([watcher])
+    monitors.start(FACTS)
+    for step in range(1, 9):
+        monitors.see(report(step, verdict=Verdict.OVERFLOW if step in (3, 4) else Verdict.KEPT))
+    assert watcher.steps == [1, 3, 4]
+
+
+def test_a_watcher_can_wait_for_a_second() -> None:
+    class Clock(Recorder):
+        def next_look(self) -> Look:
+            return Look(math.inf, 0.95 if self.steps[-1] < 10 else math.inf)
+
+    watcher = Clock()
+    monitors = Monitors([watcher])
+    monitors.start(FACTS)
+    for step in range(1, 30):
+        monitors.see(report(step))
+    assert watcher.steps == [1, 10]
+
+
+def test_an_evaluation_comes_after_the_report_of_its_update() -> None:
+    watcher = Recorder(every=100)
+    monitors = Monitors([watcher])
+    monitors.start(FACTS)
+    for step in range(1, 8):
+        monitors.see(report(step))
+    monitors.evaluated(EVALUATION)
+    assert watcher.steps == [1, 7]
+    assert watcher.calls == ["start", "evaluated held-out"]
+    monitors.finish(None)
+    assert watcher.steps == [1, 7]
+
+
+def test_a_users_monitor_sees_every_report() -> None:
+    watcher, other = Recorder(every=10), Recorder()
+    monitors = Monitors([watcher], [other])
+    monitors.start(FACTS)
+    for step in range(1, 12):
+        monitors.see(report(step))
+    assert other.steps == list(range(1, 12))
+    assert watcher.steps == [1, 10]
+
+
+def test_requests_are_the_union() -> None:
+    monitors = Monitors(
+        [Recorder(answer=[Request.STOP])], [Recorder(answer={Request.EVALUATE}), Recorder(answer=[Request.STOP])]
+    )
+    monitors.start(FACTS)
+    assert set(monitors.see(report(1))) == {Request.STOP, Request.EVALUATE}
+    assert set(monitors.evaluated(EVALUATION)) == {Request.STOP, Request.EVALUATE}
+
+
+def test_a_watcher_that_fails_is_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Recorder(fails_at=3), Recorder()
+    monitors = Monitors([bad, good], [Recorder(fails_at=4)])
+    monitors.start(FACTS)
+    for step in range(1, 7):
+        monitors.see(report(step))
+    monitors.finish(None)
+    assert bad.steps == [1, 2]
+    assert bad.calls == ["start"]
+    assert good.steps == [1, 2, 3, 4, 5, 6]
+    assert [record.message for record in caplog.records] == [
+        "Recorder failed and is left out from now on: RuntimeError('no more ink')"
+    ] * 2
+
+
+def test_an_interrupt_goes_through() -> None:
+    class Interrupted(Recorder):
+        def see(self, report: StepReport) -> Iterable[Request]:
+            raise KeyboardInterrupt
+
+    monitors = Monitors([Interrupted()])
+    monitors.start(FACTS)
+    with pytest.raises(KeyboardInterrupt):
+        monitors.see(report(1))
+
+
+def test_epochs_add_up_the_kept_updates_of_all_steps() -> None:
+    watcher = Recorder(every=math.inf)
+    watcher.next_look = lambda: Look(math.inf, math.inf)  # type: ignore[method-assign]
+    monitors = Monitors([watcher])
+    monitors.start(FACTS.__class__(**{**_fields(FACTS), "epoch_samples": 192}))
+    losses = {1: 3.0, 2: 2.0, 3: math.nan, 4: 5.0, 5: 6.0, 6: 10.0}
+    counts = {1: 10.0, 2: 30.0, 3: 10.0, 4: 1.0, 5: 1.0, 6: 2.0}
+    for step, loss in losses.items():
+        verdict = Verdict.KEPT if math.isfinite(loss) else Verdict.NON_FINITE
+        monitors.see(report(step, epoch=(step - 1) // 3, loss=loss, count=counts[step], verdict=verdict))
+    first, second = watcher.epochs
+    assert first == EpochReport(0, 3, (3.0 * 10 + 2.0 * 30) / 40, 192, pytest.approx(0.3), True)  # type: ignore[arg-type]
+    assert second == EpochReport(1, 6, (5.0 + 6.0 + 20.0) / 4, 384, pytest.approx(0.3), True)  # type: ignore[arg-type]
+
+
+def test_an_epoch_entered_in_its_middle_says_so() -> None:
+    watcher = Recorder()
+    monitors = Monitors([watcher])
+    monitors.start(FACTS.__class__(**{**_fields(FACTS), "epoch_samples": 192}))
+    monitors.see(report(2))
+    monitors.see(report(3))
+    assert [(epoch.step, epoch.whole) for epoch in watcher.epochs] == [(3, False)]
+
+
+def test_a_step_that_nobody_waits_for_costs_less_than_two_microseconds(tmp_path) -> None:
+    monitors = Monitors(
+        [EventLog(tmp_path / "metrics.jsonl", 10**6), TensorBoard(tmp_path, 10**6), Console(10**6, "none")]
+    )
+    reports = [report(step, seconds=step * 1e-5) for step in range(1, 5001)]
+    monitors.start(FACTS)
+    monitors.see(reports[0])
+    best = math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        for each in reports:
+            monitors.see(each)
+        best = min(best, (time.perf_counter() - began) / len(reports))
+    assert best < 2e-6
+
+
+def _fields(facts: RunFacts) -> dict[str, object]:
+    return {name: getattr(facts, name) for name in facts.__dataclass_fields__}

@@ -1,0 +1,89 @@
+"""Rules over names and shapes."""
+
+import pytest
+
+from lockstep.config.schema import Optim, ParameterRule
+from lockstep.core.errors import ConfigError
+from lockstep.core.records import ParameterFacts
+from lockstep.plan.grouping import group_parameters, is_hidden_matrix
+
+
+def facts(name, *shape, trainable=True):
+    return ParameterFacts(name, shape, 4, trainable)
+
+
+MODEL = [
+    facts("embedding.weight", 100, 8),
+    facts("layers.0.norm.weight", 8),
+    facts("layers.0.mlp.weight", 8, 8),
+    facts("layers.0.mlp.bias", 8),
+    facts("head.weight", 10, 8, trainable=False),
+]
+
+
+def groups(**optim):
+    found = group_parameters(MODEL, Optim(weight_decay=0.1, **optim))
+    return {(group.lr_scale, group.weight_decay): list(group.names) for group in found}
+
+
+def test_matrices_decay_and_vectors_do_not():
+    assert groups() == {
+        (1.0, 0.1): ["embedding.weight", "layers.0.mlp.weight"],
+        (1.0, 0.0): ["layers.0.norm.weight", "layers.0.mlp.bias"],
+    }
+
+
+def test_all_decay_if_asked():
+    assert groups(decay="all") == {(1.0, 0.1): [parameter.name for parameter in MODEL[:4]]}
+
+
+def test_the_first_rule_that_matches_wins_and_keeps_the_decay_it_does_not_name():
+    rules = (
+        ParameterRule(match=("*.norm.*", "*.bias"), lr_scale=2.0),
+        ParameterRule(match=("layers.*",), lr_scale=0.5, weight_decay=0.3),
+    )
+    assert groups(rules=rules) == {
+        (1.0, 0.1): ["embedding.weight"],
+        (2.0, 0.0): ["layers.0.norm.weight", "layers.0.mlp.bias"],
+        (0.5, 0.3): ["layers.0.mlp.weight"],
+    }
+
+
+def test_a_rule_may_be_about_parameters_that_are_frozen_today():
+    assert "head.weight" not in str(groups(rules=(ParameterRule(match=("head.*",), lr_scale=2.0),)))
+
+
+def test_rules_that_match_nothing_are_refused_all_at_once_with_the_nearest_names():
+    rules = (ParameterRule(match=("layer.*.norm",)), ParameterRule(match=("*",)), ParameterRule(match=("heads.*",)))
+    with pytest.raises(ConfigError) as error:
+        groups(rules=rules)
+    first, second = error.value.problems
+    assert (first.key, second.key) == ("optim.rules.0.match", "optim.rules.2.match")
+    assert first.message.startswith("no parameter's name matches 'layer.*.norm'; the nearest names are ")
+    assert "layers.0.norm.weight" in first.message
+    assert "head.weight" in second.message
+
+
+def test_nothing_to_train_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.freeze: all 1 parameters are frozen \(head\.weight"):
+        group_parameters(MODEL[-1:], Optim())
+    with pytest.raises(ConfigError, match="the model has no parameters"):
+        group_parameters([], Optim())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "hidden"),
+    [
+        ("layers.0.attention.query.weight", (8, 8), True),
+        ("bert.encoder.layer.0.output.dense.weight", (8, 8), True),
+        ("embedding.weight", (100, 8), False),
+        ("transformer.wte.weight", (100, 8), False),
+        ("bert.embeddings.word_embeddings.weight", (100, 8), False),
+        ("lm_head.weight", (100, 8), False),
+        ("classifier.weight", (2, 8), False),
+        ("layers.0.mlp.bias", (8,), False),
+        ("convolution.weight", (8, 8, 3), False),
+    ],
+)
+def test_matrices_between_layers_are_told_by_name_and_shape(name, shape, hidden):
+    assert is_hidden_matrix(facts(name, *shape)) is hidden

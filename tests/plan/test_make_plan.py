@@ -1,0 +1,177 @@
+"""The whole plan of a run."""
+
+import json
+
+import pytest
+
+from lockstep.config.schema import Config
+from lockstep.core.errors import ConfigError
+from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.plan.plan import as_json, describe, make_plan
+
+FACTS = DataFacts(samples=1000, tokens_per_sample=16)
+PARAMETERS = [
+    ParameterFacts("embedding.weight", (10, 4), 4, False),
+    ParameterFacts("layers.0.weight", (6, 4), 4, True),
+    ParameterFacts("layers.0.bias", (6,), 4, True),
+]
+
+
+def config(**sections):
+    values = {
+        "model": {"kind": "transformer"},
+        "data": {"train": {"kind": "stdlib-text"}},
+        "batch": {"global_size": 48},
+        "run": {"epochs": 2.0},
+    }
+    return Config.model_validate({**values, **sections})
+
+
+def plan(ranks=1, facts=FACTS, parameters=PARAMETERS, **sections):
+    return make_plan(config(**sections), ranks, facts, parameters)
+
+
+def test_a_plan_says_what_follows():
+    found = plan(2, batch={"global_size": 48, "micro_size": 8})
+    assert (found.strategy, found.ranks) == ("ddp", 2)
+    assert (found.batch.micro_size, found.batch.accumulation) == (8, 3)
+    assert (found.steps, found.epoch_steps, found.epoch_samples) == (42, 21, 1000)
+    assert (found.samples, found.tokens) == (2000, 32000)
+    assert (found.parameters, found.trainable, found.frozen) == (70, 30, 40)
+    assert [group.names for group in found.groups] == [("layers.0.weight",), ("layers.0.bias",)]
+    assert found.warnings == ()
+
+
+def test_samples_of_a_run_that_ends_within_an_epoch():
+    assert plan(run={"steps": 22}).samples == 1000 + 48
+    dropped = plan(run={"steps": 22}, data={"train": {"kind": "stdlib-text"}, "drop_last": True})
+    assert (dropped.epoch_samples, dropped.samples) == (960, 960 + 2 * 48)
+
+
+def test_what_only_running_tells_is_left_open():
+    found = plan(facts=DataFacts(1000, None), run={"tokens": 5000})
+    assert (found.steps, found.samples, found.tokens) == (None, None, None)
+    assert "only running tells" in describe(found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "strategy"), [("auto", 1, "single"), ("auto", 4, "ddp"), ("ddp", 1, "ddp"), ("dp", 1, "dp")]
+)
+def test_strategies(asked, ranks, strategy):
+    assert plan(ranks, parallel={"strategy": asked}).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("single", "parallel.strategy: single is one process, but there are 3 ranks; start 1 rank, or take ddp"),
+        (
+            "dp",
+            "parallel.strategy: dp is one process over all its GPUs, but there are 3 ranks; start 1 rank, or take ddp",
+        ),
+    ],
+)
+def test_strategies_of_one_process_refuse_more(asked, message):
+    with pytest.raises(ConfigError) as error:
+        plan(3, parallel={"strategy": asked})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("optim", "state"),
+    [
+        ({"name": "adamw"}, 30 * 8 + 2 * 4),
+        ({"name": "adam"}, 30 * 8 + 2 * 4),
+        ({"name": "sgd"}, 30 * 4),
+        ({"name": "sgd", "momentum": 0.0}, 0),
+        ({"name": "lion"}, 30 * 4),
+        ({"name": "muon"}, 24 * 4 + 6 * 8 + 4),
+        ({"name": "adafactor"}, (6 + 4) * 4 + 6 * 4 + 2 * 4),
+    ],
+)
+def test_bytes_per_rank_count_no_state_for_frozen_parameters(optim, state):
+    found = plan(2, optim=optim)
+    for row in found.placements:
+        assert (row.parameters, row.gradients, row.optimizer) == (70 * 4, 30 * 4, state)
+        assert row.total == 70 * 4 + 30 * 4 + state
+    assert {row.strategy for row in found.placements} == {"single", "dp", "ddp"}
+    assert found.placement.strategy == "ddp"
+
+
+def test_buckets_that_are_not_views_hold_the_gradients_twice():
+    found = plan(2, parallel={"ddp": {"gradient_as_bucket_view": False}})
+    assert {row.strategy: row.gradients for row in found.placements} == {"single": 120, "dp": 120, "ddp": 240}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections", "warning"),
+    [
+        (
+            3,
+            {"batch": {"global_size": 10, "micro_size": 2}},
+            "batch.global_size 10 does not fill 3 x 2 micro-batches of 2 (ranks x accumulation): 16.7% of the ranks' "
+            "time goes to filler or waiting. A batch.global_size of 6 or 12 fills them all.",
+        ),
+        (
+            1,
+            {"batch": {"global_size": 10, "micro_size": 4}},
+            "batch.global_size 10 does not fill 1 x 3 micro-batches of 4 (ranks x accumulation). "
+            "A batch.global_size of 8 or 12 fills them all.",
+        ),
+        (
+            4,
+            {"batch": {"global_size": 2}},
+            "batch.global_size 2 does not fill 4 x 1 micro-batches of 1 (ranks x accumulation): 50.0% of the ranks' "
+            "time goes to filler or waiting. A batch.global_size of 4 fills them all.",
+        ),
+        (
+            1,
+            {"batch": {"global_size": 2048}},
+            "An epoch has 1,000 samples, fewer than batch.global_size 2,048: each update sees 1,000.",
+        ),
+        (
+            1,
+            {"schedule": {"warmup_steps": 50}},
+            "schedule.warmup_steps 50 is not less than the 42 steps of the run: the learning rate never reaches its peak.",
+        ),
+        (
+            1,
+            {"schedule": {"kind": "warmup-stable-decay", "warmup_steps": 40}},
+            "schedule.warmup_steps 40 reaches into the last 20% of 42 steps, where the learning rate decays: "
+            "it never reaches its peak.",
+        ),
+    ],
+)
+def test_warnings_say_what_it_costs_and_what_would_be_better(ranks, sections, warning):
+    assert plan(ranks, **sections).warnings == (warning,)
+
+
+def test_mistakes_are_found_without_a_process():
+    with pytest.raises(ConfigError, match=r"optim\.rules\.0\.match"):
+        plan(optim={"rules": ({"match": ("nothing.like.it",)},)})
+    with pytest.raises(ConfigError, match="the data set has no samples"):
+        plan(facts=DataFacts(0, None))
+
+
+def test_the_description_has_every_number_and_marks_the_strategy():
+    text = describe(plan(2, batch={"global_size": 10, "micro_size": 2}))
+    lines = text.splitlines()
+    assert "strategy      ddp on 2 ranks" in lines
+    assert "global batch  10 < 2 x 3 x 2 (micro-batch x accumulation x ranks) samples per update" in lines
+    assert "steps         200 (100 an epoch, so 2 epochs)" in lines
+    assert "parameters    70 (30 trained, 40 frozen)" in lines
+    assert [line for line in lines if line.endswith("<-")] == [
+        "ddp                    280 B         120 B         248 B         648 B  <-"
+    ]
+    assert lines[-1].startswith("warning: batch.global_size 10 does not fill")
+    assert max(map(len, lines[:-1])) <= 100
+
+
+def test_the_json_is_plain_and_complete():
+    found = plan(2)
+    values = json.loads(json.dumps(as_json(found)))
+    assert values["steps"] == 42
+    assert values["batch"] == {
+        "global_size": 48, "micro_size": 24, "accumulation": 1, "ranks": 2, "even": True, "waste": 0
+    }  # fmt: skip
+    assert [row["total"] for row in values["placements"]] == [row.total for row in found.placements]

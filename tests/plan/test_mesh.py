@@ -1,0 +1,75 @@
+"""Rank <-> coordinates, for any mesh."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.core.errors import ConfigError
+from lockstep.plan.mesh import AXES, Mesh, make_mesh
+
+meshes = st.builds(Mesh, *[st.integers(1, 4)] * 5)
+
+
+@given(meshes)
+def test_coordinates_and_ranks_are_one_to_one(mesh):
+    places = [mesh.coordinates(rank) for rank in range(mesh.ranks)]
+    assert [mesh.rank(place) for place in places] == list(range(mesh.ranks))
+    assert len({tuple(place.values()) for place in places}) == mesh.ranks
+    assert all(tuple(place) == AXES for place in places)
+
+
+@given(meshes, st.sampled_from(AXES))
+def test_groups_along_an_axis_hold_every_rank_once(mesh, axis):
+    groups = list(mesh.groups(axis))
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.ranks))
+    for group in groups:
+        places = [mesh.coordinates(rank) for rank in group]
+        assert [place.pop(axis) for place in places] == list(range(len(group)))
+        assert all(place == places[0] for place in places)
+        assert all(mesh.group(rank, axis) == group for rank in group)
+
+
+def test_tensor_neighbours_are_next_to_each_other():
+    mesh = Mesh(pipeline=2, tensor=2)
+    assert list(map(list, mesh.groups("tensor"))) == [[0, 1], [2, 3]]
+    assert list(map(list, mesh.groups("pipeline"))) == [[0, 2], [1, 3]]
+
+
+def test_thousands_of_ranks_cost_nothing():
+    mesh = Mesh(pipeline=16, data=64, shard=8, context=2, tensor=8)
+    assert mesh.ranks == 131_072
+    assert mesh.rank(mesh.coordinates(100_001)) == 100_001
+    assert len(mesh.group(100_001, "shard")) == 8
+
+
+def test_data_takes_what_the_others_leave():
+    assert make_mesh(8, {"tensor": 2, "pipeline": 2}) == Mesh(pipeline=2, data=2, tensor=2)
+    assert make_mesh(5, {}) == Mesh(data=5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "message"),
+    [
+        (
+            8,
+            {"data": 3, "tensor": 2, "pipeline": 2},
+            "data x tensor x pipeline = 3 x 2 x 2 = 12, but there are 8 ranks. data = 2 gives 8; or start 12 ranks.",
+        ),
+        (
+            7,
+            {"tensor": 2, "pipeline": 2},
+            "tensor x pipeline = 2 x 2 = 4, but there are 7 ranks. "
+            "Whatever data is, it takes a multiple of 4: start 4 or 8 ranks.",
+        ),
+        (
+            1,
+            {"data": 2, "shard": 4},
+            "data x shard = 2 x 4 = 8, but there is 1 rank. Whatever data is, it takes a multiple of 4: start 4 ranks.",
+        ),
+        (4, {"data": 3}, "data = 3, but there are 4 ranks. data = 4 gives 4; or start 3 ranks."),
+    ],
+)
+def test_a_mesh_that_does_not_multiply_out_is_refused_with_the_nearest(ranks, sizes, message):
+    with pytest.raises(ConfigError) as error:
+        make_mesh(ranks, sizes)
+    assert str(error.value) == f"parallel: {message}"

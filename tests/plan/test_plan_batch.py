@@ -1,0 +1,56 @@
+"""However a global batch is cut, each of its samples is in exactly one micro-batch."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.plan.batch import micro_ranges, nearest_even_sizes, plan_batch
+
+SAMPLES = st.integers(0, 300)
+MICRO = st.integers(1, 40)
+RANKS = st.integers(1, 24)
+
+
+@given(SAMPLES, MICRO, RANKS)
+def test_ranges_of_all_ranks_cover_the_samples_in_order_once(samples, micro, ranks):
+    ranges = [part for rank in range(ranks) for part in micro_ranges(samples, micro, rank, ranks)]
+    assert [index for start, stop in ranges for index in range(start, stop)] == list(range(samples))
+
+
+@given(SAMPLES, MICRO, RANKS)
+def test_every_rank_runs_as_many_micro_batches_none_too_large(samples, micro, ranks):
+    cuts = [micro_ranges(samples, micro, rank, ranks) for rank in range(ranks)]
+    assert len({len(cut) for cut in cuts}) == 1
+    for cut in cuts:
+        sizes = [stop - start for start, stop in cut]
+        assert max(sizes) <= micro
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 300), MICRO, RANKS)
+def test_the_plan_is_what_a_full_update_is_cut_into(size, micro, ranks):
+    batch = plan_batch(size, micro, ranks)
+    assert len(micro_ranges(size, batch.micro_size, 0, ranks)) == batch.accumulation
+    assert batch.micro_size * batch.accumulation * ranks >= size
+    assert 0 <= batch.waste < 1
+    assert batch.waste == 0 or not batch.even
+
+
+@given(st.integers(1, 300), MICRO, RANKS)
+def test_nearest_even_sizes_are_even_and_around(size, micro, ranks):
+    below, above = nearest_even_sizes(size, micro, ranks)
+    assert plan_batch(below, micro, ranks).even
+    assert plan_batch(above, micro, ranks).even
+    assert above > size or above - size == 0
+    assert below <= size or below == micro * ranks
+
+
+def test_auto_takes_the_whole_share_at_once():
+    batch = plan_batch(10, "auto", 3)
+    assert (batch.micro_size, batch.accumulation, batch.even) == (4, 1, False)
+    assert str(batch) == "10 < 4 x 1 x 3 (micro-batch x accumulation x ranks)"
+    assert str(plan_batch(12, 2, 3)) == "12 = 2 x 2 x 3 (micro-batch x accumulation x ranks)"
+
+
+def test_waste_is_the_share_of_time_without_samples():
+    assert plan_batch(10, "auto", 3).waste == 1 - 10 / 12
+    assert plan_batch(10, 4, 1).waste == 0  # 4 + 3 + 3: micro-batches that aren't full, but nobody waits
