@@ -3,8 +3,8 @@
     python benchmarks/startup.py [--rounds 7]      prints a table, writes benchmarks/results/startup.json
 
 One bare DDP script (`work` below) under every launcher, in interleaved rounds: each round runs all of them once, in an
-order that turns, so that a slow minute of the machine is everybody's. Times are seconds since just before the command was
-started; medians with ranges. A launcher that can't run here is listed with what it said.
+order that turns, so that a slow minute of the machine is everybody's. Times are seconds since just before the command
+was started; medians with ranges. A launcher that can't run here is listed with what it said.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def contestants() -> dict[str, list[str]]:
         "lockstep": [sys.executable, me, "lockstep"],
         "torchrun": [str(bin_ / "torchrun"), "--nproc-per-node", str(RANKS), me, "rank"],
         "accelerate launch": [
-            *(str(bin_ / "accelerate"), "launch", "--cpu", "--num_processes", str(RANKS), "--num_machines", "1"),
+            *(str(bin_ / "accelerate"), "launch", "--multi_gpu", "--num_processes", str(RANKS), "--num_machines", "1"),
             *("--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", me, "rank"),
         ],
         "deepspeed": [str(bin_ / "deepspeed"), "--num_accelerators", str(RANKS), "--no_local_rank", me, "rank"],
@@ -86,7 +86,8 @@ def measure(command: list[str]) -> dict[str, float] | str:
     ended = time.time()
     found = re.search(r"TIMES (\S+) (\S+)", done.stdout)
     if done.returncode != 0 or found is None:
-        return (done.stderr.strip().splitlines() or ["said nothing"])[-1]
+        telling = [line for line in done.stderr.splitlines() if re.search(r"terminate called|Error\b", line)]
+        return (telling or [f"exit code {done.returncode}"])[0].strip()
     return {
         "first all-reduce": float(found[1]),
         "first step": float(found[2]),
@@ -106,20 +107,26 @@ def main() -> None:
     names = list(commands := contestants())
     times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     refusals: dict[str, str] = {}
+    failures: list[str] = []
     for name in names:  # once for the page cache, and to see who runs here
         outcome = measure(commands[name])
         if isinstance(outcome, str):
             refusals[name] = outcome
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            outcome = refusals.get(name) or measure(commands[name])
-            if not isinstance(outcome, str):
+            if name in refusals:
+                continue
+            outcome = measure(commands[name])
+            if isinstance(outcome, str):
+                failures.append(f"round {turn + 1}, {name}: {outcome}")
+            else:
                 times[name].append(outcome)
     results = {
         "command": f"python benchmarks/startup.py --rounds {rounds}",
         "machine": _machine(),
         "seconds": {name: _summary(found) for name, found in times.items() if found},
         "refused": refusals,
+        "failures": failures,
     }
     path = Path(__file__).parent / "results" / "startup.json"
     path.parent.mkdir(exist_ok=True)

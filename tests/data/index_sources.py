@@ -35,7 +35,9 @@ class DrawingSource(IndexSource):
     def fetch(self, indices: np.ndarray) -> Batch:
         drawn = torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])
         noisy = torch.from_numpy(noise.uniform(indices, 2))
-        return Batch({"indices": torch.from_numpy(np.array(indices)), "drawn": drawn, "noise": noisy}, None, len(indices), 0)
+        return Batch(
+            {"indices": torch.from_numpy(np.array(indices)), "drawn": drawn, "noise": noisy}, None, len(indices), 0
+        )
 
 
 class BrokenSource(IndexSource):

@@ -111,7 +111,7 @@ def test_what_is_no_map_style_dataset_is_refused():
         def __iter__(self):
             return iter([1])
 
-    with pytest.raises(ConfigError, match="Stream is an IterableDataset; .* give a map-style Dataset"):
+    with pytest.raises(ConfigError, match=r"Stream is an IterableDataset; .* give a map-style Dataset"):
         adapt_dataset(Stream())
     with pytest.raises(ConfigError, match="object is no map-style Dataset: it has no __len__ and no __getitem__"):
         adapt_dataset(object())

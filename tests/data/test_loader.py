@@ -26,7 +26,7 @@ def taken(loader, number: int, progress: Progress | None = None) -> list[GlobalB
     return list(islice(loader.updates(progress or Progress()), number))
 
 
-# --- the same samples however they are divided ------------------------------------------------------------------------
+# --- the same samples however they are divided --------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -118,13 +118,13 @@ def test_ranks_without_samples_get_filler_without_weight():
 
 
 def test_dropping_all_samples_is_refused_with_what_would_do():
-    with pytest.raises(ConfigError, match="batch.global_size can be 5 at most, or drop_last false"):
+    with pytest.raises(ConfigError, match=r"batch.global_size can be 5 at most, or drop_last false"):
         make_loader(IndexSource(5), 8, drop_last=True)
     with pytest.raises(ConfigError, match="data set is empty"):
         make_loader(IndexSource(0))
 
 
-# --- workers -----------------------------------------------------------------------------------------------------------
+# --- workers ------------------------------------------------------------------------------------------------------
 
 
 def tensors(update: GlobalBatch) -> list[torch.Tensor]:
@@ -192,7 +192,7 @@ class DyingSource(IndexSource):
         return super().fetch(indices)
 
 
-# --- draws -------------------------------------------------------------------------------------------------------------
+# --- draws --------------------------------------------------------------------------------------------------------
 
 
 def test_fetching_leaves_the_process_generators_as_they_were():
@@ -240,7 +240,7 @@ def test_noise_belongs_to_the_sample_whatever_the_division():
     assert all(whole[0][index] != whole[1][index] for index in range(8))
 
 
-# --- evaluation --------------------------------------------------------------------------------------------------------
+# --- evaluation ---------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)

@@ -174,9 +174,7 @@ def _reduce(value: str, me: RankEnvironment) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        store = dist.TCPStore(
-            me.master_addr, me.master_port, me.world_size, me.rank == 0, master_listen_fd=me.store_fd
-        )
+        store = dist.TCPStore(me.master_addr, me.master_port, me.world_size, me.rank == 0, master_listen_fd=me.store_fd)
         dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world_size)
     for _ in range(int(value)):
         ones = torch.ones(3)
@@ -195,8 +193,17 @@ def _raise_slowly(value: str, me: RankEnvironment) -> None:
         time.sleep(0.6)
 
 
+def _last_words(value: str, me: RankEnvironment) -> None:
+    """Leaves a thread, an exit function and an unflushed stream behind."""
+    import atexit
+
+    atexit.register(print, "exit function", end="")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread, "))).start()
+
+
 def _orderly(value: str, me: RankEnvironment) -> int:
     """Works until it is asked to stop, then saves, and notes how often it was asked."""
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "Ctrl-C is the launcher's to hear"
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     _pid(value, me)
@@ -228,4 +235,5 @@ _VERBS = {
     "reduce": _reduce,
     "raise-slowly": _raise_slowly,
     "orderly": _orderly,
+    "last-words": _last_words,
 }

@@ -1,7 +1,7 @@
 """A process that has imported torch and forks a launcher for each request: torch's import is paid for once.
 
-    test --- {"scenario": ..., "arguments": ..., "out": ..., "err": ...} ---> nursery ---> a launcher, in its own session
-         <-- {"pid": ...} ... {"pid": ..., "code": ...} --------------------
+test --- {"scenario": ..., "arguments": ..., "out": ..., "err": ...} ---> nursery ---> a launcher, in its own session
+     <-- {"pid": ...} ... {"pid": ..., "code": ...} --------------------
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from pathlib import Path
 def main() -> None:
     import torch  # noqa: F401
 
+    from lockstep.launch.rank import end_with
+
+    end_with(os.getppid())  # a test run that is killed leaves nothing behind
+    nursery = os.getpid()
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -24,6 +28,7 @@ def main() -> None:
             continue
         pid = os.fork()
         if pid == 0:
+            end_with(nursery)
             _be_launcher(request)
         print(json.dumps({"pid": pid}), flush=True)
 

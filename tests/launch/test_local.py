@@ -26,7 +26,13 @@ ENDS = [
     ("config of one", ["sleep:30", "config:lr is 0"], 2, ["rank 1: lr is 0"], ["Traceback"]),
     ("gives up", ["give-up:no disk", "sleep:30"], 1, ["rank 0: no disk"], ["Traceback"]),
     ("stopped", ["stop:time is up", "stop:time is up"], 130, ["time is up"], ["rank", "Traceback"]),
-    ("out of memory", ["reduce:99999", "reduce:1,kill:9"], 1, ["rank 1 was killed by SIGKILL: out of memory"], ["peer"]),
+    (
+        "out of memory",
+        ["reduce:99999", "reduce:1,kill:9"],
+        1,
+        ["rank 1 was killed by SIGKILL: out of memory"],
+        ["peer"],
+    ),
     ("crash", ["reduce:99999", "reduce:1,kill:11"], 1, ["rank 1 was killed by SIGSEGV"], ["peer"]),
     ("rank 0 killed", ["reduce:1,kill:9", "reduce:99999"], 1, ["rank 0 was killed by SIGKILL"], ["peer"]),
     ("cause after effect", ["reduce:99999", "reduce:1,raise-slowly:boom"], 1, ["rank 1 failed:", "boom"], ["peer"]),
@@ -114,7 +120,9 @@ def test_the_store_is_on_loopback_alone_and_on_the_port_that_was_asked(nursery: 
     script = [f"reduce:1,pid:{tmp_path},sleep:30"] * 2
     launched = nursery.start("acts", script=script, section={"port": port})
     _ranks(tmp_path, 2)
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
     assert f"0100007F:{port:04X}" in listening
     assert f"00000000:{port:04X}" not in listening
     os.kill(launched.pid, signal.SIGTERM)
@@ -135,6 +143,11 @@ def test_with_threads_around_ranks_are_fresh_interpreters(nursery: Nursery) -> N
 @pytest.mark.parametrize(("use", "forkable"), [("import", True), ("numpy", True), ("torch", False)])
 def test_only_threads_that_do_not_survive_forbid_to_fork(nursery: Nursery, use: str, forkable: bool) -> None:
     assert nursery.run("forkable", use=use)[0] == (0 if forkable else 1)
+
+
+def test_threads_and_exit_functions_of_a_rank_are_waited_for(nursery: Nursery) -> None:
+    code, out, err = nursery.run("acts", script=["last-words", "return:0"])
+    assert (code, out) == (0, "thread, \nexit function"), err
 
 
 # --- logs --------------------------------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ def test_buckets_that_are_not_views_hold_the_gradients_twice():
         (
             1,
             {"schedule": {"warmup_steps": 50}},
-            "schedule.warmup_steps 50 is not less than the 42 steps of the run: the learning rate never reaches its peak.",
+            "schedule.warmup_steps 50 is not less than the 42 steps of the run: "
+            "the learning rate never reaches its peak.",
         ),
         (
             1,

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        print(f"lockstep: {message}\n{self.format_usage().strip()}", file=sys.stderr)
+        print(f"lockstep: {message.removeprefix('argument ')}\n{self.format_usage().strip()}", file=sys.stderr)
         raise SystemExit(2)
 
     def flags(self) -> dict[str, bool]:

@@ -56,13 +56,17 @@ def _unknown(path: Path, tree: Table, context: Context) -> list[Problem]:
     _, parent, _ = _find(tree, path[:-1])
     assert node is not None
     siblings = list(dict.fromkeys(key for section in _chosen(tree, path[:-1], parent) for key in shape.fields(section)))
-    found = [Problem(_key_place(tree, path), ".".join(path), suggestions.for_key(path, siblings, node, context))]
-    if isinstance(node, Table):  # words of another tool, under a section of another tool
-        for deeper, leaf in leaves(node):
-            answer = translate(deeper[-1], leaf, context) if deeper else None
-            if answer and not translate(path[-1], node, context):
-                found.append(Problem(_key_place(tree, path + deeper), ".".join(path + deeper), answer))
-    return found
+    answered = translate(path[-1], node, context) is None and _unknown_inside(path, node, tree, context)
+    said = "there is no such section" if answered else suggestions.for_key(path, siblings, node, context)
+    return [Problem(_key_place(tree, path), ".".join(path), said), *(answered or ())]
+
+
+def _unknown_inside(path: Path, node: Node, tree: Table, context: Context) -> list[Problem]:
+    """Words of another tool, under a section of another tool."""
+    if not isinstance(node, Table):
+        return []
+    answers = [(path + deeper, translate(deeper[-1], leaf, context)) for deeper, leaf in leaves(node) if deeper]
+    return [Problem(_key_place(tree, found), ".".join(found), answer) for found, answer in answers if answer]
 
 
 def _missing(at: Shape) -> str:

@@ -89,7 +89,8 @@ def translate(word: str, node: Node, context: Context) -> str | None:
     word = word.lower().replace("-", "_")
     value = node.value if isinstance(node, Leaf) else None
     if word in _TARGETS:
-        return _write(_TARGETS[word], value)
+        as_typed = node.text if isinstance(node, Leaf) and value is not None and node.text else value
+        return _write(_TARGETS[word], as_typed)
     if word in _REASONS:
         return _REASONS[word]
     return _COMPUTED[word](value, context) if word in _COMPUTED else None

@@ -235,7 +235,7 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(place, path, "a key is one word, not a list or a mapping")
                 continue
-            key = key_node.value
+            key = _join_surrogates(key_node.value)
             if key in entries:
                 self._problem(place, (*path, key), f"given twice, first at {entries[key].where}; keep one")
             elif key == "<<":

@@ -37,17 +37,4 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else "'")
 
 
-def _real(dumper: yaml.SafeDumper, number: float) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:float", _float(number))
-
-
-def _float(number: float) -> str:
-    if number != number:
-        return ".nan"
-    if number in (float("inf"), float("-inf")):
-        return ".inf" if number > 0 else "-.inf"
-    return repr(number)
-
-
 _Dumper.add_representer(str, _text)
-_Dumper.add_representer(float, _real)

@@ -42,7 +42,9 @@ def missing(kind: str, name: str, error: Exception) -> ConfigError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if is_connected():
         return ConfigError(f"{kind} {name} can't be had: {reason}")
-    return ConfigError(f"{kind} {name} is neither a folder here nor in the cache, and the hub does not answer; {_FETCH}")
+    return ConfigError(
+        f"{kind} {name} is neither a folder here nor in the cache, and the hub does not answer; {_FETCH}"
+    )
 
 
 def _answers(endpoint: str) -> bool:

@@ -30,6 +30,8 @@ class RankEnvironment:
     local_world_size: ranks on this machine.
     master_addr, master_port: where rank 0 keeps the store. Port 0: a lone rank, any port will do.
     store_fd: rank 0 of our own launcher: a socket that listens there already.
+    attempt: how often torchrun has restarted the ranks; what they leave in its store must not meet the next ones.
+    agent_store: torchrun's agent keeps the store itself, and all ranks are its clients.
     """
 
     rank: int = 0
@@ -39,6 +41,13 @@ class RankEnvironment:
     master_addr: str = _LOOPBACK
     master_port: int = 0
     store_fd: int | None = None
+    attempt: int = 0
+    agent_store: bool = False
+
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the store's server is this rank's to make."""
+        return self.rank == 0 and not self.agent_store
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> RankEnvironment:
@@ -62,6 +71,8 @@ class RankEnvironment:
             master_addr=environ.get("MASTER_ADDR", _LOOPBACK),
             master_port=_number(environ, "MASTER_PORT", 0),
             store_fd=_number(environ, STORE_FD) if STORE_FD in environ else None,
+            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
         problems = found._contradictions()
         if problems:

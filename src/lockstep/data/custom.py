@@ -177,5 +177,3 @@ def _contents(item: Any) -> Any:
     if isinstance(item, str | bytes | int | float | bool | None):
         return item
     return type(item).__qualname__
-
-

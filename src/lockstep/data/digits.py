@@ -41,7 +41,8 @@ class DigitsSource:
         corners = (noise.uniform(indices, 2) * (2 * self._shift + 1)).astype(np.int64)
         rows = corners[:, :1] + np.arange(_SIDE)
         columns = corners[:, 1:] + np.arange(_SIDE)
-        return self._images[indices[:, None, None], rows[:, :, None], columns[:, None, :]]
+        moved: NDArray[np.float32] = self._images[indices[:, None, None], rows[:, :, None], columns[:, None, :]]
+        return moved
 
 
 def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:

@@ -92,9 +92,7 @@ def _named_failure(source: Source, request: Request, error: Exception) -> GiveUp
             _fetch(source, request._replace(indices=request.indices[request.indices == index]))
         except Exception as alone:
             return GiveUp(f"sample {index} can't be read: {_describe(alone)}")
-    return GiveUp(
-        f"samples {_list(request.indices)} can each be read, but not put into one batch: {_describe(error)}"
-    )
+    return GiveUp(f"samples {_list(request.indices)} can each be read, but not put into one batch: {_describe(error)}")
 
 
 def _describe(error: Exception) -> str:
@@ -157,7 +155,7 @@ class _Answers(Dataset[Any]):
     def __init__(self, source: Source, workers: int) -> None:
         self._source = source
         # the first index of what each worker is at, in memory that outlives the worker; -1: nothing
-        self._busy = torch.full((workers,), -1, dtype=torch.int64).share_memory_()
+        self._busy = torch.full((workers,), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getitems__(self, request: Request) -> Mapping[str, Any]:
         worker = get_worker_info()
@@ -179,7 +177,7 @@ class _Answers(Dataset[Any]):
         return [request for request in asked if int(request.indices[0]) in firsts]
 
 
-def _as_it_is(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+def _as_it_is(answer: Any) -> Any:
     return answer
 
 

@@ -258,11 +258,15 @@ def _classes(rows: Any, label: str) -> int:
     values = set(rows.unique(label))
     wrong = [value for value in values if not isinstance(value, int)]
     if wrong:
-        raise ConfigError(f"column {label} has {wrong[0]!r}, but classes are numbers from 0 on, or a ClassLabel feature")
+        raise ConfigError(
+            f"column {label} has {wrong[0]!r}, but classes are numbers from 0 on, or a ClassLabel feature"
+        )
     if min(values) < 0:
-        raise ConfigError(f"column {label} has {min(values)}, but classes are numbers from 0 on; is the split labelled?")
+        raise ConfigError(
+            f"column {label} has {min(values)}, but classes are numbers from 0 on; is the split labelled?"
+        )
     named = getattr(rows.features[label], "names", None) or ()  # a ClassLabel's, also of classes that don't occur here
-    return max(len(named), max(values) + 1)
+    return max(len(named), int(max(values)) + 1)
 
 
 def _joined(text: Texts) -> tuple[windows.Tokens, float]:

@@ -24,7 +24,7 @@ from lockstep.core.keys import key
 from lockstep.core.progress import Progress
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, GlobalBatch
-from lockstep.data.fetching import Request, Workers, fetch_all
+from lockstep.data.fetching import Request, Workers, fetch, fetch_all
 from lockstep.data.order import Order
 from lockstep.data.transfer import to_device
 from lockstep.plan.batch import BatchPlan, micro_ranges
@@ -109,22 +109,27 @@ class TrainingLoader:
                 steps, cursor = update.step + 1, update.cursor
 
     def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
-        ahead, shares = tee(shares)
-        requests = (request for share in ahead for request in share.requests)
-        batches = fetch_all(self._source, requests, self._workers)
-        updates = (self._update(share, batches) for share in shares)
+        updates = self._here(shares) if self._workers.number == 0 else self._by_workers(shares)
         return to_device(updates, self._device, self._workers.pin)
 
-    def _update(self, share: _Share, batches: Iterator[Batch]) -> GlobalBatch:
-        micro_batches = [next(batches) for _ in share.requests]
+    def _here(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+        for share in shares:
+            yield self._update(share, [fetch(self._source, request) for request in share.requests])
+
+    def _by_workers(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+        ahead, shares = tee(shares)  # workers are asked ahead of what is delivered
+        requests = (request for share in ahead for request in share.requests)
+        batches = fetch_all(self._source, requests, self._workers)
+        for share in shares:
+            yield self._update(share, [next(batches) for _ in share.requests])
+
+    def _update(self, share: _Share, micro_batches: list[Batch]) -> GlobalBatch:
         count = tokens = 0
         for batch in micro_batches:
             if batch.samples:
                 count += self._count(batch)
                 tokens += batch.tokens
-        return GlobalBatch(
-            tuple(micro_batches), share.samples, count, tokens, share.epoch, share.cursor, share.step
-        )
+        return GlobalBatch(tuple(micro_batches), share.samples, count, tokens, share.epoch, share.cursor, share.step)
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
         """From `cursor` on, in blocks of equal updates; up to the cursor `stop`."""
@@ -140,7 +145,9 @@ class TrainingLoader:
         """Updates of `size` samples each from `position` on: `most` of them, or as many as make a block."""
         ranges = micro_ranges(size, self._batch.micro_size, self._rank, self._batch.ranks)
         # filler is the update's first sample: every rank has one at hand, and it is real data
-        offsets = np.concatenate([np.arange(start, stop) if stop > start else np.zeros(1, int) for start, stop in ranges])
+        offsets = np.concatenate(
+            [np.arange(start, stop) if stop > start else np.zeros(1, int) for start, stop in ranges]
+        )
         firsts = position + size * np.arange(max(1, min(most, _BLOCK // len(offsets))))
         indices = self._order.indices(epoch, firsts[:, None] + offsets)
         cuts = _cuts(ranges)

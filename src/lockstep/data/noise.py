@@ -37,7 +37,7 @@ def uniform(indices: Indices, draws: int) -> NDArray[np.float64]:
     counters = np.arange(1, draws + 1, dtype=np.uint64) * _GOLDEN
     bits = mix(streams[:, None] + counters)
     bits >>= np.uint64(11)
-    return bits * 2.0**-53
+    return bits.astype(np.float64) * np.float64(2.0**-53)
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def keyed_generators(key: int) -> Iterator[None]:
     python, numpy, own = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     random.seed(key)
     np.random.seed([key & 0xFFFFFFFF, key >> 32])
-    torch.random.default_generator.manual_seed(key)
+    torch.default_generator.manual_seed(key)
     try:
         yield
     finally:

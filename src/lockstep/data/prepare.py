@@ -150,7 +150,8 @@ def _tokenizer(name: str) -> _Tokenizer:
     def encode(texts: list[str]) -> list[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
         return [np.array(ids, dtype=np.uint32) for ids in loaded(texts, add_special_tokens=False)["input_ids"]]
 
-    return _Tokenizer(name, len(loaded), int(end), encode)
+    folder = Path(name).expanduser()  # runs may start elsewhere
+    return _Tokenizer(str(folder.resolve()) if folder.is_dir() else name, len(loaded), int(end), encode)
 
 
 def _as_bytes(texts: list[str]) -> list[np.ndarray[tuple[int], np.dtype[np.uint32]]]:

@@ -1,8 +1,8 @@
 """Rows of the datasets library: from a folder, a file, or by name from the cache or the hub.
 
-    FOLDER saved by save_to_disk      its split
-    FOLDER of files, or one file      json, jsonl, csv, parquet, txt
-    name (and configuration)          cache or hub; without a network only the cache is asked, at once
+FOLDER saved by save_to_disk      its split
+FOLDER of files, or one file      json, jsonl, csv, parquet, txt
+name (and configuration)          cache or hub; without a network only the cache is asked, at once
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def _from_disk(path: Path, split: str) -> Any:
     if len(parts) != 1:
         raise ConfigError(f"split {split}: one split of a saved data set can be read, this names {len(parts)}")
     part = parts[0]
-    return splits[part.splitname].select(range(part.from_ or 0, len(splits[part.splitname]) if part.to is None else part.to))
+    return splits[part.splitname].select(
+        range(part.from_ or 0, len(splits[part.splitname]) if part.to is None else part.to)
+    )
 
 
 def _import_datasets() -> None:

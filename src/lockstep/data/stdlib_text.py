@@ -1,6 +1,6 @@
 """The source of the running Python's standard library as text: 12 MB of real data on every machine, no network.
 
-    sorted files --> every 20th is held out --> the split's files, joined --> windows of bytes
+sorted files --> every 20th is held out --> the split's files, joined --> windows of bytes
 """
 
 from __future__ import annotations

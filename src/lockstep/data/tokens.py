@@ -1,11 +1,11 @@
 """Token ids in a memory-mapped file: tokenised once, read by any number of runs and ranks.
 
-    FOLDER/train.json         header, written last: the split exists when it does
-          /train.tokens       ids of all documents, one after the other, uint16 or uint32
-          /train.documents    where each document begins, and where the last one ends, int64
+FOLDER/train.json         header, written last: the split exists when it does
+      /train.tokens       ids of all documents, one after the other, uint16 or uint32
+      /train.documents    where each document begins, and where the last one ends, int64
 
-    joined    samples are windows of the stream
-    whole     samples are packed documents (packing.py); no target crosses from one document into the next
+joined    samples are windows of the stream
+whole     samples are packed documents (packing.py); no target crosses from one document into the next
 """
 
 from __future__ import annotations
@@ -126,11 +126,9 @@ class WholeDocuments:
         name = "input_ids" if self._aligned else "tokens"
         return Batch({name: torch.from_numpy(inputs)}, torch.from_numpy(targets), len(indices), int(ends[-1]))
 
-    def _targets(
-        self, text: windows.Tokens, starts: NDArray[np.int64], ends: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def _targets(self, text: windows.Tokens, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """[tokens]: of each token, itself or the next in its piece."""
-        targets = text.astype(np.int64)
+        targets: NDArray[np.int64] = text.astype(np.int64)
         if self._aligned:
             targets[starts] = _NO_TARGET  # after the shift, the target of the piece before
             return targets
@@ -142,7 +140,8 @@ class WholeDocuments:
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """starts[0] .. starts[0] + lengths[0], then starts[1] .., without a loop."""
     ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    positions: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    return positions
 
 
 # --- files ------------------------------------------------------------------------------------------------------

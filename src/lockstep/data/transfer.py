@@ -37,9 +37,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, GlobalBatch):
         return replace(value, micro_batches=map_tensors(value.micro_batches, function))
     if isinstance(value, Batch):
-        return replace(
-            value, inputs=map_tensors(value.inputs, function), targets=map_tensors(value.targets, function)
-        )
+        return replace(value, inputs=map_tensors(value.inputs, function), targets=map_tensors(value.targets, function))
     if isinstance(value, Mapping):
         return {name: map_tensors(part, function) for name, part in value.items()}
     if isinstance(value, tuple | list):
@@ -49,7 +47,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _overlapped(items: Iterator[Item], device: torch.device, pin: bool) -> Iterator[Item]:
-    copies = torch.cuda.Stream(device)
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copied(tensor: Tensor) -> Tensor:
         host = tensor.pin_memory() if pin and not tensor.is_pinned() else tensor

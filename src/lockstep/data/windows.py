@@ -1,8 +1,8 @@
 """A stream of tokens as samples of a fixed length, gathered a whole batch at a time.
 
-    stream    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...
-    sample 0  t0 t1 t2 t3 t4                    length 4: four inputs, and the four tokens that follow them
-    sample 1              t4 t5 t6 t7 t8        windows meet in one token, so that each token is a target once
+stream    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...
+sample 0  t0 t1 t2 t3 t4                    length 4: four inputs, and the four tokens that follow them
+sample 1              t4 t5 t6 t7 t8        windows meet in one token, so that each token is a target once
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Who starts the ranks, and stays until the last has ended."""

@@ -16,8 +16,10 @@ from lockstep.core.errors import ConfigError, Problem
 
 
 def choose_ranks(launch: Launch) -> int:
-    """Ranks to start on this machine: what was asked, or one a GPU, or one without GPUs."""
-    return max(1, count_gpus()) if launch.ranks == "auto" else launch.ranks
+    """Ranks to start on this machine: what was asked, or one a GPU, or one where none is to be used."""
+    if launch.ranks != "auto":
+        return launch.ranks
+    return 1 if launch.device == "cpu" else max(1, count_gpus())
 
 
 def check_ranks(ranks: int, launch: Launch) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import nn
 
 from lockstep.config.schema import (
@@ -26,7 +25,7 @@ from lockstep.models import image_classifier, text_classifier, transformer
 from lockstep.models.custom import construct_custom, sketch_custom
 from lockstep.models.freezing import freeze
 from lockstep.models.huggingface import build_huggingface, sketch_huggingface
-from lockstep.models.initialization import generators_keyed, initialize
+from lockstep.models.initialization import generators_keyed, initialize, shapes_alone
 
 OwnModel = TransformerModel | TextClassifierModel | ImageClassifierModel
 
@@ -70,7 +69,7 @@ def sketch_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = 
 
 
 def _sketch(section: OwnModel | CustomModel | HuggingFaceModel, facts: DataFacts, trust_remote_code: bool) -> nn.Module:
-    with torch.device("meta"):
+    with shapes_alone():
         if isinstance(section, HuggingFaceModel):
             return sketch_huggingface(section, facts, trust_remote_code=trust_remote_code)
         if not isinstance(section, CustomModel):

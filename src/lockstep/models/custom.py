@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from lockstep.config.schema import CustomModel
 from lockstep.core.errors import ConfigError
 from lockstep.core.importing import construct
+from lockstep.models.initialization import shapes_alone
 
 
 def construct_custom(section: CustomModel) -> nn.Module:
@@ -27,7 +27,7 @@ def sketch_custom(section: CustomModel) -> nn.Module:
         ConfigError: as `construct_custom`.
     """
     try:
-        with torch.device("meta"):
+        with shapes_alone():
             return construct_custom(section)
     except ConfigError:
         return construct_custom(section)

@@ -40,11 +40,18 @@ def generate(
         raise ValueError("the prompt is empty; give the model at least one token to go on from")
     device = next(model.parameters()).device
     name = "input_ids" if "input_ids" in signature(model.forward).parameters else "tokens"
+    context = min(context, _positions(model) or context)
     ids = list(prompt_ids)
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]], device=device)
         ids.append(_draw(_last_logits(model, {name: window}), temperature, top_k, generator))
         yield ids[-1]
+
+
+def _positions(model: nn.Module) -> int | None:
+    """How many a model of the transformers library has, where that is limited."""
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return int(limit) if limit else None
 
 
 def _last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:

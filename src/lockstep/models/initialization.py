@@ -13,10 +13,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.core.keys import key
 
@@ -77,6 +79,25 @@ def reset_modules(
             for parameter, value in kept.items():
                 parameter.copy_(value)
         done.update(child.parameters(recurse=False))
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Modules are made on the meta device inside: shapes, no memory, no values."""
+    with torch.device("meta"), _WithoutDraws():
+        yield
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Leaves out normal draws: on the meta device they do nothing but import 800 modules, which takes a second."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.normal_, nn.init.normal_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 @contextmanager

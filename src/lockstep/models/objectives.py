@@ -132,6 +132,16 @@ class Classification:
         return {"loss": _mean(loss_sum, count), "accuracy": _mean(sums["right"], count)}
 
 
+def no_sums(outputs: object, batch: Batch) -> Mapping[str, Tensor]:
+    """Nothing but the loss is measured."""
+    return {}
+
+
+def means(loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+    """Each sum divided by the number of valid targets."""
+    return {"loss": _mean(loss_sum, count), **{name: _mean(value, count) for name, value in sums.items()}}
+
+
 @dataclass(frozen=True)
 class FunctionObjective:
     """An objective made of functions: what the Python API takes.
@@ -146,11 +156,8 @@ class FunctionObjective:
 
     count: Callable[[Batch], int]
     loss_sum: Callable[[Any, Batch], Tensor]
-    metric_sums: Callable[[Any, Batch], Mapping[str, Tensor]] = lambda outputs, batch: {}
-    metrics: Callable[[float, float, Mapping[str, float]], dict[str, float]] = lambda loss_sum, count, sums: {
-        "loss": _mean(loss_sum, count),
-        **{name: _mean(value, count) for name, value in sums.items()},
-    }
+    metric_sums: Callable[[Any, Batch], Mapping[str, Tensor]] = no_sums
+    metrics: Callable[[float, float, Mapping[str, float]], dict[str, float]] = means
     decomposes: bool = True
 
 

@@ -15,7 +15,7 @@ update, so that a first update can be discarded too: torch's fused SGD would lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Groups = list[dict[str, Any]]
+Column = list[Any]
+Columns = tuple[Column, ...]
 
 
 class FusedAdam:
@@ -118,7 +120,12 @@ class _Calls:
         found_inf = None if keep is True else keep.logical_not().float()
         for call in self._calls:
             call.group["lr"] = rate * call.group["lr_scale"]
-            call.run(take_gradients(call.parameters), scale, found_inf)
+            grads: Column = take_gradients(call.parameters)
+            columns = call.columns
+            if any(grad is None for grad in grads):
+                grads, columns = _present(grads, columns)
+            if grads:
+                call.run(grads, columns, scale, found_inf)
 
 
 class _AdamCall:
@@ -144,24 +151,16 @@ class _AdamCall:
         self._counts = counts
         self._host_counts = counts.numpy() if counts.device.type == "cpu" else None
         names = ("exp_avg", "exp_avg_sq", "step")
-        self._columns: tuple[list[Any], ...] = (parameters, *([state[name] for state in states] for name in names))
+        self.columns: Columns = (parameters, *([state[name] for state in states] for name in names))
 
-    def run(self, grads: list[Tensor | None], scale: Tensor | None, found_inf: Tensor | None) -> None:
-        present: list[Any] = grads
-        columns = self._columns
-        if any(grad is None for grad in grads):
-            present, columns = _present(grads, columns)
-            torch._foreach_add_(columns[-1], 1.0 if found_inf is None else 1.0 - found_inf)
-        elif self._host_counts is not None and found_inf is None:
-            self._host_counts += 1.0  # a quarter of what torch's add_ takes
-        else:
-            self._counts.add_(1.0 if found_inf is None else 1.0 - found_inf)
+    def run(self, grads: Column, columns: Columns, scale: Tensor | None, found_inf: Tensor | None) -> None:
         parameters, exp_avgs, exp_avg_sqs, steps = columns
+        self._count(steps, found_inf)
         group = self.group
         beta1, beta2 = group["betas"]
         self._kernel(
             parameters,
-            present,
+            grads,
             exp_avgs,
             exp_avg_sqs,
             [],
@@ -177,30 +176,36 @@ class _AdamCall:
             found_inf=found_inf,
         )
 
+    def _count(self, steps: Column, found_inf: Tensor | None) -> None:
+        """One more update for these parameters, unless it is discarded."""
+        more = 1.0 if found_inf is None else 1.0 - found_inf
+        if len(steps) < len(self.parameters):
+            torch._foreach_add_(steps, more)
+        elif self._host_counts is not None and found_inf is None:
+            self._host_counts += 1.0  # a quarter of what torch's add_ takes
+        else:
+            self._counts.add_(more)
+
 
 class _SGDCall:
     def __init__(self, group: dict[str, Any], parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         self.group = group
         self.parameters = parameters
-        self._columns: tuple[list[Any], ...] = (parameters,)
+        self.columns: Columns = (parameters,)
         if group["momentum"] == 0:
             return
         states = [optimizer.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-        self._columns = (parameters, [state["momentum_buffer"] for state in states])
+        self.columns = (parameters, [state["momentum_buffer"] for state in states])
 
-    def run(self, grads: list[Tensor | None], scale: Tensor | None, found_inf: Tensor | None) -> None:
-        present: list[Any] = grads
-        columns = self._columns
-        if any(grad is None for grad in grads):
-            present, columns = _present(grads, columns)
+    def run(self, grads: Column, columns: Columns, scale: Tensor | None, found_inf: Tensor | None) -> None:
         parameters, *moments = columns
         group = self.group
         kernels.fused_sgd(
             parameters,
-            present,
+            grads,
             moments[0] if moments else [],
             lr=group["lr"],
             momentum=group["momentum"],
@@ -233,11 +238,10 @@ class _Divisor:
         return self._tensor
 
 
-def _present(grads: list[Tensor | None], columns: Iterable[list[Any]]) -> tuple[list[Tensor], tuple[list[Any], ...]]:
+def _present(grads: Column, columns: Columns) -> tuple[Column, Columns]:
     """Gradients that there are, and what belongs to them."""
     there = [index for index, grad in enumerate(grads) if grad is not None]
-    found = [grad for grad in grads if grad is not None]
-    return found, tuple([column[index] for index in there] for column in columns)
+    return [grads[index] for index in there], tuple([column[index] for index in there] for column in columns)
 
 
 def _by_precision(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -1,0 +1,115 @@
+"""What a step costs beside its arithmetic: Lockstep with all safety on, a bare PyTorch loop, and peers with theirs off.
+
+    python benchmarks/step_overhead.py [--rounds 7] [--only mlp/1 gpt/2 ...]
+
+Four settings: a tiny MLP and a small GPT, each on one process and as DDP on two ranks over gloo. Prints the tables and
+writes results/step_overhead.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say, within_rounds
+
+PACKAGES = ("torch", "transformers", "accelerate", "lightning", "deepspeed")
+SETTINGS = ("mlp/1", "mlp/2", "gpt/1", "gpt/2")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=SETTINGS, help="work/ranks")
+    parser.add_argument("--steps", type=int, help="of each round, instead of each work's own number")
+    parser.add_argument("--contestants", nargs="+", help="by name, instead of all")
+    parser.add_argument("--contestant", nargs=2, metavar=("NAME", "WORK"), help="be one, for one round")
+    asked = parser.parse_args()
+    if asked.contestant:
+        be_contestant(*asked.contestant, asked.steps)
+        return
+    results = measure(asked)
+    if asked.steps is None and asked.contestants is None and tuple(asked.only) == SETTINGS:
+        save("step_overhead", results)
+    print(table(results))
+
+
+def be_contestant(name: str, work: str, steps: int | None) -> None:
+    from step_loops import train
+    from step_work import WORKS
+
+    say(train(name, WORKS[work], steps or WORKS[work].steps))
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """All settings, in the form of results/step_overhead.json."""
+    return {
+        "command": f"python benchmarks/step_overhead.py --rounds {asked.rounds}",
+        "rounds": asked.rounds,
+        "machine": about_here(PACKAGES),
+        "settings": [_setting(*setting.split("/"), asked) for setting in asked.only],
+    }
+
+
+def _setting(work_name: str, ranks: str, asked: argparse.Namespace) -> dict[str, Any]:
+    from step_loops import CONTESTANTS, REFERENCE
+    from step_work import WORKS
+
+    work = WORKS[work_name]
+    work = replace(work, steps=asked.steps or work.steps)
+    title = (
+        f"{work.title}, {'one process' if ranks == '1' else f'DDP on {ranks} ranks over gloo'}, {work.steps:,} steps"
+    )
+    print(title, file=sys.stderr, flush=True)
+
+    def run(name: str) -> Mapping[str, float]:
+        arguments = ["--contestant", name, work_name, "--steps", str(work.steps)]
+        return in_processes(__file__, arguments, int(ranks))
+
+    runs, refused = interleaved(asked.contestants or list(CONTESTANTS), asked.rounds, run)
+    reference = runs.get(REFERENCE, next(iter(runs.values())))
+    rows = {
+        name: {
+            "microseconds": Spread.over([one["microseconds"] for one in found]),
+            "difference": within_rounds(found, reference, "microseconds", lambda own, bare: own - bare),
+            "ratio": within_rounds(found, reference, "microseconds", lambda own, bare: own / bare),
+            "loss": Spread.over([one["loss"] for one in found]),
+        }
+        for name, found in runs.items()
+    }
+    return {"title": title, "rows": rows, "refused": refused}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Markdown, from what `measure` returned or results/step_overhead.json holds."""
+    parts = [f"{_heading(setting)}\n\n{_rows(setting)}" for setting in results["settings"]]
+    return "\n\n".join([*parts, provenance(results)])
+
+
+def _heading(setting: Mapping[str, Any]) -> str:
+    title = setting["title"]
+    return f"**{title[0].upper()}{title[1:]}**"
+
+
+def _rows(setting: Mapping[str, Any]) -> str:
+    lines = []
+    for name, row in setting["rows"].items():
+        figures = {what: value if isinstance(value, Spread) else Spread(**value) for what, value in row.items()}
+        lines.append(
+            [
+                name,
+                figures["microseconds"].text(),
+                figures["difference"].text("{:+,.0f}"),
+                f"{figures['ratio'].median:.2f}",
+                f"{figures['loss'].median:.6f}",
+            ]
+        )
+    lines += [[name, f"did not run: {why}", "", "", ""] for name, why in setting["refused"].items()]
+    return markdown(["", "µs a step", "to the bare loop", "ratio", "final loss"], lines)
+
+
+if __name__ == "__main__":
+    main()

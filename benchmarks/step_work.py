@@ -1,0 +1,145 @@
+"""What the contestants of step_overhead.py train: small enough that the step around the arithmetic is what counts.
+
+    mlp    64 -> 64 -> 10, batch 8            forward and backward take about 0.1 ms
+    gpt    GPT-2's shape, made small          about 8 ms a step
+
+The stopwatch is in the model: each forward notes the time, for everybody in the same way, without anybody's callbacks.
+A step reaches from one forward to the next.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CLIP_NORM = 1.0
+WEIGHT_DECAY = 0.01
+
+
+class Stopwatch:
+    """When each forward began."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def note(self) -> None:
+        self.times.append(time.perf_counter())
+
+    def microseconds(self, first: int, last: int) -> float:
+        """A step's, from forward `first` to forward `last`."""
+        return (self.times[last] - self.times[first]) / (last - first) * 1e6
+
+
+class MLP(nn.Module):
+    """x [B, 64] -> logits [B, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = Stopwatch()
+        self.inner = nn.Linear(64, 64)
+        self.outer = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watch.note()
+        return self.outer(F.relu(self.inner(x)))
+
+
+class GPT(nn.Module):
+    """tokens [B, T] -> logits [B, T, V]; learned positions, layer norms, biases, GELU, tied head."""
+
+    def __init__(
+        self, layers: int = 4, width: int = 64, heads: int = 4, length: int = 32, vocabulary: int = 256
+    ) -> None:
+        super().__init__()
+        self.watch = Stopwatch()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.watch.note()
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """x [B, T, W] -> [B, T, W]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, width = x.shape
+        parts = self.attention(self.attention_norm(x)).view(samples, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over targets; logits [..., V], targets [...]."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Work:
+    """Attributes:
+    batch: samples of a rank and step.
+    warm_up: steps that are not timed.
+    objective: Lockstep's word for what `loss_of` computes.
+    data: (samples) -> inputs and targets.
+    """
+
+    title: str
+    model: Callable[[], nn.Module]
+    data: Callable[[int], tuple[Tensor, Tensor]]
+    batch: int
+    steps: int
+    warm_up: int
+    rate: float
+    objective: str
+
+
+def points(samples: int) -> tuple[Tensor, Tensor]:
+    """Points [samples, 64] and the classes [samples] that a fixed random projection gives them."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 64, generator=generator)
+    return x, (x @ torch.randn(64, 10, generator=generator)).argmax(-1)
+
+
+def text(samples: int, length: int = 32) -> tuple[Tensor, Tensor]:
+    """Bytes of the standard library's source [samples, length], and the bytes after them."""
+    found, files = b"", sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    while len(found) <= samples * length:
+        found += files.pop(0).read_bytes()
+    stream = torch.frombuffer(bytearray(found), dtype=torch.uint8).long()
+    return stream[: samples * length].view(-1, length), stream[1 : samples * length + 1].view(-1, length)
+
+
+WORKS = {
+    "mlp": Work("a two-layer MLP of width 64, batch 8", MLP, points, 8, 2000, 200, 1e-3, "classification"),
+    "gpt": Work("a GPT-2-shaped model of about 8 ms", GPT, text, 4, 300, 50, 1e-3, "next-token"),
+}

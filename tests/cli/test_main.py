@@ -1,0 +1,162 @@
+"""The door: verbs, exit codes, and what is not imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main as door
+from lockstep.cli.main import main
+from lockstep.core.errors import ConfigError, Failure, GiveUp, Problem, Stopped
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+def _modules_after(arguments: list[str]) -> tuple[int, set[str]]:
+    """Exit code, and which of the heavy modules the command imported."""
+    program = (
+        "import sys, json\n"
+        "from lockstep.cli.main import main\n"
+        f"code = main({arguments!r})\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'transformers', 'datasets', 'rich'} & set(sys.modules)\n"
+        "print(json.dumps([code, sorted(heavy)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    code, heavy = json.loads(done.stdout.splitlines()[-1])
+    return code, set(heavy)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "prepare", "--help"], ["recipes"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    assert _modules_after(arguments) == (0, set())
+
+
+def test_a_wrong_config_is_answered_without_torch() -> None:
+    assert _modules_after(["train", "digits", "--optim.lr", "abc"]) == (2, {"pydantic"})
+
+
+def test_python_m_lockstep() -> None:
+    done = subprocess.run([sys.executable, "-m", "lockstep", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("lockstep 0.")
+    assert "torch 2." in done.stdout
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {verb} " in text for verb in door.VERBS)
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "lockstep: there is no verb 'trian'; did you mean train?\n"),
+        (["config", "chek"], "lockstep: config can't chek; did you mean check?\n"),
+        (["data", "get"], "lockstep: data can't get; there are fetch, prepare\n"),
+        (["train", "digts"], "lockstep: 'digts' is neither a recipe nor a file; did you mean digits?\n"),
+        (["train", "--rank", "2"], "lockstep: --rank: there is no such flag; did you mean --ranks?\n"),
+        (["train", "--lr", "2"], "lockstep: --lr: unknown here; write optim.lr\n"),
+        (["train", "--ranks", "0"], "lockstep: --ranks: '0' is not a whole number above 0, or auto\n"),
+        (["generate", "x", "y", "--temperature", "-1"], "lockstep: --temperature: '-1' is not a number of 0 or more\n"),
+    ],
+)
+def test_a_slip_is_answered(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+class _Verb:
+    """A verb that ends in a certain way."""
+
+    def __init__(self, end: BaseException | int) -> None:
+        self._end = end
+
+    def run(self, words: list[str]) -> int:
+        if isinstance(self._end, BaseException):
+            raise self._end
+        return self._end
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (0, 0, ""),
+        (3, 3, ""),
+        (GiveUp("no more"), 1, "lockstep: no more\n"),
+        (Failure("failed"), 1, "lockstep: failed\n"),
+        (Stopped("asked to"), 130, "lockstep: asked to\n"),
+        (KeyboardInterrupt(), 130, "lockstep: stopped\n"),
+        (ConfigError(Problem("a.yaml:1:2", "x", "is wrong")), 2, "lockstep: a.yaml:1:2: x: is wrong\n"),
+        (
+            ConfigError([Problem("a", "x", "is wrong"), Problem("--y", "y", "too")]),
+            2,
+            "lockstep: 2 problems in the config\n  a: x: is wrong\n  --y: too\n",
+        ),
+    ],
+)
+def test_every_end_has_its_exit_code(
+    end: BaseException | int, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lockstep.cli.version", _Verb(end))
+    assert main(["version"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lockstep.cli.version", _Verb(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["version"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--local-rank=1", "version"],
+        ["--local_rank=1", "version"],
+        ["--local_rank", "1", "version"],
+        ["version", "--local-rank=1"],
+        ["version", "--local-rank", "1"],
+    ],
+)
+def test_launchers_may_insert_the_local_rank(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(arguments) == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "environment", "message"),
+    [
+        ("--local-rank=0", "1", "--local-rank=0 contradicts LOCAL_RANK=1"),
+        ("--local-rank=x", "1", "--local-rank 'x' is not a whole number of 0 or more"),
+        (
+            "--local_rank=0",
+            None,
+            "--local_rank=0 is for launchers, which also set LOCAL_RANK; to start ranks, use --ranks",
+        ),
+    ],
+)
+def test_a_local_rank_that_contradicts_is_refused(
+    flag: str,
+    environment: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("LOCAL_RANK", environment)
+    assert main([flag, "version"]) == 2
+    assert capsys.readouterr().err == f"lockstep: {message}\n"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    program = f"{sys.executable} -m lockstep config schema | head -n 1"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert (done.stdout, done.stderr) == ("{\n", "")

@@ -1,0 +1,148 @@
+"""What each verb hands over to the rooms, and what config and recipes print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.cli.words import split
+from lockstep.config.override import Override
+from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
+
+Calls = list[tuple[Any, ...]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Stands in for the training room; every call is kept, and answered with exit code 7."""
+    calls: Calls = []
+
+    def verb(name: str) -> Any:
+        return lambda *given: (calls.append((name, *given)), 7)[1]
+
+    room = SimpleNamespace(**{name: verb(name) for name in ("train", "evaluate", "generate", "plan")})
+    monkeypatch.setitem(sys.modules, "lockstep.training.command", room)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "overrides"),
+    [
+        ("digits --ranks 2 --json", ["digits", "--ranks", "2", "--json"], []),
+        ("--optim.lr 1e-3 digits", ["digits"], [("optim.lr", "1e-3")]),
+        ("digits --optim.lr=1e-3 run.steps=5", ["digits"], [("optim.lr", "1e-3"), ("run.steps", "5")]),
+        ("--model.compile --ranks=2", ["--ranks=2"], [("model.compile", None)]),
+        ("--model.compile run.steps=5", [], [("model.compile", None), ("run.steps", "5")]),
+        ("--optim.weight_decay -1", [], [("optim.weight_decay", "-1")]),
+        ("--run.folder=a=b lr=", [], [("run.folder", "a=b"), ("lr", "")]),
+        ("-h", ["-h"], []),
+    ],
+)
+def test_words_are_parted(words: str, own: list[str], overrides: list[tuple[str, str | None]]) -> None:
+    flags = {"--ranks": True, "--json": False, "--help": False}
+    assert split(words.split(), flags) == (own, [Override(key, text) for key, text in overrides])
+
+
+def test_train_hands_over_the_config_and_the_call(command: Calls) -> None:
+    assert main(["train", "digits", "--ranks", "3", "--optim.lr", "1e-2", "--json", "run.seed=5"]) == 7
+    [(name, loaded, recipe, arguments)] = command
+    assert (name, recipe, arguments) == ("train", "digits", TrainArguments(json=True))
+    assert (loaded.config.launch.ranks, loaded.config.optim.lr, loaded.config.run.seed) == (3, 1e-2, 5)
+    assert loaded.origins["launch.ranks"] == "--ranks"
+
+
+def test_train_without_a_name_takes_the_default(command: Calls) -> None:
+    assert main(["train", "--trust-remote-code"]) == 7
+    [(_, loaded, recipe, arguments)] = command
+    assert (recipe, arguments) == ("stdlib-lm", TrainArguments(trust_remote_code=True))
+    assert loaded.config.launch.ranks == "auto"
+
+
+def test_plan_eval_and_generate_hand_over(command: Calls) -> None:
+    assert main(["plan", "digits", "--ranks", "8"]) == 7
+    assert main(["eval", "runs/x", "--ranks", "auto", "--json"]) == 7
+    assert (
+        main(["generate", "runs/x", "def ", "--tokens", "5", "--top-k", "3", "--seed", "1", "--temperature", "0"]) == 7
+    )
+    (_, loaded, recipe, arguments), evaluated, generated = command
+    assert (loaded.config.launch.ranks, recipe, arguments) == (8, "digits", PlanArguments())
+    assert evaluated == ("evaluate", Path("runs/x"), EvaluateArguments("auto", json=True))
+    assert generated == ("generate", Path("runs/x"), "def ", GenerateArguments(5, 0.0, 3, 1))
+
+
+def test_data_prepare_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: dict[str, Any] = {}
+
+    def prepare(inputs: list[str], output: Path, **options: Any) -> dict[str, Any]:
+        asked.update(inputs=inputs, output=output, **options)
+        return {"train": SimpleNamespace(tokens=1234, documents=2)}
+
+    monkeypatch.setitem(sys.modules, "lockstep.data.prepare", SimpleNamespace(prepare=prepare))
+    assert (
+        main(["data", "prepare", "a.txt", "b.txt", "--output", "out", "--tokenizer", "bytes", "--held-out", "9"]) == 0
+    )
+    assert asked == {
+        "inputs": ["a.txt", "b.txt"], "output": Path("out"), "tokenizer": "bytes", "split": "train", "column": "text",
+        "configuration": None, "held_out": 9,
+    }  # fmt: skip
+    assert capsys.readouterr().out == "out: train, 1,234 tokens of 2 documents\n"
+
+
+def test_data_fetch_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    room = SimpleNamespace(fetch=lambda config: iter([f"model {config.model.pretrained}"]))
+    monkeypatch.setitem(sys.modules, "lockstep.data.fetch", room)
+    assert main(["data", "fetch", "bert-imdb"]) == 0
+    assert capsys.readouterr().out == "model bert-base-uncased\n"
+
+
+def test_recipes_takes_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("stdlib-lm        A byte-level transformer")
+    assert any(line.startswith("bert-imdb ") and "lockstep data fetch bert-imdb" in line for line in lines)
+
+
+def test_config_show_tells_value_and_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "digits", "--optim.lr", "0.5"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert ["optim.lr", "0.5", "--optim.lr"] in rows
+    assert ["optim.eps", "1e-08", "default"] in rows
+    assert [row[1] for row in rows if row[0] == "model.kind"] == ["image-classifier"]
+    assert next(row[-1] for row in rows if row[0] == "model.kind").endswith("recipes/digits.yaml:4:9")
+
+
+def test_config_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "digits", "--json", "--launch.port=5"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["launch.port"] == {"value": 5, "from": "--launch.port"}
+    assert shown["evaluation.every"]["value"] == "5 epochs"
+
+
+def test_config_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check"]) == 0
+    assert capsys.readouterr().out == "ok\n"
+    assert main(["config", "check", "--optim.lr=x", "--optim.eps=y"]) == 2
+    assert capsys.readouterr().err == (
+        "lockstep: 2 problems in the config\n"
+        "  --optim.lr: 'x' is not a number of 0 or more\n"
+        "  --optim.eps: 'y' is not a number above 0\n"
+    )
+
+
+def test_config_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "--run.epochs=2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "ok\n"
+    assert captured.err == "lockstep: run.epochs (--run.epochs) takes the place of run.steps\n"
+
+
+def test_config_schema_is_a_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["properties"]["run"] == {"$ref": "#/$defs/Run"}

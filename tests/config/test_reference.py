@@ -1,0 +1,40 @@
+"""What is made from the schema is current."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lockstep.config import reference, shape
+from lockstep.config.schema import TransformerModel
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_committed_page_is_current() -> None:
+    assert (DOCS / "config.md").read_text() == reference.markdown(), (
+        "python -m lockstep.config.reference > docs/config.md"
+    )
+
+
+def test_the_committed_schema_is_current() -> None:
+    committed = json.loads((DOCS / "config.schema.json").read_text())
+    assert committed == reference.json_schema(), (
+        "python -m lockstep.config.reference --schema > docs/config.schema.json"
+    )
+
+
+def test_the_page_has_every_key() -> None:
+    page = reference.markdown()
+    for key in shape.all_keys():
+        if key[-1] != "kind":
+            assert f"`{key[-1]}`" in page or f"`{'.'.join(key)}`" in page or f".{key[-1]}" in page
+
+
+def test_descriptions_come_from_the_docstrings() -> None:
+    assert reference.description(TransformerModel, "kv_heads").startswith("Key-value heads")
+    assert reference.description(TransformerModel, "freeze").startswith("Patterns")
+    schema = reference.json_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["$defs"]["TransformerModel"]["properties"]["kv_heads"]["description"].startswith("Key-value heads")
+    assert schema["$defs"]["Optim"]["properties"]["lr"]["description"].startswith("Peak learning rate")

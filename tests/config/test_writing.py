@@ -1,0 +1,104 @@
+"""Any config, written as YAML, loads equal."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from lockstep.config import schema, shape
+from lockstep.config.loading import load
+from lockstep.config.shape import Range, Shape
+from lockstep.config.writing import to_yaml
+
+NASTY = st.sampled_from(
+    ["no", "1e5", "0x1f", "", "null", "~", " a", "a: b", "#", "'", '"', "*", "1_000", "é\n", "true"]
+)
+TEXT = NASTY | st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8)
+FREE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def _holding(at: Shape) -> st.SearchStrategy[Any]:
+    """Values that fit a shape."""
+    options: list[st.SearchStrategy[Any]] = []
+    if at.nullable:
+        options.append(st.none())
+    if at.anything:
+        options.append(FREE)
+    if at.boolean:
+        options.append(st.booleans())
+    if at.text:
+        options.append(TEXT)
+    if at.interval:
+        options.append(st.sampled_from([100, "5 minutes", "0.5 epochs", "64k samples"]))
+    if at.choices:
+        options.append(st.sampled_from(at.choices))
+    if at.whole:
+        options.append(st.integers(*_whole_bounds(at.whole)))
+    if at.real:
+        options.append(_reals(at.real))
+    if at.items:
+        size = {"min_size": at.length, "max_size": at.length} if at.length else {"max_size": 2}
+        options.append(st.lists(_holding(at.items), **size))
+    if at.values:
+        options.append(st.dictionaries(TEXT, _holding(at.values), max_size=2))
+    return st.one_of(*options, *(_sections(section) for section in at.sections()))
+
+
+def _whole_bounds(bounds: Range) -> tuple[int, int]:
+    low = bounds.above + 1 if bounds.above is not None else bounds.least
+    high = bounds.most if bounds.most is not None else bounds.below - 1 if bounds.below is not None else 10**12
+    assert low is not None
+    return int(low), int(high)
+
+
+def _reals(bounds: Range) -> st.SearchStrategy[float]:
+    low = bounds.above if bounds.above is not None else bounds.least
+    high = bounds.most if bounds.most is not None else bounds.below
+    return st.floats(low, high, exclude_min=bounds.above is not None, exclude_max=bounds.below is not None).filter(
+        lambda number: abs(number) < float("inf")
+    )
+
+
+@cache
+def _sections(section: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
+    """Required keys, and some of the others; those that must fit each other are left to their defaults."""
+    fields = {key: _holding(at) for key, at in shape.fields(section).items() if (section, key) not in _COUPLED}
+    required = {key: fields.pop(key) for key in shape.required(section) if key in fields}
+    return st.fixed_dictionaries(required, optional=fields)
+
+
+_COUPLED = {
+    (schema.TransformerModel, "width"), (schema.TransformerModel, "heads"), (schema.TransformerModel, "kv_heads"),
+    (schema.HuggingFaceModel, "architecture"), (schema.Objective, "kind"), (schema.Objective, "target"),
+    (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
+    (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
+}  # fmt: skip
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_written_config_loads_equal(data: st.DataObject) -> None:
+    asked = data.draw(_sections(schema.Config))
+    asked["run"]["steps"] = 10
+    if asked["model"]["kind"] == "huggingface":
+        asked["model"]["pretrained"] = "x"
+    config = schema.Config.model_validate_json(_json(asked))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.yaml")
+        path.write_text(to_yaml(config), encoding="utf-8")
+        assert load([path], environ={}).config == config
+
+
+def _json(value: object) -> str:
+    return json.dumps(value).replace("Infinity", "1e999")

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.ranks import STORE_FD, RankEnvironment, names_a_rank
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+@st.composite
+def environments(draw: st.DrawFn) -> RankEnvironment:
+    world = draw(st.integers(1, 64))
+    local = draw(st.integers(1, world))
+    rank = draw(st.integers(0, world - 1))
+    descriptor = draw(st.none() | st.integers(3, 99)) if rank == 0 else None
+    return RankEnvironment(rank, world, draw(st.integers(0, local - 1)), local, "node0", 29500, descriptor)
+
+
+@given(environments())
+def test_reads_what_it_writes(environment: RankEnvironment) -> None:
+    assert RankEnvironment.read(environment.variables()) == environment
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    assert RankEnvironment.read({"MASTER_ADDR": "left over", "PATH": "/bin"}) == RankEnvironment(0, 1, 0, 1)
+    assert not names_a_rank({"MASTER_ADDR": "left over"})
+
+
+@pytest.mark.parametrize("said", [{"LOCAL_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {}])
+def test_other_launchers_say_less(said: dict[str, str]) -> None:
+    environ = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"} | said
+    assert RankEnvironment.read(environ).local_world_size == (2 if said else 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"RANK": None},
+            "environment: RANK: is not set, but WORLD_SIZE=4, LOCAL_RANK=1, MASTER_ADDR=node0, MASTER_PORT=29500 is; "
+            "set it to this process's number among all, from 0, or unset WORLD_SIZE to start alone",
+        ),
+        ({"RANK": "4"}, "environment: RANK: is 4, but ranks are 0 to 3 with WORLD_SIZE 4"),
+        ({"RANK": "one"}, "environment: RANK: is 'one', which is not a whole number"),
+        (
+            {"LOCAL_RANK": "2"},
+            "environment: LOCAL_RANK: is 2, but local ranks are 0 to 1 with 2 ranks on this machine",
+        ),
+        (
+            {"LOCAL_WORLD_SIZE": "8"},
+            "environment: LOCAL_WORLD_SIZE: is 8, but WORLD_SIZE, which counts the ranks of all machines, is 4",
+        ),
+        ({"MASTER_PORT": "99999"}, "environment: MASTER_PORT: is 99999; ports are 1 to 65535"),
+        (
+            {STORE_FD: "5"},
+            "environment: LOCKSTEP_STORE_FD: is set for rank 1, but rank 0 keeps the store; unset it",
+        ),
+    ],
+)
+def test_contradictions(change: dict[str, str | None], message: str) -> None:
+    environ = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(ConfigError) as caught:
+        RankEnvironment.read(environ)
+    assert str(caught.value) == message
+
+
+def test_all_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RankEnvironment.read({"RANK": "0", "WORLD_SIZE": "2"})
+    assert [problem.key for problem in caught.value.problems] == ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+
+
+def test_torchruns_agent_keeps_the_store_itself() -> None:
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    first = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"})
+    ours = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"} | agent)
+    assert (first.keeps_store, first.attempt) == (True, 0)
+    assert (ours.keeps_store, ours.attempt) == (False, 2)
+
+
+def test_a_lone_rank_needs_no_meeting_place() -> None:
+    assert RankEnvironment.read({"RANK": "0", "WORLD_SIZE": "1"}) == RankEnvironment()

@@ -1,0 +1,203 @@
+"""Tiny rows and tiny tokenizers, all local."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.config.schema import HuggingFaceData
+from lockstep.core import hub
+from lockstep.core.errors import ConfigError
+from lockstep.data import noise
+from lockstep.data.prepare import prepare
+from lockstep.data.sources import open_source
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", "slow", "and"]
+ROWS = [
+    {"text": "the cat sat on the mat", "label": 0, "answer": "a dog ran"},
+    {"text": "", "label": 1, "answer": "a cat"},
+    {"text": "a dog ran fast and slow on a mat", "label": 2, "answer": "cat"},
+    {"text": "cat", "label": 0, "answer": "the dog sat"},
+]
+INDICES = np.array([3, 0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def save(name: str, special: dict[str, str], template: str | None) -> None:
+        vocabulary = {word: number for number, word in enumerate([*special.values(), *WORDS])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        if template:
+            ids = [(word, vocabulary[word]) for word in ("[CLS]", "[SEP]")]
+            tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path / name)
+
+    path = tmp_path_factory.mktemp("hf")
+    save("gpt", {"eos_token": "<eos>", "unk_token": "<unk>"}, None)
+    bert = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    save("bert", {**bert, "unk_token": "[UNK]"}, "[CLS] $A [SEP]")
+    (path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    return path
+
+
+@pytest.fixture
+def opened(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+
+    def open_(used: str, task: str | None, **options):
+        options = {"name": str(folder / "rows.jsonl"), "tokenizer": str(folder / used)} | options
+        return open_source(HuggingFaceData(kind="huggingface", **options), task=task, tokenizer=None)
+
+    return open_
+
+
+def words(*text: str) -> list[int]:
+    """Ids under the gpt tokenizer, which has two special tokens."""
+    return [WORDS.index(word) + 2 for word in " ".join(text).split()]
+
+
+def test_padding_is_never_a_target_even_where_it_is_the_end_token(opened):
+    source = opened("gpt", "causal-lm")
+    assert (source.facts.vocabulary, source.facts.padding, source.facts.samples) == (13, 0, 4)
+    batch = source.fetch(INDICES)
+    first, second = words("cat"), words("the cat sat on the mat")
+    assert batch.inputs["input_ids"].tolist() == [first + [0] * 5, second]
+    assert batch.inputs["attention_mask"].tolist() == [[1, 0, 0, 0, 0, 0], [1] * 6]
+    assert batch.targets.tolist() == [first + [-100] * 5, second]
+    assert batch.tokens == 7
+
+
+def test_our_own_language_models_get_the_next_ids(opened):
+    batch = opened("gpt", None).fetch(INDICES)
+    second = words("the cat sat on the mat")
+    assert batch.inputs["tokens"].tolist()[1] == second
+    assert batch.targets.tolist() == [[-100] * 6, [*second[1:], -100]]
+
+
+def test_an_empty_text_is_one_place(opened):
+    batch = opened("gpt", "causal-lm").fetch(np.array([1]))
+    assert batch.inputs["input_ids"].tolist() == [[0]]
+    assert batch.inputs["attention_mask"].tolist() == [[1]]
+
+
+def test_packed_documents_fill_every_sample(opened):
+    stream = [token for row in ROWS for token in [*words(row["text"]), 0]]
+    source = opened("gpt", "causal-lm", packed=True, max_length=4)
+    assert source.facts.samples == (len(stream) - 1) // 4
+    assert source.facts.bytes_per_token == sum(len(row["text"]) for row in ROWS) / len(stream)
+    assert source.fetch(np.array([1])).inputs["input_ids"].tolist() == [stream[4:8]]
+    assert opened("gpt", None, packed=True, max_length=4).fetch(np.array([1])).targets.tolist() == [stream[5:9]]
+
+
+def test_classes_come_with_texts_padded_to_the_batchs_longest(opened):
+    source = opened("bert", "sequence-classification", label="label")
+    assert source.facts.classes == 3
+    batch = source.fetch(INDICES)
+    assert batch.inputs["input_ids"].shape == (2, 8)
+    assert batch.targets.tolist() == [0, 0]
+    own = opened("bert", None, label="label").fetch(INDICES)
+    assert own.inputs["mask"].dtype == torch.bool
+    assert torch.equal(own.inputs["tokens"], batch.inputs["input_ids"])
+
+
+def test_samples_are_cut_at_the_longest_length(opened):
+    assert opened("bert", "masked-lm", max_length=5).fetch(INDICES).inputs["input_ids"].shape == (2, 5)
+
+
+def test_masks_hide_words_and_belong_to_the_sample(opened):
+    source = opened("bert", "masked-lm", mask_probability=0.5)
+    assert source.draws
+    plain = opened("bert", "masked-lm", mask_probability=0.0).fetch(np.arange(4))
+    assert (plain.targets == -100).all()
+    hidden = total = masked = 0
+    for epoch in range(200):
+        noise.use_epoch(epoch * 7919)
+        batch = source.fetch(np.arange(4))
+        ids, chosen = plain.inputs["input_ids"], batch.targets != -100
+        assert torch.equal(batch.targets[chosen], ids[chosen])
+        assert not (chosen & (ids < 5)).any()
+        assert torch.equal(batch.inputs["input_ids"][~chosen], ids[~chosen])
+        hidden, total = hidden + int(chosen.sum()), total + int((ids >= 5).sum())
+        masked += int((batch.inputs["input_ids"][chosen] == 3).sum())
+        alone = source.fetch(np.array([0]))
+        assert torch.equal(alone.targets[0], batch.targets[0, : alone.targets.shape[1]])
+    assert abs(hidden / total - 0.5) < 0.03
+    assert abs(masked / hidden - (0.8 + 0.1 / 16)) < 0.03
+
+
+def test_a_target_text_becomes_labels(opened):
+    batch = opened("gpt", "seq2seq", label="answer").fetch(np.array([0, 1]))
+    expected = [words("a dog ran"), [*words("a cat"), -100]]
+    assert batch.targets.tolist() == batch.inputs["labels"].tolist() == expected
+
+
+def test_slices_and_saved_data_sets(opened, folder, tmp_path):
+    assert opened("gpt", "causal-lm", split="train[1:3]").facts.samples == 2
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list(ROWS)
+    DatasetDict({"train": rows, "validation": rows.select([2])}).save_to_disk(str(tmp_path / "saved"))
+    saved = {"name": str(tmp_path / "saved")}
+    assert opened("gpt", "causal-lm", **saved, split="validation").facts.samples == 1
+    half = opened("gpt", "causal-lm", **saved, split="train[:50%]")
+    assert half.facts.samples == 2
+    assert half.fingerprint == opened("gpt", "causal-lm", split="train[:2]").fingerprint
+    assert half.fingerprint != opened("gpt", "causal-lm", split="train[2:]").fingerprint
+
+
+def test_what_does_not_fit_is_said(opened, tmp_path):
+    for arguments, message in [
+        ({"task": "causal-lm", "text": "txt"}, "no column txt; did you mean text"),
+        ({"task": "seq2seq"}, "seq2seq needs `label`"),
+        ({"task": "sequence-classification", "label": "answer"}, "column answer has '.*', but classes are numbers"),
+        ({"task": "masked-lm", "tokenizer_": "gpt"}, "needs a tokenizer with a mask token"),
+        ({"task": "masked-lm", "packed": True}, "packed can be false"),
+        ({"task": "causal-lm", "name": str(tmp_path / "none.jsonl")}, "there is no file or folder"),
+        ({"task": "causal-lm", "split": "test"}, "split test, can't be read"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            opened(arguments.pop("tokenizer_", "bert"), arguments.pop("task"), **arguments)
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # noted, so that what the code sets is undone
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub.is_connected.cache_clear()
+    yield
+    hub.is_connected.cache_clear()
+
+
+def test_without_a_network_a_name_that_is_not_cached_fails_at_once(opened, unreachable):
+    import datasets.config
+    import huggingface_hub.constants
+
+    before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+    try:
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match="lockstep data fetch RECIPE"):
+            opened("gpt", "causal-lm", name="surely/not-cached")
+        with pytest.raises(ConfigError, match=r"tokenizer surely/not-cached .*`lockstep data fetch RECIPE`"):
+            opened("gpt", "causal-lm", tokenizer="surely/not-cached")
+        assert time.monotonic() - start < 10
+    finally:
+        datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
+
+
+def test_preparing_with_a_tokenizer_of_the_library(folder, tmp_path):
+    headers = prepare(
+        [str(folder / "rows.jsonl")], tmp_path / "out", tokenizer=str(folder / "gpt"), column="answer", held_out=4
+    )
+    assert np.fromfile(tmp_path / "out/train.tokens", np.uint16).tolist() == [
+        token for row in ROWS[:3] for token in [*words(row["answer"]), 0]
+    ]
+    assert headers["train"].vocabulary == 13
+    assert headers["held-out"].documents == 1

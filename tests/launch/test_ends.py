@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from lockstep.core.errors import ConfigError, GiveUp, Stopped
+from lockstep.launch.ends import End, Kind, describe, end_of_exception, end_of_process, end_of_return, first_cause
+from lockstep.launch.rank import run_entry
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41938"
+
+
+def _end(kind: Kind, time: float = 0.0, text: str = "") -> End:
+    return End(kind, 1, text, time)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (ConfigError("lr is 0"), Kind.MESSAGE, 2),
+        (GiveUp("no disk"), Kind.MESSAGE, 1),
+        (Stopped("time is up"), Kind.STOPPED, 130),
+        (KeyboardInterrupt(), Kind.STOPPED, 130),
+        (SystemExit(), Kind.DONE, 0),
+        (SystemExit(4), Kind.CODE, 4),
+        (SystemExit("enough"), Kind.MESSAGE, 1),
+        (ValueError("boom"), Kind.TRACEBACK, 1),
+        (RuntimeError(GLOO), Kind.PEER, 1),
+        (ConnectionResetError("Connection reset by peer"), Kind.PEER, 1),
+        (ValueError("Connection closed by peer"), Kind.TRACEBACK, 1),  # no network raises this kind
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_exceptions_are_told_apart(error: BaseException, kind: Kind, code: int) -> None:
+    end = end_of_exception(error, 0.0, None)
+    assert (end.kind, end.code) == (kind, code)
+
+
+def test_exception_raised_from_a_peers_end_is_one() -> None:
+    error = ValueError("step 4 failed")
+    error.__cause__ = RuntimeError(GLOO)
+    assert end_of_exception(error, 0.0, None).kind is Kind.PEER
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "kind", "text"),
+    [
+        (0, Kind.DONE, ""),
+        (3, Kind.CODE, "ended with exit code 3"),
+        (130, Kind.STOPPED, ""),
+        (-9, Kind.KILLED, "was killed by SIGKILL: out of memory, perhaps (the kernel's log, dmesg, would say so)"),
+        (-11, Kind.KILLED, "was killed by SIGSEGV"),
+        (-6, Kind.PEER, "was killed by SIGABRT"),
+        (-99, Kind.KILLED, "was killed by signal 99"),
+    ],
+)
+def test_processes_that_end_without_a_word(exitcode: int, kind: Kind, text: str) -> None:
+    end = end_of_process(exitcode, 0.0)
+    assert (end.kind, end.text) == (kind, text)
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ([_end(Kind.DONE), _end(Kind.DONE)], None),
+        ([_end(Kind.PEER, 1), _end(Kind.KILLED, 2)], 1),
+        ([_end(Kind.ENDED, 1), _end(Kind.PEER, 2), _end(Kind.TRACEBACK, 3)], 2),
+        ([_end(Kind.TRACEBACK, 2), _end(Kind.MESSAGE, 1)], 1),
+        ([_end(Kind.PEER, 2), _end(Kind.PEER, 1)], 1),
+        ([_end(Kind.ENDED, 1), _end(Kind.PEER, 2)], 1),
+        ([_end(Kind.PEER, 1), _end(Kind.STOPPED, 2)], 1),
+        ([_end(Kind.DONE, 1), _end(Kind.ENDED, 2)], 1),
+    ],
+)
+def test_first_cause_by_kind_then_by_time(ends: list[End], cause: int | None) -> None:
+    assert first_cause(ends) == cause
+
+
+def test_message_of_all_ranks_names_none() -> None:
+    ends = [end_of_exception(ConfigError("lr is 0"), 0.0, None)] * 2
+    assert describe(0, ends) == "lr is 0"
+    assert describe(0, [ends[0], end_of_return(0, 0.0)]) == "rank 0: lr is 0"
+
+
+def test_what_a_failed_entry_held_is_let_go_at_once() -> None:
+    """Not whenever garbage is collected: a data loader's workers then have nobody left to tell them to end."""
+    held: list[weakref.ref[set[int]]] = []
+
+    def entry() -> int:
+        workers = {1, 2}
+        held.append(weakref.ref(workers))
+        raise ValueError("boom")
+
+    gc.disable()
+    try:
+        assert run_entry(entry).kind is Kind.TRACEBACK
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_long_tracebacks_lose_their_middle() -> None:
+    text = end_of_exception(ValueError("x" * 100_000 + "the end"), 0.0, None).text
+    assert len(text) < 13_000
+    assert text.startswith("ValueError: xxx")
+    assert text.endswith("the end")

@@ -1,0 +1,59 @@
+"""Text from language models of ours and of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config.schema import HuggingFaceModel, TransformerModel
+from lockstep.core.records import DataFacts
+from lockstep.models.build import build_model
+from lockstep.models.generation import generate
+
+
+class _NextIsOneMore(nn.Module):
+    """Logits that make t + 1 follow t, by far; refuses windows of more than 4 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens):
+        assert tokens.shape[1] <= 4
+        assert not self.training
+        return nn.functional.one_hot((tokens + 1) % 10, 10) * 50.0
+
+
+@pytest.mark.parametrize("choice", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 1, "temperature": 5.0}])
+def test_the_likely_token_follows(choice):
+    model = _NextIsOneMore()
+    assert list(generate(model, [3], 9, context=4, **choice)) == [4, 5, 6, 7, 8, 9, 0, 1, 2]
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        TransformerModel(kind="transformer", layers=1, width=16, heads=2),
+        HuggingFaceModel(
+            kind="huggingface",
+            task="causal-lm",
+            architecture={"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8},
+        ),
+    ],
+    ids=["ours", "gpt2"],
+)
+def test_draws_follow_the_generator(section):
+    model = build_model(section, DataFacts(10, 8, vocabulary=40), 1)
+
+    def drawn(seed):
+        return list(generate(model, [1, 2, 3], 12, generator=torch.Generator().manual_seed(seed)))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert all(0 <= token < 40 for token in drawn(3))
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt is empty"):
+        next(generate(_NextIsOneMore(), [], 1))

@@ -1,0 +1,255 @@
+"""Objectives are sums over valid targets: any split adds up, in value and in gradient."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.config import schema
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.records import Batch, DataFacts
+from lockstep.models.objectives import (
+    Classification,
+    FunctionObjective,
+    MaskedLanguage,
+    NextToken,
+    Sequence2Sequence,
+    adapt_objective,
+    build_objective,
+    count_targets,
+    coupling,
+    cross_entropy_sum,
+)
+
+V, T = 7, 5
+
+
+def _batch(logits, targets, chosen=slice(None)):
+    return logits[chosen], Batch({}, targets[chosen], len(targets[chosen]), targets[chosen].numel())
+
+
+def _random(samples, seed, classes_only):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (samples,) if classes_only else (samples, T)
+    targets = torch.randint(0, V, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.4] = -100
+    return torch.randn(*shape, V, generator=generator, dtype=torch.float32), targets
+
+
+OBJECTIVES = [
+    pytest.param(NextToken(), id="next-token"),
+    pytest.param(NextToken(shift=True), id="next-token-shifted"),
+    pytest.param(NextToken(label_smoothing=0.1), id="smoothed"),
+    pytest.param(MaskedLanguage(), id="masked-lm"),
+    pytest.param(Sequence2Sequence(label_smoothing=0.2), id="seq2seq"),
+    pytest.param(Classification(), id="classification"),
+    pytest.param(Classification(label_smoothing=0.1), id="classification-smoothed"),
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@settings(max_examples=25, deadline=None)
+@given(samples=st.integers(1, 9), seed=st.integers(0, 1000), data=st.data())
+def test_any_split_adds_up(objective, samples, seed, data):
+    logits, targets = _random(samples, seed, isinstance(objective, Classification))
+    logits.requires_grad_()
+    cuts = sorted(data.draw(st.sets(st.integers(0, samples))) | {0, samples})
+    parts = [_batch(logits, targets, slice(start, stop)) for start, stop in pairwise(cuts)]
+    whole = _batch(logits, targets)
+    total = objective.loss_sum(*whole)
+    assert sum(objective.count(batch) for _, batch in parts) == objective.count(whole[1])
+    torch.testing.assert_close(sum(objective.loss_sum(*part) for part in parts), total, rtol=1e-5, atol=1e-5)
+    (expected,) = torch.autograd.grad(total, logits)
+    (found,) = torch.autograd.grad(sum(objective.loss_sum(*part) for part in parts), logits)
+    assert (found - expected).norm() <= 1e-6 * expected.norm() + 1e-12
+    for name, value in objective.metric_sums(*whole).items():
+        torch.testing.assert_close(
+            sum(objective.metric_sums(*part)[name] for part in parts), value, rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_sum_over_count_is_torchs_mean(objective):
+    logits, targets = _random(6, 1, isinstance(objective, Classification))
+    smoothing = objective._smoothing
+    mean = objective.loss_sum(*_batch(logits, targets)) / objective.count(_batch(logits, targets)[1])
+    if getattr(objective, "_shift", False):
+        logits, targets = logits[:, :-1], targets[:, 1:]
+    expected = nn.functional.cross_entropy(logits.reshape(-1, V), targets.flatten(), label_smoothing=smoothing)
+    torch.testing.assert_close(mean, expected)
+
+
+def test_ignored_positions_count_nothing_and_get_no_gradient():
+    logits = torch.randn(2, T, V, requires_grad=True)
+    targets = torch.full((2, T), -100)
+    targets[0, 3] = 2
+    batch = Batch({}, targets, 2, 10)
+    assert NextToken().count(batch) == 1
+    (gradient,) = torch.autograd.grad(NextToken().loss_sum(logits, batch), logits)
+    assert gradient.abs().sum(-1).count_nonzero() == 1
+    nothing = Batch({}, torch.full((2, T), -100), 2, 10)
+    assert NextToken().count(nothing) == 0
+    assert NextToken().loss_sum(logits, nothing) == 0
+
+
+def test_the_loss_is_fp32_whatever_the_outputs():
+    logits, targets = _random(4, 1, False)
+    rough = logits.bfloat16()
+    loss = NextToken().loss_sum(rough, _batch(logits, targets)[1])
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss, NextToken().loss_sum(rough.float(), _batch(logits, targets)[1]), rtol=0, atol=0)
+
+
+def test_outputs_may_be_a_mapping_with_logits():
+    logits, targets = _random(4, 1, True)
+    batch = _batch(logits, targets)[1]
+    assert Classification().loss_sum({"logits": logits}, batch) == Classification().loss_sum(logits, batch)
+    with pytest.raises(GiveUp, match=r"mapping of \['hidden'\].*needs logits"):
+        Classification().loss_sum({"hidden": logits}, batch)
+    with pytest.raises(GiveUp, match="a tuple"):
+        Classification().loss_sum((logits,), batch)
+
+
+def test_metrics_by_hand():
+    targets = torch.tensor([[0, 1, -100]])
+    logits = torch.zeros(1, 3, 4)
+    logits[0, 0, 0] = 1.0
+    objective = NextToken(bytes_per_token=2.0)
+    batch = Batch({}, targets, 1, 3)
+    sums = {name: float(value) for name, value in objective.metric_sums(logits, batch).items()}
+    metrics = objective.metrics(float(objective.loss_sum(logits, batch)), 2, sums)
+    nats = (math.log(math.e + 3) - 1 + math.log(4)) / 2
+    assert metrics == pytest.approx(
+        {"loss": nats, "perplexity": math.exp(nats), "accuracy": 0.5, "bits_per_byte": nats / math.log(2) / 2}
+    )
+
+
+def test_perplexity_is_of_the_plain_loss_under_label_smoothing():
+    logits, targets = _random(4, 1, False)
+    batch = _batch(logits, targets)[1]
+    found = []
+    for objective in (NextToken(), NextToken(label_smoothing=0.3)):
+        sums = {name: float(value) for name, value in objective.metric_sums(logits, batch).items()}
+        found.append(objective.metrics(float(objective.loss_sum(logits, batch)), objective.count(batch), sums))
+    assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"])
+    assert found[0]["loss"] != pytest.approx(found[1]["loss"])
+
+
+def test_an_empty_evaluation_is_nan_and_a_lost_model_has_infinite_perplexity():
+    assert math.isnan(Classification().metrics(0.0, 0.0, {"right": 0.0})["loss"])
+    assert NextToken().metrics(1e6, 1.0, {"right": 0.0})["perplexity"] == math.inf
+
+
+def test_soft_targets_are_refused():
+    with pytest.raises(GiveUp, match="float32"):
+        count_targets(torch.rand(3, 4))
+
+
+# --- which objective -----------------------------------------------------------------------------------------------
+
+TRANSFORMER = schema.TransformerModel(kind="transformer")
+CUSTOM = schema.CustomModel(kind="custom", target="torch.nn:Linear")
+
+
+def _huggingface(task, **architecture):
+    return schema.HuggingFaceModel(kind="huggingface", task=task, architecture={"model_type": "bert", **architecture})
+
+
+@pytest.mark.parametrize(
+    ("model", "facts", "expected"),
+    [
+        (TRANSFORMER, DataFacts(1, 1, vocabulary=2), NextToken),
+        (schema.TextClassifierModel(kind="text-classifier"), DataFacts(1, 1), Classification),
+        (schema.ImageClassifierModel(kind="image-classifier"), DataFacts(1, 1), Classification),
+        (_huggingface("causal-lm"), DataFacts(1, 1), NextToken),
+        (_huggingface("masked-lm"), DataFacts(1, 1), MaskedLanguage),
+        (_huggingface("seq2seq"), DataFacts(1, 1), Sequence2Sequence),
+        (_huggingface("sequence-classification"), DataFacts(1, 1), Classification),
+        (CUSTOM, DataFacts(1, 1, vocabulary=9, classes=3), Classification),
+        (CUSTOM, DataFacts(1, 1, vocabulary=9), NextToken),
+    ],
+)
+def test_auto_is_what_the_model_is_made_for(model, facts, expected):
+    assert type(build_objective(schema.Objective(), model, facts)) is expected
+
+
+def test_labels_of_transformers_are_shifted_and_ours_are_not():
+    batch = Batch({}, torch.zeros(2, 5, dtype=torch.long), 2, 10)
+    facts = DataFacts(1, 5, vocabulary=9)
+    assert build_objective(schema.Objective(), TRANSFORMER, facts).count(batch) == 10
+    assert build_objective(schema.Objective(), _huggingface("causal-lm"), facts).count(batch) == 8
+
+
+@pytest.mark.parametrize(
+    ("objective", "model", "says"),
+    [
+        (
+            {"kind": "classification"},
+            TRANSFORMER,
+            "does not fit a model of kind 'transformer', .*made for 'next-token'",
+        ),
+        ({"arguments": {"x": 1}}, TRANSFORMER, "objective.arguments: these belong to `kind: custom`; next-token"),
+        ({}, CUSTOM, "neither the model .* nor the data .* says what to train for; one of next-token"),
+        ({"kind": "given"}, TRANSFORMER, "objective.kind: `given` takes an objective handed over"),
+        ({}, _huggingface("causal-lm", output_router_logits=True), "output_router_logits: asks for a balancing loss"),
+        ({"kind": "custom", "target": "math:pi"}, CUSTOM, "math:pi is a float"),
+        ({"kind": "custom", "target": "collections:Counter"}, CUSTOM, "an objective is .*; this is a Counter"),
+        (
+            {"kind": "custom", "target": "torch.nn:MSELoss"},
+            CUSTOM,
+            "reduction='mean'.*give MSELoss\\(reduction=\"sum\"\\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(objective, model, says):
+    with pytest.raises(ConfigError, match=says):
+        build_objective(schema.Objective(**objective), model, DataFacts(1, 1))
+
+
+class Contrast:
+    decomposes = False
+
+    def count(self, batch):
+        return 2 * batch.samples
+
+    def loss_sum(self, outputs, batch):
+        return outputs.sum()
+
+
+def test_objects_modules_and_functions_are_adapted():
+    batch = Batch({}, torch.tensor([[1.0], [3.0]]), 2, 2)
+    outputs = torch.tensor([[2.0], [5.0]])
+    mine = adapt_objective(Contrast())
+    assert (mine.count(batch), float(mine.loss_sum(outputs, batch)), mine.decomposes) == (4, 7.0, False)
+    assert mine.metrics(7.0, 4, {}) == {"loss": 1.75}
+    squares = adapt_objective(nn.MSELoss(reduction="sum"))
+    assert (squares.count(batch), float(squares.loss_sum(outputs, batch))) == (2, 5.0)
+    function = adapt_objective(lambda outputs, batch: (outputs - batch.targets).abs().sum())
+    assert (function.count(batch), float(function.loss_sum(outputs, batch))) == (2, 3.0)
+    assert function.metric_sums(outputs, batch) == {}
+    own = FunctionObjective(count=lambda batch: 1, loss_sum=cross_entropy_sum)
+    assert adapt_objective(own) is own
+
+
+def test_torchs_cross_entropy_counts_what_it_does_not_ignore():
+    batch = Batch({}, torch.tensor([1, 0, -1]), 3, 3)
+    objective = adapt_objective(nn.CrossEntropyLoss(reduction="sum", ignore_index=-1))
+    assert objective.count(batch) == 2
+
+
+@pytest.mark.parametrize("thing", [Contrast, 3, "loss"])
+def test_other_things_are_no_objectives(thing):
+    with pytest.raises(ConfigError, match="an objective is an object with count"):
+        adapt_objective(thing)
+
+
+def test_batch_norm_couples_and_is_named():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
+    assert coupling(module) == "batch norm (1, 2.0)"
+    assert coupling(nn.Sequential(nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.InstanceNorm1d(2))) is None

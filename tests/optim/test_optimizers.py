@@ -1,0 +1,376 @@
+"""Every optimizer against torch's own (or its paper), and every discarded update against nothing at all."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config.schema import Optim, ParameterRule
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.optim import discard, fused, stepping
+from lockstep.optim.groups import parameter_groups
+from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
+
+OPTIMS = {
+    "adamw": Optim(name="adamw", weight_decay=0.1),
+    "adam": Optim(name="adam", weight_decay=0.1),
+    "sgd": Optim(name="sgd", weight_decay=0.1),
+    "sgd without momentum": Optim(name="sgd", momentum=0.0),
+    "sgd with nesterov": Optim(name="sgd", nesterov=True),
+    "lion": Optim(name="lion", weight_decay=0.1, betas=(0.9, 0.99)),
+    "muon": Optim(name="muon", weight_decay=0.1),
+    "adafactor": Optim(name="adafactor", weight_decay=0.1),
+}
+NAMES = list(OPTIMS)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.LayerNorm(3))
+
+
+def build(model, optim):
+    return build_optimizer(optim, parameter_groups(model.named_parameters(), optim))
+
+
+def set_gradients(model, seed, scale=1.0, without=()):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        grad = torch.randn(parameter.shape, generator=generator) * scale
+        parameter.grad = None if name in without else grad
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def frozen_copy(state):
+    return copy.deepcopy(state)
+
+
+def assert_same(left, right):
+    """To the bit, NaN included."""
+    torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+
+
+# --- the same update as torch's -----------------------------------------------------------------------------------
+
+
+def reference(name, model):
+    """What torch does, with the same groups: matrices decay, the rest doesn't."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": OPTIMS[name].weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    make = {
+        "adamw": lambda: torch.optim.AdamW(groups),
+        "adam": lambda: torch.optim.Adam(groups),
+        "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
+        "sgd without momentum": lambda: torch.optim.SGD(groups),
+        "sgd with nesterov": lambda: torch.optim.SGD(groups, momentum=0.9, nesterov=True),
+        "adafactor": lambda: torch.optim.Adafactor(groups),
+    }
+    return make[name]()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "sgd without momentum", "sgd with nesterov", "adafactor"])
+def test_updates_are_those_of_torch(name):
+    ours, theirs = make_model(), make_model()
+    optimizer, oracle = build(ours, OPTIMS[name]), reference(name, theirs)
+    for step in range(20):
+        rate = 0.01 * (step + 1)
+        set_gradients(ours, step, scale=3.0)
+        set_gradients(theirs, step, scale=3.0 / 8.0)
+        optimizer.update(rate, 8.0, True)
+        for group in oracle.param_groups:
+            group["lr"] = rate
+        oracle.step()
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_muon_updates_hidden_matrices_as_torch_does_and_the_rest_by_adamw():
+    ours, theirs = make_model(), make_model()
+    optim = OPTIMS["muon"]
+    optimizer = build(ours, optim)
+    matrices = [p for p in theirs.parameters() if p.dim() == 2]
+    muon = torch.optim.Muon(matrices, 0.01, optim.weight_decay, optim.momentum, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([p for p in theirs.parameters() if p.dim() != 2], 0.01, weight_decay=0.0)
+    for step in range(5):
+        set_gradients(ours, step, scale=4.0)
+        set_gradients(theirs, step)
+        optimizer.update(0.01, torch.tensor(4.0, dtype=torch.float64), torch.tensor(True))
+        muon.step()
+        adamw.step()
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_lion_is_its_papers_algorithm():
+    parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, -4.0]]))
+    optim = OPTIMS["lion"]
+    optimizer = build_optimizer(optim, parameter_groups([("w", parameter)], optim))
+    value, moment = parameter.detach().double().clone(), torch.zeros(2, 2, dtype=torch.float64)
+    for step in range(12):
+        grad = torch.randn(2, 2, generator=torch.Generator().manual_seed(step))
+        parameter.grad = grad.clone()
+        optimizer.update(0.01, 1.0, True)
+        direction = torch.sign(0.9 * moment + 0.1 * grad.double())
+        value = value - 0.01 * (direction + 0.1 * value)
+        moment = 0.99 * moment + 0.01 * grad.double()
+    torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(optimizer.state_dict()["parameters"]["w"]["exp_avg"].double(), moment)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rules_lr_scale_scales_the_rate(name):
+    optim = OPTIMS[name].model_copy(update={"rules": (ParameterRule(match=("0.*",), lr_scale=0.0),)})
+    model = make_model()
+    optimizer, before = build(model, optim), weights(model)
+    set_gradients(model, 1)
+    optimizer.update(0.1, 1.0, True)
+    after = weights(model)
+    assert {key for key in after if torch.equal(after[key], before[key])} == {"0.weight", "0.bias"}
+    assert {(group["lr_scale"], group["lr"]) for group in optimizer.groups} == {(0.0, 0.0), (1.0, 0.1)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_gone_after_an_update(name):
+    model = make_model()
+    optimizer = build(model, OPTIMS[name])
+    for keep in (True, False, torch.tensor(True), torch.tensor(False)):
+        set_gradients(model, 1)
+        optimizer.update(0.1, 2.0, keep)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# --- discarded updates --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["the host decides", "the device decides"])
+def who_decides(request, monkeypatch):
+    """As on a GPU, where `keep` is a tensor that the host doesn't read."""
+    if request.param == "the device decides":
+        for room in (fused, stepping):
+            monkeypatch.setattr(room, "decided", lambda keep: keep)
+    return request.param
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_discarded_update_leaves_everything_as_it_was(name, bad, who_decides):
+    """Parameters, moments and step counts, at the first update and later."""
+    model = make_model()
+    optimizer = build(model, OPTIMS[name])
+    for step in range(3):
+        before, state = weights(model), frozen_copy(optimizer.state_dict())
+        set_gradients(model, step, scale=bad)
+        optimizer.update(0.1, torch.tensor(0.5), torch.tensor(False))
+        assert_same(weights(model), before)
+        assert_same(optimizer.state_dict(), state)
+        set_gradients(model, step)
+        optimizer.update(0.1, torch.tensor(1.0), torch.tensor(True))
+        assert not torch.equal(weights(model)["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_with_discarded_updates_is_the_run_without_them(name, who_decides):
+    clean, disturbed = make_model(), make_model()
+    first, second = build(clean, OPTIMS[name]), build(disturbed, OPTIMS[name])
+    for step in range(6):
+        set_gradients(clean, step)
+        first.update(0.1, torch.tensor(2.0), torch.tensor(True))
+        for scale in (float("nan"), 1e30):
+            set_gradients(disturbed, 100 + step, scale)
+            second.update(0.1, torch.tensor(2.0), torch.tensor(False))
+        set_gradients(disturbed, step)
+        second.update(0.1, torch.tensor(2.0), torch.tensor(True))
+    assert_same(weights(disturbed), weights(clean))
+    assert_same(second.state_dict(), first.state_dict())
+
+
+def test_a_step_is_undone_on_the_device():
+    tensors = [torch.ones(3), torch.zeros(())]
+
+    def step():
+        tensors[0].fill_(float("nan"))
+        tensors[1].add_(1)
+
+    discard.step_if(torch.tensor(False), tensors, step)
+    assert_same(tensors, [torch.ones(3), torch.zeros(())])
+    discard.step_if(torch.tensor(True), tensors, step)
+    assert_same(tensors, [torch.full((3,), float("nan")), torch.ones(())])
+
+
+# --- parameters without a gradient --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_without_a_gradient_stays_and_does_not_count(name, who_decides):
+    model = make_model()
+    optimizer = build(model, OPTIMS[name])
+    before = weights(model)
+    set_gradients(model, 1, without=("0.weight", "2.bias"))
+    optimizer.update(0.1, torch.tensor(2.0), torch.tensor(True))
+    after = weights(model)
+    assert {key for key in after if torch.equal(after[key], before[key])} == {"0.weight", "2.bias"}
+    state = optimizer.state_dict()["parameters"]
+    if "step" in state["2.weight"]:
+        assert float(state["2.weight"]["step"]) == 1
+        assert float(state["0.weight"].get("step", 0)) == 0
+
+
+def test_no_gradient_at_all_changes_nothing():
+    model = make_model()
+    optimizer, before = build(model, OPTIMS["adamw"]), weights(model)
+    optimizer.update(0.1, 2.0, True)
+    assert_same(weights(model), before)
+
+
+def test_parameters_of_several_precisions_are_updated():
+    model = make_model()
+    model[2].to(torch.bfloat16)
+    optimizer, before = build(model, OPTIMS["adamw"]), weights(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.update(0.1, 2.0, True)
+    assert all(not torch.equal(value, before[key]) for key, value in weights(model).items())
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_goes_on_by_name_in_other_groups(name):
+    """Half the updates, then the rest in a new optimizer whose groups are cut differently."""
+    whole, halves = make_model(), make_model()
+    first, second = build(whole, OPTIMS[name]), build(halves, OPTIMS[name])
+    for step in range(6):
+        if step == 3:
+            saved = frozen_copy(second.state_dict())
+            regrouped = (ParameterRule(match=("2.*",), weight_decay=0.0), ParameterRule(match=("0.*",), lr_scale=1.0))
+            keep_decay = tuple(rule.model_copy(update={"weight_decay": None}) for rule in regrouped)
+            second = build(halves, OPTIMS[name].model_copy(update={"rules": keep_decay[::-1]}))
+            second.load_state_dict(saved)
+            saved["parameters"]["0.weight"].clear()
+        for model, optimizer in ((whole, first), (halves, second)):
+            set_gradients(model, step)
+            optimizer.update(0.1, 1.0, True)
+    assert_same(weights(halves), weights(whole))
+    assert_same(second.state_dict(), first.state_dict())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loading_copies(name):
+    model = make_model()
+    optimizer = build(model, OPTIMS[name])
+    set_gradients(model, 0)
+    optimizer.update(0.1, 1.0, True)
+    saved = frozen_copy(optimizer.state_dict())
+    kept = frozen_copy(saved)
+    optimizer = build(model, OPTIMS[name])
+    optimizer.load_state_dict(saved)
+    set_gradients(model, 1)
+    optimizer.update(0.1, 1.0, True)
+    assert_same(saved, kept)
+
+
+def test_state_has_torchs_names():
+    model = make_model()
+    state = build(model, OPTIMS["adamw"]).state_dict()["parameters"]
+    assert list(state) == ["0.weight", "2.weight", "0.bias", "2.bias", "3.weight", "3.bias"]
+    assert {tuple(sorted(entries)) for entries in state.values()} == {("exp_avg", "exp_avg_sq", "step")}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_torchs_own_loading_is_noticed(name):
+    """torch replaces the state's tensors; an update on the old ones would be lost."""
+    model, twin = make_model(), make_model()
+    optimizer, other = build(model, OPTIMS[name]), build(twin, OPTIMS[name])
+    for step in range(4):
+        if step == 2:
+            other._torch.load_state_dict(copy.deepcopy(other._torch.state_dict()))
+        for each, rule in ((model, optimizer), (twin, other)):
+            set_gradients(each, step)
+            rule.update(0.1, 1.0, True)
+    assert_same(weights(twin), weights(model))
+    assert_same(other.state_dict(), optimizer.state_dict())
+
+
+def test_state_of_another_model_is_refused_and_nothing_is_loaded():
+    model = make_model()
+    optimizer = build(model, OPTIMS["adamw"])
+    before = frozen_copy(optimizer.state_dict())
+    stranger = frozen_copy(before)
+    stranger["parameters"]["head.weight"] = stranger["parameters"].pop("3.bias")
+    with pytest.raises(GiveUp, match=r"of another model: it lacks 3\.bias and also has head\.weight"):
+        optimizer.load_state_dict(stranger)
+    misshapen = frozen_copy(before)
+    misshapen["parameters"]["0.weight"]["exp_avg"].fill_(5.0)
+    misshapen["parameters"]["3.bias"]["exp_avg"] = torch.ones(4)
+    with pytest.raises(GiveUp, match=r"3\.bias: exp_avg is \[3\] here, but \[4\] in the saved state"):
+        optimizer.load_state_dict(misshapen)
+    with pytest.raises(GiveUp, match=r"has no (step|exp_avg): it is another optimizer's"):
+        optimizer.load_state_dict(build(make_model(), OPTIMS["sgd"]).state_dict())
+    assert_same(optimizer.state_dict(), before)
+
+
+# --- a user's -----------------------------------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+def test_a_users_optimizer_updates_and_discards():
+    ours, theirs = make_model(), make_model()
+    groups = parameter_groups(ours.named_parameters(), Optim(weight_decay=0.0))
+    optimizer = adapt_optimizer(Counting(groups, momentum=0.5))
+    oracle = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.5)
+    for step in range(4):
+        before, state = weights(ours), frozen_copy(optimizer.state_dict())
+        set_gradients(ours, step, scale=float("nan"))
+        optimizer.update(0.1, 1.0, torch.tensor(False))
+        assert_same(weights(ours), before)
+        assert_same(optimizer.state_dict(), state)
+        set_gradients(ours, step, scale=2.0)
+        set_gradients(theirs, step)
+        optimizer.update(0.1, torch.tensor(2.0, dtype=torch.float64), True)
+        oracle.step()
+    torch.testing.assert_close(weights(ours), weights(theirs))
+    assert optimizer.state_dict()["groups"][0]["k"] == 4
+    again = adapt_optimizer(Counting(parameter_groups(ours.named_parameters(), Optim(weight_decay=0.0)), momentum=0.5))
+    again.load_state_dict(frozen_copy(optimizer.state_dict()))
+    assert_same(again.state_dict(), optimizer.state_dict())
+
+
+def test_a_users_optimizer_without_names_is_kept_by_places():
+    model = make_model()
+    optimizer = adapt_optimizer(torch.optim.Adagrad(model.parameters()))
+    assert list(optimizer.state_dict()["parameters"])[:2] == ["0.0", "0.1"]
+    set_gradients(model, 0)
+    optimizer.update(0.25, 1.0, True)
+    assert [group["lr"] for group in optimizer.groups] == [0.25]
+
+
+def test_what_can_not_be_adapted_is_refused():
+    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times in a step"):
+        adapt_optimizer(torch.optim.LBFGS(make_model().parameters()))
+    with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, not a Linear"):
+        adapt_optimizer(nn.Linear(2, 2))
+
+
+def test_muon_without_a_matrix_is_refused():
+    with pytest.raises(ConfigError, match=r"optim\.name: muon is for matrices between layers"):
+        build(nn.LayerNorm(4), OPTIMS["muon"])
+
+
+def test_a_model_over_two_devices_is_refused():
+    model = make_model()
+    model[2].to("meta")
+    with pytest.raises(ConfigError, match="lie on cpu and meta; a rank trains on one device"):
+        build(model, OPTIMS["adamw"])

@@ -1,0 +1,39 @@
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config.schema import Optim, ParameterRule
+from lockstep.core.errors import ConfigError
+from lockstep.optim.groups import parameter_groups
+
+
+def test_groups_are_torchs_and_carry_names():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    model[1].requires_grad_(False)
+    rules = (ParameterRule(match=("2.*",), lr_scale=0.5),)
+    groups = parameter_groups(model.named_parameters(), Optim(lr=0.1, weight_decay=0.3, rules=rules))
+    assert [{key: value for key, value in group.items() if key != "params"} for group in groups] == [
+        {"names": ["0.weight"], "lr": 0.1, "lr_scale": 1.0, "weight_decay": 0.3},
+        {"names": ["0.bias"], "lr": 0.1, "lr_scale": 1.0, "weight_decay": 0.0},
+        {"names": ["2.weight"], "lr": 0.05, "lr_scale": 0.5, "weight_decay": 0.3},
+        {"names": ["2.bias"], "lr": 0.05, "lr_scale": 0.5, "weight_decay": 0.0},
+    ]
+    parameters = dict(model.named_parameters())
+    for group in groups:
+        assert all(parameters[name] is held for name, held in zip(group["names"], group["params"], strict=True))
+    torch.optim.Adagrad(groups)
+
+
+def test_tied_parameters_are_in_one_group_once():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    groups = parameter_groups(model.named_parameters(), Optim())
+    assert [group["names"] for group in groups] == [["0.weight"], ["0.bias", "1.bias"]]
+
+
+def test_mistakes_are_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="no parameter's name matches 'weights'; the nearest names are weight"):
+        parameter_groups(model.named_parameters(), Optim(rules=(ParameterRule(match=("weights",)),)))
+    with pytest.raises(ConfigError, match="so there is nothing to train"):
+        parameter_groups(model.requires_grad_(False).named_parameters(), Optim())
