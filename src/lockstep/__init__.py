@@ -38,7 +38,7 @@ _HOMES = {
     "train": "lockstep.training.api",
 }
 
-__all__ = ["__version__", "log", *sorted(_HOMES)]  # noqa: PLE0604
+__all__ = ["__version__", "log", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Runs to compare: what a training did at every update, recorded through the same session that users get.
 
-    record(config, updates) --> losses, gradient norms, gradients, weights, samples    on one rank
-    recorded(config, ranks, updates) --> the same from a world of `ranks`              the oracle: ranks = 1
+record(config, updates) --> losses, gradient norms, gradients, weights, samples    on one rank
+recorded(config, ranks, updates) --> the same from a world of `ranks`              the oracle: ranks = 1
 """
 
 from __future__ import annotations

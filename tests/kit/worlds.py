@@ -1,6 +1,6 @@
 """Worlds of real processes over gloo, forked from a server that has imported torch once.
 
-    in_world(3, function, argument) --> [function(argument) on rank 0, on rank 1, on rank 2]
+in_world(3, function, argument) --> [function(argument) on rank 0, on rank 1, on rank 2]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The only raw collectives. An axis of one has none: it returns what it was given, and callers never ask.
 
-    Alone        sum(x) = x        gather(v) = [v]           broadcast(v) = v
-    Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0
+Alone        sum(x) = x        gather(v) = [v]           broadcast(v) = v
+Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0
 """
 
 from __future__ import annotations

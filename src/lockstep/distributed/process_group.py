@@ -1,12 +1,11 @@
 """Joining the other ranks, and leaving them.
 
-    launcher ---- RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [, a listening socket] ----> join() -> World
+launcher ---- RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [, a listening socket] ----> join() -> World
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +85,9 @@ def _device(launch: Launch, local_rank: int) -> torch.device:
     if not available:
         return torch.device("cpu")
     if local_rank >= available:
-        message = f"rank {local_rank} of this machine has no GPU: there are {available}; start at most {available} ranks"
+        message = (
+            f"rank {local_rank} of this machine has no GPU: there are {available}; start at most {available} ranks"
+        )
         raise ConfigError(Problem("", "launch.ranks", message))
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -104,36 +105,39 @@ def _backend(launch: Launch, device: torch.device) -> str:
 
 def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
-    place = f"{environment.master_addr}:{environment.master_port}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice on device_id, which is given where it applies
-            if environment.store_fd is None:
-                dist.init_process_group(backend, timeout=limit, device_id=device if backend == "nccl" else None)
-                return
             dist.init_process_group(
                 backend,
-                store=_loopback_store(environment, limit),
+                store=_store(environment, limit),
                 rank=environment.rank,
                 world_size=environment.world_size,
                 timeout=limit,
                 device_id=device if backend == "nccl" else None,
             )
-    except (RuntimeError, ValueError, socket.error) as error:
+    except (RuntimeError, ValueError, OSError) as error:
+        place = f"{environment.master_addr}:{environment.master_port}"
+        reason = str(error).splitlines()[0]
         raise GiveUp(
             f"rank {environment.rank} could not join the other {environment.world_size - 1} ranks at {place} "
-            f"within {timeout:g} s: {error}"
+            f"within {timeout:g} s: {reason}"
         ) from error
 
 
-def _loopback_store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
-    """A store on the launcher's own listening socket: on loopback alone, and on a port nobody else can take."""
-    return dist.TCPStore(
+def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
+    """Where ranks meet, the same way under every launcher.
+
+    Under our own it is made of the launcher's listening socket: on loopback alone, and on a port nobody else can
+    take. What the ranks of an attempt leave in torchrun's store must not meet those of the next.
+    """
+    store = dist.TCPStore(
         environment.master_addr,
         environment.master_port,
-        world_size=environment.world_size,
-        is_master=environment.rank == 0,
+        environment.world_size,
+        environment.keeps_store,
         timeout=limit,
         wait_for_workers=False,
-        master_listen_fd=environment.store_fd if environment.rank == 0 else None,
+        master_listen_fd=environment.store_fd,
     )
+    return dist.PrefixStore(f"attempt-{environment.attempt}", store)

@@ -1,7 +1,7 @@
 """Judges an update before it is made: NaN, infinity and overflow leave through the same door.
 
-    norm, loss --> finite? --> kept
-                      no   --> discarded: parameters and optimizer state stay as they were, the data moves on
+norm, loss --> finite? --> kept
+                  no   --> discarded: parameters and optimizer state stay as they were, the data moves on
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from types import FrameType
 from lockstep.core.errors import Stopped
 from lockstep.core.records import Request
 
-
 _ONE_WISH_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 
 

@@ -1,7 +1,7 @@
 """nn.DataParallel: one process over its GPUs. The model lives on the first; the others are given copies for a forward.
 
-    GPU 0   model, gradient, optimizer    outputs gathered here, so the loss is the single process's
-    GPU 1   a copy for each forward
+GPU 0   model, gradient, optimizer    outputs gathered here, so the loss is the single process's
+GPU 1   a copy for each forward
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DistributedDataParallel: every rank holds everything; gradients are reduced while backward goes on.
 
-    rank 0   model, gradient ---.                      .--> optimizer     the same update everywhere
-    rank 1   model, gradient ---+-- bucket by bucket --+--> optimizer
-                                    mean over ranks
+rank 0   model, gradient ---.                      .--> optimizer     the same update everywhere
+rank 1   model, gradient ---+-- bucket by bucket --+--> optimizer
+                                mean over ranks
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One process holds everything.
 
-    model --> gradient --> optimizer
+model --> gradient --> optimizer
 """
 
 from __future__ import annotations

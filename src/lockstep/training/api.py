@@ -1,8 +1,8 @@
 """Lockstep from Python.
 
-    lockstep.train(config, model=..., dataset=...)            a whole run; with `ranks=2`, in processes of its own
-    with lockstep.session(config, model=...) as session:      the same rooms under a loop of yours
-        for report in lockstep.steps(session): ...
+lockstep.train(config, model=..., dataset=...)            a whole run; with `ranks=2`, in processes of its own
+with lockstep.session(config, model=...) as session:      the same rooms under a loop of yours
+    for report in lockstep.steps(session): ...
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _handed(given: Given) -> dict[str, Any]:
     if given.dataset is not None:
         data["train"] = kind
     if given.evaluation:
-        data["evaluation"] = {name: kind for name in given.evaluation}
+        data["evaluation"] = dict.fromkeys(given.evaluation, kind)
     sections = {
         "model": kind if given.model is not None else {},
         "objective": kind if given.objective is not None else {},

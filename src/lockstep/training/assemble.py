@@ -1,6 +1,6 @@
 """The only file that knows all rooms. It calls their constructors in order; what it can't build, it refuses by name.
 
-    data --> facts --> model --> transforms --> device --> optimizer --> sharding --> engine --> loader --> session
+data --> facts --> model --> transforms --> device --> optimizer --> sharding --> engine --> loader --> session
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
-from lockstep.plan.plan import Plan, make_plan
+from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
@@ -275,4 +275,3 @@ _SHARDING: Mapping[str, Callable[[Any, Any, nn.Module, Any], Any]] = {
     "dp": _data_parallel,
     "ddp": _ddp,
 }
-

@@ -1,7 +1,7 @@
 """What the verbs train, eval, generate and plan do.
 
-    this process is a rank already (torchrun, ...)  --> be it
-    otherwise                                       --> make the folder, start the ranks, pass on their exit code
+this process is a rank already (torchrun, ...)  --> be it
+otherwise                                       --> make the folder, start the ranks, pass on their exit code
 """
 
 from __future__ import annotations

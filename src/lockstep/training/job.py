@@ -1,7 +1,7 @@
 """One run, as one rank sees it, from joining the others to the last line.
 
-    Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, summary
-                                                        '-- the first rank alone writes and shows anything
+Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, summary
+                                                    '-- the first rank alone writes and shows anything
 """
 
 from __future__ import annotations
@@ -161,5 +161,3 @@ def _leave(session: Session, facts: RunFacts, results: Results, folder: Path) ->
         RunFolder.open(folder).write_summary(summary)
     session.rooms.world.axis.barrier()
     return summary
-
-

@@ -1,8 +1,8 @@
 """When the host reads what an update came to.
 
-    CPU    at once: the numbers are already here
-    GPU    update k is launched, then the numbers of update k - 1 are read: they were finished long ago, so the
-           host waits for nothing and the GPU never runs dry
+CPU    at once: the numbers are already here
+GPU    update k is launched, then the numbers of update k - 1 are read: they were finished long ago, so the
+       host waits for nothing and the GPU never runs dry
 """
 
 from __future__ import annotations

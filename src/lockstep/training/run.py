@@ -1,8 +1,8 @@
 """A whole run on one rank: the loop, what is due in it, and who looks on.
 
-    for report in steps(session):        requests of monitors, signals and clocks are heard in the next vote
-        monitors look --> evaluate? --> stop?
-    evaluate --> results
+for report in steps(session):        requests of monitors, signals and clocks are heard in the next vote
+    monitors look --> evaluate? --> stop?
+evaluate --> results
 """
 
 from __future__ import annotations

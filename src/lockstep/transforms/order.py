@@ -1,6 +1,6 @@
 """Applies transforms in the order that they ask for.
 
-    [compile (after sync_batchnorm), sync_batchnorm]  -->  sync_batchnorm, compile
+[compile (after sync_batchnorm), sync_batchnorm]  -->  sync_batchnorm, compile
 """
 
 from __future__ import annotations
