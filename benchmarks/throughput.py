@@ -1,4 +1,4 @@
-"""Tokens per second of the default recipe on two CPU ranks: Lockstep as `make train` runs it, and peers at the same task.
+"""Tokens per second of the default recipe on two CPU ranks: Lockstep as `make train` runs it, and its peers.
 
     python benchmarks/throughput.py [--rounds 5] [--steps 150]
 

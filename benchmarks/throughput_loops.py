@@ -177,7 +177,7 @@ def hugging_face(task: Task) -> None:
 
 
 def hugging_face_tuned(task: Task) -> None:
-    quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    quiet = {"logging_strategy": "no", "report_to": "none", "disable_tqdm": True}
     _hugging_face(task, Gathered(task.source), task.optimizer(fused=True), bf16=True, **quiet)
 
 
@@ -192,6 +192,7 @@ def _hugging_face(task: Task, dataset: Dataset[Any], optimizer: torch.optim.Opti
         use_cpu=True,
         ddp_backend="gloo",
         remove_unused_columns=False,
+        save_strategy="no",  # it refuses to save a model of another library whose head is tied
         **options,
     )
     Trainer(
@@ -231,6 +232,10 @@ def _lightning(
                 self.log("train_loss", loss)
             return loss
 
+        def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+            """Its own refuses a fused optimizer under bf16."""
+            clip_grad_norm_(self.parameters(), task.config.optim.clip_norm)
+
         def configure_optimizers(self) -> dict[str, Any]:
             schedule = {"scheduler": task.schedule(optimizer), "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
@@ -240,7 +245,6 @@ def _lightning(
         devices=RANKS,
         strategy="ddp",
         max_steps=task.steps,
-        gradient_clip_val=task.config.optim.clip_norm,
         default_root_dir=task.folder,
         **options,
     )

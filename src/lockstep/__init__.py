@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch as Batch
     from lockstep.core.records import EvaluationReport as EvaluationReport
     from lockstep.core.records import StepReport as StepReport
+    from lockstep.distributed.everyone import broadcast as broadcast
+    from lockstep.distributed.everyone import gather as gather
+    from lockstep.distributed.everyone import print_once as print_once
+    from lockstep.models.facts import count_parameters as count_parameters
     from lockstep.monitor import journal as log
     from lockstep.training.api import session as session
     from lockstep.training.api import train as train
@@ -33,6 +37,10 @@ _HOMES = {
     "GiveUp": "lockstep.core.errors",
     "Session": "lockstep.training.session",
     "StepReport": "lockstep.core.records",
+    "broadcast": "lockstep.distributed.everyone",
+    "count_parameters": "lockstep.models.facts",
+    "gather": "lockstep.distributed.everyone",
+    "print_once": "lockstep.distributed.everyone",
     "session": "lockstep.training.api",
     "steps": "lockstep.training.session",
     "train": "lockstep.training.api",

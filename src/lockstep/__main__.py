@@ -1,8 +1,6 @@
 """`python -m lockstep`, so that torchrun and its kin can start it."""
 
-import sys
-
-from lockstep.cli.main import main
+from lockstep.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

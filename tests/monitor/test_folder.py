@@ -47,7 +47,7 @@ def test_runs_that_start_in_the_same_second_get_folders_of_their_own(
 
 def test_it_holds_what_was_asked_and_where(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
-    run.write_config({"run": {"steps": 10}, "optim": {"lr": 3e-4}})
+    run.write_config("run:\n  steps: 10\noptim:\n  lr: 0.0003\n")
     run.write_environment(environment.describe())
     assert yaml.safe_load(run.config.read_text()) == {"run": {"steps": 10}, "optim": {"lr": 3e-4}}
     found = json.loads((run.path / "environment.json").read_text())
@@ -87,7 +87,7 @@ def test_a_finished_run_is_marked_and_not_trained_again(tmp_path: Path) -> None:
 def test_what_an_unfinished_attempt_left_is_put_aside(tmp_path: Path) -> None:
     for attempt in (1, 2, 3):
         run = RunFolder.create(tmp_path / "run")
-        run.write_config({"attempt": attempt})
+        run.write_config(f"attempt: {attempt}\n")
         run.metrics.write_text(f"{attempt}\n")
         run.release()
     assert run.earlier == tmp_path / "run" / "earlier" / "2"
@@ -120,7 +120,7 @@ def test_a_place_that_can_not_be_written_is_said_with_the_reason(tmp_path: Path)
     run = RunFolder.create(tmp_path / "run")
     (run.path / "config.yaml").mkdir()
     with pytest.raises(GiveUp, match=r"can't write .*/run/config.yaml: Is a directory"):
-        run.write_config({})
+        run.write_config("")
     assert not any(name.endswith(".new") for name in os.listdir(run.path))
 
 
@@ -128,7 +128,7 @@ def test_a_full_disk_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest
     run = RunFolder.create(tmp_path / "run")
     monkeypatch.setattr(folder.os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     with pytest.raises(GiveUp, match=r"can't write .*/run/config.yaml: No space left on device"):
-        run.write_config({})
+        run.write_config("")
     assert sorted(os.listdir(run.path)) == ["logs", "run.lock", "tensorboard"]
 
 

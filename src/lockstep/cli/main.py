@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from lockstep.core.errors import ConfigError, Failure, Stopped
 
@@ -45,6 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def command() -> NoReturn:
+    """The program: ends this process with `main`'s exit code."""
+    code = main()
+    if "torch" in sys.modules:
+        from lockstep.launch.rank import leave
+
+        leave(code)
+    sys.exit(code)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -436,6 +436,8 @@ class Evaluation(Section):
     micro_size: Positive | Auto = "auto"
     """Samples per forward of a rank; auto: as in training."""
     at_end: bool = True
+    prompt: str | None = None
+    """Language models: go on with this text at the end, and show what comes."""
 
 
 class Monitor(Section):

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed gives them away, untyped
 
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.ranks import RankEnvironment
+from lockstep.distributed import everyone
 from lockstep.distributed.collectives import Alone, Together
 
 if TYPE_CHECKING:
@@ -58,15 +60,20 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     environment = RankEnvironment.read(os.environ)
     device = _device(launch, environment.local_rank)
     if environment.world_size == 1 and not grouped:
-        yield World(Alone(), 0, 1, 0, device, "none")
+        with everyone.is_over(Alone()):
+            yield World(Alone(), 0, 1, 0, device, "none")
         return
     backend = _backend(launch, device)
     if dist.is_initialized():  # the user's own program made the group: it stays theirs
-        yield _world(environment, device, dist.get_backend())
+        world = _world(environment, device, dist.get_backend())
+        with everyone.is_over(world.axis):
+            yield world
         return
     _make_group(environment, backend, device, launch.timeout)
     try:
-        yield _world(environment, device, backend)
+        world = _world(environment, device, backend)
+        with everyone.is_over(world.axis):
+            yield world
     finally:
         dist.destroy_process_group()
 
@@ -125,13 +132,13 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
         ) from error
 
 
-def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
+def _store(environment: RankEnvironment, limit: timedelta) -> Store:
     """Where ranks meet, the same way under every launcher.
 
     Under our own it is made of the launcher's listening socket: on loopback alone, and on a port nobody else can
     take. What the ranks of an attempt leave in torchrun's store must not meet those of the next.
     """
-    store = dist.TCPStore(
+    store = TCPStore(
         environment.master_addr,
         environment.master_port,
         environment.world_size,
@@ -140,4 +147,4 @@ def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=environment.store_fd,
     )
-    return dist.PrefixStore(f"attempt-{environment.attempt}", store)
+    return PrefixStore(f"attempt-{environment.attempt}", store)

@@ -17,6 +17,11 @@ def parameter_facts(module: nn.Module) -> list[ParameterFacts]:
     ]
 
 
+def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
+    """Elements of all parameters, tied ones once; with `trainable`, of those that are trained."""
+    return sum(facts.elements for facts in parameter_facts(module) if facts.trainable or not trainable)
+
+
 def describe_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = False) -> list[ParameterFacts]:
     """The parameters that `build_model` would make, without making them.
 

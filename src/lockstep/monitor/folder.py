@@ -25,8 +25,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.core.errors import GiveUp
 
 CONFIG = "config.yaml"
@@ -114,9 +112,9 @@ class RunFolder:
     def finished(self) -> bool:
         return is_finished(self.path)
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """`config.model_dump(mode="json")`, as YAML that can be trained from again. Raises GiveUp."""
-        self._write(CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    def write_config(self, text: str) -> None:
+        """The resolved config, as YAML that can be trained from again. Raises GiveUp."""
+        self._write(CONFIG, text)
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """What `environment.describe()` found. Raises GiveUp."""

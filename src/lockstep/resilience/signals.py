@@ -40,7 +40,8 @@ def stop_signals() -> Iterator[StopSignals]:
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    before = {number: signal.signal(number, signals._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, signals._hear) for number in wanted}  # what is ignored, a launcher handles
     try:
         yield signals
     finally:

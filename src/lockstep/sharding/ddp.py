@@ -55,7 +55,7 @@ class ReplicatedByDDP:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             bucket_cap_mb=options.bucket_mb,
-            **_buffer_option(bool(_saved_buffers(model))),
+            **_buffer_option(bool(_saved_buffers(model))),  # type: ignore[arg-type]
         )
         self._after_discard = _compress(self.module, options, backend)
 

@@ -115,7 +115,7 @@ def _config(config: ConfigLike, given: Given) -> Config:
         if not handed:
             return load([file]).config
         tree, wrong = read_file(file)
-        if wrong:
+        if wrong or tree is None:
             raise ConfigError(wrong)
         config = cast("Mapping[str, Any]", to_python(tree))
     values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
@@ -141,9 +141,10 @@ def _handed(given: Given) -> dict[str, Any]:
 
 
 def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:
-    from lockstep.training.command import launch_job, read_summary
+    from lockstep.monitor.folder import read_summary
+    from lockstep.training.command import launch_job
 
     folder, code = launch_job(job, ranks)
     if code != 0:
         raise GiveUp(f"the run ended with exit code {code}; its logs are in {Path(folder) / 'logs'}")
-    return Finished(read_summary(folder), folder)
+    return Finished(read_summary(folder) or {}, folder)

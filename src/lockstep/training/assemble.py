@@ -22,6 +22,7 @@ from lockstep.distributed.rng import KeyedDraws, seed_everything
 from lockstep.engine.eager import Eager
 from lockstep.models.build import build_model
 from lockstep.models.facts import parameter_facts
+from lockstep.models.freezing import freeze
 from lockstep.models.objectives import adapt_objective, build_objective, coupling
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
@@ -134,6 +135,7 @@ def make_model(config: Config, facts: DataFacts, given: Given) -> nn.Module:
         model = model()
     if not isinstance(model, nn.Module):
         raise _not_given("model", "a torch.nn.Module, or a function that makes one", given.model)
+    freeze(model, config.model.freeze)
     return model
 
 

@@ -115,12 +115,13 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
     import torch
 
     from lockstep.models.generation import generate as continuations
-    from lockstep.training.text import codec_of
+    from lockstep.training.text import codec_of, context_of
     from lockstep.training.weights import load_weights
 
     config, given = run_config(run), Given(trust_remote_code=arguments.trust_remote_code)
     codec = codec_of(config)
-    model = make_model(config, open_sources(config, given)[0].facts, given).eval()
+    facts = open_sources(config, given)[0].facts
+    model = make_model(config, facts, given).eval()
     load_weights(model, run)
     tokens = continuations(
         model,
@@ -129,6 +130,7 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         generator=torch.Generator().manual_seed(arguments.seed),
+        context=context_of(facts),
     )
     text = codec.decode(list(tokens))
     if arguments.json:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lockstep.config.schema import Config
+from lockstep.config.writing import to_yaml
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import Request, RunFacts, StepReport
 from lockstep.distributed.process_group import World, joined
@@ -30,6 +31,7 @@ from lockstep.monitor.watchers import Watcher
 from lockstep.training.assemble import Given, assemble, run_facts
 from lockstep.training.run import Results, run
 from lockstep.training.session import Session
+from lockstep.training.text import codec_of, sample
 from lockstep.training.weights import save_weights
 
 _NONE: tuple[Request, ...] = ()
@@ -67,6 +69,8 @@ class Finished:
 
 def run_job(job: Job) -> Finished:
     """Trains on this rank, and returns when the run is done."""
+    if job.config.evaluation.prompt is not None:
+        codec_of(job.config)  # refuses what makes no text, before anything is trained
     with opened(job.config, job.given) as session:
         folder = _agree_on_folder(job, session.rooms.world)
         facts = run_facts(session, job.recipe, str(folder))
@@ -74,6 +78,9 @@ def run_job(job: Job) -> Finished:
         with journal.recording(Journal()) as log, _shown(monitors, facts):
             drain = _Drain(session, monitors, log)
             results = run(session, monitors, drain)
+            if job.config.evaluation.prompt is not None:
+                journal.text("sample", sample(session, job.config.evaluation.prompt))
+                drain.show(results.progress.steps)
             drain.show(results.progress.steps)
         summary = _leave(session, facts, results, folder)
     return Finished(summary, folder)
@@ -137,7 +144,7 @@ def _agree_on_folder(job: Job, world: World) -> Path:
 def make_folder(config: Config, recipe: str) -> RunFolder:
     """The run's folder, with the config and the environment in it."""
     folder = RunFolder.create(config.run.folder, recipe)
-    folder.write_config(config.model_dump(mode="json"))
+    folder.write_config(to_yaml(config))
     folder.write_environment(describe())
     return folder
 

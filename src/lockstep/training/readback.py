@@ -109,7 +109,7 @@ class DeviceReadback:
             return numbers, None
         landing = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         landing.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return landing, event
 

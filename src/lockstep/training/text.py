@@ -9,6 +9,11 @@ from lockstep.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
+    from lockstep.core.records import DataFacts
+    from lockstep.training.session import Session
+
+
+SAMPLE_TOKENS = 200
 
 
 class Codec(Protocol):
@@ -24,7 +29,7 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")  # 256 ends a document
 
 
 class Tokenizer:
@@ -40,6 +45,34 @@ class Tokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def sample(session: Session, prompt: str) -> str:
+    """The prompt and what the session's model makes of it; every rank runs it, and gets the same."""
+    import torch
+
+    from lockstep.models.generation import generate
+
+    config, model = session.rooms.config, session.rooms.sharding.bare
+    codec, was_training = codec_of(config), model.training
+    model.eval()
+    draws = torch.Generator().manual_seed(config.run.seed)
+    tokens = generate(
+        model,
+        codec.encode(prompt),
+        SAMPLE_TOKENS,
+        temperature=0.8,
+        generator=draws,
+        context=context_of(session.rooms.source.facts),
+    )
+    text = prompt + codec.decode(list(tokens))
+    model.train(was_training)
+    return text
+
+
+def context_of(facts: DataFacts) -> int:
+    """Tokens that the model was trained to look back on."""
+    return facts.tokens_per_sample or 1024
 
 
 def codec_of(config: Config) -> Codec:
@@ -60,7 +93,7 @@ def codec_of(config: Config) -> Codec:
         name = tokenizer_name(Path(data.folder), data.split)
         return Bytes() if name == "bytes" else Tokenizer(name)
     if data.kind == "huggingface" and model.kind == "huggingface":
-        name = data.tokenizer or model.pretrained
-        if name is not None:
-            return Tokenizer(name)
+        tokenizer = data.tokenizer or model.pretrained
+        if tokenizer is not None:
+            return Tokenizer(tokenizer)
     raise ConfigError(f"data of kind {data.kind} doesn't say how text becomes tokens, so no prompt can be continued")

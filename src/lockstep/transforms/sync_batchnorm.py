@@ -20,5 +20,5 @@ class SyncBatchNorm:
         return None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted

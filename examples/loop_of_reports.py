@@ -1,0 +1,15 @@
+"""The loop as a generator: a report an update, and the loop decides when it has seen enough."""
+
+from __future__ import annotations
+
+from squares import Curve, SquaredError, points
+
+import lockstep
+
+CONFIG = {"batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"epochs": 50}}
+
+with lockstep.session(CONFIG, model=Curve, dataset=points(), objective=SquaredError()) as session:
+    for report in lockstep.steps(session):
+        if report.loss < 0.05:
+            print(f"update {report.step}: loss {report.loss:.3f} after {report.samples} samples")
+            break

@@ -1,0 +1,46 @@
+"""What a user's objective or loop may ask of all ranks, without knowing how many there are.
+
+    gather(v) = [v of rank 0, v of rank 1, ...]      broadcast(v) = v of rank 0      print_once: rank 0 prints
+
+All ranks call these together. Outside a run there is one rank: this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from lockstep.distributed.collectives import Alone
+
+if TYPE_CHECKING:
+    from lockstep.core.protocols import Axis
+
+T = TypeVar("T")
+_axes: list[Axis] = [Alone()]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks; any picklable object. For people, not for each step."""
+    return cast("list[T]", _axes[-1].gather(value))
+
+
+def broadcast(value: T) -> T:
+    """The first rank's value, on all ranks; any picklable object."""
+    return cast("T", _axes[-1].broadcast(value))
+
+
+def print_once(*values: object) -> None:
+    """Prints on the first rank alone."""
+    if _axes[-1].rank == 0:
+        print(*values, flush=True)
+
+
+@contextmanager
+def is_over(axis: Axis) -> Iterator[None]:
+    """While the block runs, everyone is the ranks of `axis`."""
+    _axes.append(axis)
+    try:
+        yield
+    finally:
+        _axes.pop()

@@ -1,0 +1,108 @@
+"""The smallest thing that learns: points in four dims, three classes, a net of 67 parameters.
+
+    config(...) --> lockstep.session --> a millisecond an update
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep.core.records import Batch
+
+
+def points(samples: int = 40, seed: int = 0) -> TensorDataset:
+    """Points [samples, 4] around their classes' centres."""
+    draws = torch.Generator().manual_seed(seed)
+    classes = torch.randint(3, (samples,), generator=draws)
+    return TensorDataset(torch.eye(4)[classes] + 0.3 * torch.randn(samples, 4, generator=draws), classes)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(points)))
+
+
+class WithSpare(Net):
+    """Has a layer that its forward never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+
+class WithBatchNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(points))
+
+
+class CrossEntropy:
+    """The least that an objective needs."""
+
+    def count(self, batch: Batch) -> int:
+        return batch.samples
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(outputs.float(), batch.targets, reduction="sum")
+
+
+class NanAt(CrossEntropy):
+    """Its loss is NaN at some of its calls (a call an update, without accumulation), perhaps on one rank alone."""
+
+    def __init__(self, calls: range, here: bool = True) -> None:
+        self._poisoned = calls if here else range(0)
+        self._call = -1
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        self._call += 1
+        loss = super().loss_sum(outputs, batch)
+        return loss * float("nan") if self._call in self._poisoned else loss
+
+
+def config(model: str = "Net", **sections: Any) -> dict[str, Any]:
+    """40 samples in updates of 13, so that the fourth update is the epoch's smaller last one."""
+    evaluation = {"kind": "custom", "target": "kit.small:points", "arguments": {"samples": 11, "seed": 1}}
+    return {
+        "model": {"kind": "custom", "target": f"kit.small:{model}"},
+        "objective": {"kind": "classification"},
+        "data": {"train": {"kind": "custom", "target": "kit.small:points"}, "evaluation": {"held-out": evaluation}},
+        "batch": {"global_size": 13},
+        "optim": {"name": "adamw", "lr": 0.01},
+        "precision": {"compute": "fp32"},
+        "launch": {"device": "cpu"},
+        "monitor": {"every": 2, "tensorboard": False, "progress": "none"},
+        "run": {"steps": 8},
+        **sections,
+    }
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of each parameter."""
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """The message with which a session on this rank refuses the config, at its start or in its first two updates."""
+    import lockstep
+
+    try:
+        with lockstep.session(config) as session:
+            for report in lockstep.steps(session):
+                if report.step == 2:
+                    return ""
+    except lockstep.ConfigError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,148 @@
+"""An update is a transaction: kept on all ranks, or discarded on all ranks without a trace in weights or state."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.core.records import StepReport, Verdict
+from lockstep.distributed.consensus import DeviceConsensus
+from lockstep.resilience.guard import PATIENCE
+from lockstep.training.readback import DeviceReadback
+from lockstep.training.session import Session
+
+Weights = dict[str, torch.Tensor]
+
+
+def _watched(config: dict[str, Any], objective: Any = None) -> tuple[list[StepReport], list[Weights]]:
+    """Each update's report, and the weights before the first and after each."""
+    reports = []
+    with lockstep.session(config, objective=objective) as session:
+        weights = [small.weights(session.rooms.sharding.bare)]
+        for report in lockstep.steps(session):
+            reports.append(report)
+            weights.append(small.weights(session.rooms.sharding.bare))
+    return reports, weights
+
+
+def _same(one: Weights, other: Weights) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _with_nan(calls: range, only_rank: int | None = None) -> tuple[list[StepReport], list[Weights]]:
+    here = only_rank is None or os.environ["RANK"] == str(only_rank)
+    return _watched(small.config(), small.NanAt(calls, here))
+
+
+@pytest.mark.parametrize(("ranks", "only_rank"), [(1, None), (2, None), (2, 1)])
+def test_an_update_that_is_not_finite_leaves_no_trace(ranks: int, only_rank: int | None) -> None:
+    everywhere = in_world(ranks, _with_nan, range(2, 4), only_rank)
+    for reports, weights in everywhere:
+        assert [report.verdict for report in reports] == [Verdict.KEPT] * 2 + [Verdict.NON_FINITE] * 2 + [
+            Verdict.KEPT
+        ] * 4
+        assert [report.discarded for report in reports] == [0, 0, 1, 2, 2, 2, 2, 2]
+        assert [report.samples for report in reports] == [13, 26, 39, 40, 53, 66, 79, 80]
+        kept = [not _same(before, after) for before, after in zip(weights, weights[1:], strict=False)]
+        assert kept == [report.kept for report in reports]
+        assert all(torch.isfinite(value).all() for value in weights[-1].values())
+        assert _same(weights[-1], everywhere[0][1][-1])
+
+
+def test_optimizer_state_forgets_a_discarded_update() -> None:
+    """Momentum that had seen the NaN would be NaN from then on: the run must go on as if that update had had no data."""
+    _, discarded = _with_nan(range(1), None)
+    fine = [torch.isfinite(value).all().item() for value in discarded[-1].values()]
+    assert all(fine)
+
+
+def _in_fp16(initial: float) -> tuple[list[StepReport], list[Weights]]:
+    scale = {"initial": initial, "growth_interval": 1000}
+    return _watched(small.config(precision={"compute": "fp16", "loss_scale": scale}, run={"steps": 20}))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int) -> None:
+    for reports, weights in in_world(ranks, _in_fp16, 2.0**24):
+        overflows = [report for report in reports if report.verdict is Verdict.OVERFLOW]
+        halvings = len(overflows)
+        assert 1 <= halvings <= 10
+        assert [report.loss_scale for report in reports] == [
+            2.0 ** (24 - min(step, halvings)) for step in range(len(reports))
+        ]
+        assert reports[-1].discarded == halvings
+        assert _same(weights[0], weights[halvings])
+        assert not _same(weights[0], weights[halvings + 1])
+        assert reports[-1].loss < reports[0].loss
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
+    config = small.config(precision={"compute": compute}, run={"steps": PATIENCE + 50})
+    with lockstep.session(config, objective=small.NanAt(range(3, 1000))) as session:
+        model = session.rooms.sharding.bare
+        with pytest.raises(lockstep.GiveUp, match=rf"step {PATIENCE + 3}: {PATIENCE} updates in a row .* since step 3;"):
+            for report in lockstep.steps(session):
+                if report.step == 3:
+                    before = small.weights(model)
+        assert _same(before, small.weights(model))
+
+
+# --- numbers that stay on the device ------------------------------------------------------------------------------
+
+
+def _on_both_paths(config: dict[str, Any]) -> tuple[Any, Any]:
+    return _through(config, device=False), _through(config, device=True)
+
+
+def _through(config: dict[str, Any], *, device: bool) -> tuple[list[StepReport | None], StepReport | None, Weights]:
+    """What each commit returned, what the flush did, and the weights at the end."""
+    import torch.distributed as dist
+
+    if int(os.environ["WORLD_SIZE"]) > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    with lockstep.session(config, objective=small.NanAt(range(2, 3))) as session:
+        if device:
+            session = _as_on_a_gpu(session)
+        returned = []
+        for batch in session.batches():
+            session.accumulate(batch)
+            returned.append(session.commit())
+        return returned, session.flush(), small.weights(session.rooms.sharding.bare)
+
+
+def _as_on_a_gpu(session: Session) -> Session:
+    device = session.rooms.world.device
+    rooms = dataclasses.replace(
+        session.rooms, consensus=DeviceConsensus(session.rooms.world.axis, device), readback=DeviceReadback(device)
+    )
+    return Session(rooms)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_what_stays_on_the_device_is_the_same_one_update_late(ranks: int, compute: str) -> None:
+    precision = {"compute": compute, "loss_scale": {"growth_interval": 3}}
+    config = small.config(precision=precision, batch={"global_size": 13})
+    for host, late in in_world(ranks, _on_both_paths, config):
+        reports, flushed, weights = host
+        late_reports, late_flushed, late_weights = late
+        assert flushed is None
+        assert late_reports[0] is None
+        shifted = [*late_reports[1:], late_flushed]
+        assert [_timeless(report) for report in shifted] == [_timeless(report) for report in reports]
+        assert [report.kept for report in reports].count(False) == 1
+        assert _same(weights, late_weights)
+
+
+def _timeless(report: StepReport) -> dict[str, Any]:
+    found = dataclasses.asdict(report)
+    del found["seconds"]
+    return {name: pytest.approx(value, rel=1e-6) if name == "grad_norm" else value for name, value in found.items()}
