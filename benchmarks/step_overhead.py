@@ -18,6 +18,7 @@ from rounds import Spread, about_here, in_processes, interleaved, markdown, prov
 
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "deepspeed")
 SETTINGS = ("mlp/1", "mlp/2", "gpt/1", "gpt/2")
+LEAST_ROUNDS = 5  # of results that are kept
 
 
 def main() -> None:
@@ -32,7 +33,8 @@ def main() -> None:
         be_contestant(*asked.contestant, asked.steps)
         return
     results = measure(asked)
-    if asked.steps is None and asked.contestants is None and tuple(asked.only) == SETTINGS:
+    whole = asked.steps is None and asked.contestants is None and tuple(asked.only) == SETTINGS
+    if whole and asked.rounds >= LEAST_ROUNDS:
         save("step_overhead", results)
     print(table(results))
 

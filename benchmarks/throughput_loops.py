@@ -41,7 +41,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.plan.schedule import learning_rate
 
 RANKS = 2
-WARM_UP = 30  # steps that are not timed
+WARM_UP = 40  # steps that are not timed
 HELD_OUT = 512  # samples that the trained models are compared on
 
 
@@ -206,17 +206,17 @@ def _hugging_face(task: Task, dataset: Dataset[Any], optimizer: torch.optim.Opti
 
 def lightning(task: Task) -> None:
     batches = DataLoader(OneByOne(task.source), task.share, shuffle=True)
-    _lightning(task, batches, task.optimizer(), log=True)
+    _lightning(task, batches, task.optimizer(), tuned=False)
 
 
 def lightning_tuned(task: Task) -> None:
     batches = DataLoader(Gathered(task.source), task.share, shuffle=True, collate_fn=as_it_is)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    _lightning(task, batches, task.optimizer(fused=True), log=False, precision="bf16-mixed", **quiet)
+    _lightning(task, batches, task.optimizer(fused=True), tuned=True, precision="bf16-mixed", **quiet)
 
 
 def _lightning(
-    task: Task, batches: DataLoader[Any], optimizer: torch.optim.Optimizer, *, log: bool, **options: Any
+    task: Task, batches: DataLoader[Any], optimizer: torch.optim.Optimizer, *, tuned: bool, **options: Any
 ) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
@@ -228,13 +228,15 @@ def _lightning(
         def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
             tokens, targets = batch
             loss = loss_of(self.model(tokens), targets)
-            if log:
+            if not tuned:
                 self.log("train_loss", loss)
             return loss
 
-        def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-            """Its own refuses a fused optimizer under bf16."""
-            clip_grad_norm_(self.parameters(), task.config.optim.clip_norm)
+        def configure_gradient_clipping(self, optimizer: Any, *how: Any, **named: Any) -> None:
+            if tuned:  # its own refuses a fused optimizer under bf16
+                clip_grad_norm_(self.parameters(), task.config.optim.clip_norm)
+            else:
+                super().configure_gradient_clipping(optimizer, *how, **named)
 
         def configure_optimizers(self) -> dict[str, Any]:
             schedule = {"scheduler": task.schedule(optimizer), "interval": "step"}
@@ -245,6 +247,7 @@ def _lightning(
         devices=RANKS,
         strategy="ddp",
         max_steps=task.steps,
+        gradient_clip_val=None if tuned else task.config.optim.clip_norm,
         default_root_dir=task.folder,
         **options,
     )
@@ -299,19 +302,25 @@ def held_out_bits(config: Config, model: nn.Module) -> float:
 
 
 def lockstep(steps: int) -> dict[str, float]:
-    """`make train`, for as many steps as the others: all that it writes and checks, included."""
+    """`make train`, for as many steps as the others and with one evaluation, after them: all that it writes and checks,
+    included."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [str(Path(sys.executable).parent / "lockstep"), "train", "stdlib-lm", "--ranks", str(RANKS)]
-        overrides = {"run.steps": steps, "run.folder": run, "data.evaluation.held-out.samples": HELD_OUT}
+        overrides = {
+            "run.steps": steps,
+            "run.folder": run,
+            "evaluation.every": "null",
+            "data.evaluation.held-out.samples": HELD_OUT,
+        }
         command += [f"--{key}={value}" for key, value in overrides.items()]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         if done.returncode != 0:
             raise DidNotRun((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    updates = {line["step"]: line for line in lines if "grad_norm" in line}
+    updates = [line for line in lines if "grad_norm" in line and line["step"] >= min(WARM_UP, steps // 2)]
     judged = [line for line in lines if "evaluation" in line]
-    first, last = updates[min(WARM_UP, steps // 2)], updates[steps]
+    first, last = updates[0], updates[-1]
     rate = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
     return {"tokens_per_second": rate, "bits_per_byte": judged[-1]["bits_per_byte"]}

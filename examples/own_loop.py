@@ -10,14 +10,12 @@ from squares import Curve, SquaredError, points
 
 import lockstep
 
-CONFIG = {"batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"epochs": 5}}
+CONFIG = {"precision": {"compute": "fp32"}, "batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"epochs": 5}}
+HELD_OUT = {"sparse": points(101)}
 
-with lockstep.session(
-    CONFIG, model=Curve, dataset=points(), evaluation={"sparse": points(101)}, objective=SquaredError()
-) as session:
+with lockstep.session(CONFIG, model=Curve, dataset=points(), evaluation=HELD_OUT, objective=SquaredError()) as session:
     for batch in session.batches():
         session.accumulate(batch)
         session.commit()
     reports = session.evaluate()
-    if session.rooms.world.rank == 0:
-        print({report.name: report.metrics["loss"] for report in reports})
+    lockstep.print_once({report.name: report.metrics["loss"] for report in reports})

@@ -1,6 +1,6 @@
 """A model and a dataset of one's own, for a config (`squares.yaml`) or for Python: a curve is learnt from points.
 
-    x in [-2, 2]  -->  Curve  -->  x squared
+x in [-2, 2]  -->  Curve  -->  x squared
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+
+from lockstep import log
 
 
 class Curve(nn.Module):
@@ -31,7 +33,9 @@ class SquaredError:
         return batch.targets.numel()
 
     def loss_sum(self, outputs: Tensor, batch) -> Tensor:
-        return (outputs.float() - batch.targets).square().sum()
+        errors = outputs.float() - batch.targets
+        log.mean("absolute_error", errors.abs().sum(), errors.numel())
+        return errors.square().sum()
 
 
 def points(number: int = 1000) -> TensorDataset:

@@ -12,7 +12,12 @@ import lockstep
 
 def main(ranks: int) -> None:
     finished = lockstep.train(
-        {"batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"epochs": 5}, "evaluation": {"every": "2 epochs"}},
+        {
+            "batch": {"global_size": 50},
+            "optim": {"lr": 0.01},
+            "run": {"epochs": 5},
+            "evaluation": {"every": "2 epochs"},
+        },
         model=Curve,
         dataset=points(),
         evaluation={"sparse": points(101)},

@@ -1,13 +1,17 @@
 """The smallest thing that learns: points in four dims, three classes, a net of 67 parameters.
 
-    config(...) --> lockstep.session --> a millisecond an update
+config(...) --> lockstep.session --> a millisecond an update
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -89,9 +93,19 @@ def config(model: str = "Net", **sections: Any) -> dict[str, Any]:
     }
 
 
-def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of each parameter."""
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+def weights(module: nn.Module) -> dict[str, np.ndarray]:
+    """A copy of each parameter, which can travel between processes."""
+    return {name: parameter.detach().numpy().copy() for name, parameter in module.named_parameters()}
+
+
+@contextmanager
+def in_group() -> Iterator[None]:
+    """Several sessions in one process group, as a user's own program would have them."""
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def refusal(config: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: exact lines, valid JSON whatever the numbers, and a full disk."""
+"""metrics.jsonl and events.jsonl: exact lines, valid JSON whatever the numbers, and a full disk."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_evaluations_epochs_and_logged_values_have_lines_of_their_own(tmp_path: 
     log.epoch(EpochReport(0, 12, 1.5, 768, 3.5, True))
     log.journal(20, merge([journal.drain()]))
     log.finish(None)
-    evaluation, epoch, logged = _lines(tmp_path / "metrics.jsonl")
+    evaluation, epoch, logged = _lines(tmp_path / "events.jsonl")
     assert evaluation == {
         "evaluation": "held-out",
         "step": 10,

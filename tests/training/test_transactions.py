@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from kit import small
 from kit.worlds import in_world
 
@@ -18,7 +19,7 @@ from lockstep.resilience.guard import PATIENCE
 from lockstep.training.readback import DeviceReadback
 from lockstep.training.session import Session
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, np.ndarray]
 
 
 def _watched(config: dict[str, Any], objective: Any = None) -> tuple[list[StepReport], list[Weights]]:
@@ -33,7 +34,7 @@ def _watched(config: dict[str, Any], objective: Any = None) -> tuple[list[StepRe
 
 
 def _same(one: Weights, other: Weights) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
+    return all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def _with_nan(calls: range, only_rank: int | None = None) -> tuple[list[StepReport], list[Weights]]:
@@ -50,17 +51,17 @@ def test_an_update_that_is_not_finite_leaves_no_trace(ranks: int, only_rank: int
         ] * 4
         assert [report.discarded for report in reports] == [0, 0, 1, 2, 2, 2, 2, 2]
         assert [report.samples for report in reports] == [13, 26, 39, 40, 53, 66, 79, 80]
-        kept = [not _same(before, after) for before, after in zip(weights, weights[1:], strict=False)]
+        kept = [not _same(before, after) for before, after in pairwise(weights)]
         assert kept == [report.kept for report in reports]
-        assert all(torch.isfinite(value).all() for value in weights[-1].values())
+        assert all(np.isfinite(value).all() for value in weights[-1].values())
         assert _same(weights[-1], everywhere[0][1][-1])
 
 
 def test_optimizer_state_forgets_a_discarded_update() -> None:
-    """Momentum that had seen the NaN would be NaN from then on: the run must go on as if that update had had no data."""
-    _, discarded = _with_nan(range(1), None)
-    fine = [torch.isfinite(value).all().item() for value in discarded[-1].values()]
-    assert all(fine)
+    """Momentum that had seen a NaN would be NaN from then on."""
+    _, weights = _with_nan(range(1))
+    assert _same(weights[0], weights[1])
+    assert all(np.isfinite(value).all() for value in weights[-1].values())
 
 
 def _in_fp16(initial: float) -> tuple[list[StepReport], list[Weights]]:
@@ -71,15 +72,15 @@ def _in_fp16(initial: float) -> tuple[list[StepReport], list[Weights]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int) -> None:
     for reports, weights in in_world(ranks, _in_fp16, 2.0**24):
-        overflows = [report for report in reports if report.verdict is Verdict.OVERFLOW]
-        halvings = len(overflows)
-        assert 1 <= halvings <= 10
-        assert [report.loss_scale for report in reports] == [
-            2.0 ** (24 - min(step, halvings)) for step in range(len(reports))
-        ]
-        assert reports[-1].discarded == halvings
-        assert _same(weights[0], weights[halvings])
-        assert not _same(weights[0], weights[halvings + 1])
+        kept = [report.kept for report in reports]
+        first = kept.index(True)
+        assert 1 <= first <= 10
+        assert {report.verdict for report in reports} == {Verdict.OVERFLOW, Verdict.KEPT}
+        overflows = [kept[:step].count(False) for step in range(len(kept))]
+        assert [report.loss_scale for report in reports] == [2.0 ** (24 - halvings) for halvings in overflows]
+        assert reports[-1].discarded == kept.count(False)
+        assert _same(weights[0], weights[first])
+        assert not _same(weights[0], weights[first + 1])
         assert reports[-1].loss < reports[0].loss
 
 
@@ -87,11 +88,13 @@ def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int) -> None:
 def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
     config = small.config(precision={"compute": compute}, run={"steps": PATIENCE + 50})
     with lockstep.session(config, objective=small.NanAt(range(3, 1000))) as session:
-        model = session.rooms.sharding.bare
-        with pytest.raises(lockstep.GiveUp, match=rf"step {PATIENCE + 3}: {PATIENCE} updates in a row .* since step 3;"):
-            for report in lockstep.steps(session):
-                if report.step == 3:
-                    before = small.weights(model)
+        model, updates = session.rooms.sharding.bare, lockstep.steps(session)
+        assert [next(updates).kept for _ in range(3)] == [True] * 3
+        before = small.weights(model)
+        with pytest.raises(
+            lockstep.GiveUp, match=rf"step {PATIENCE + 3}: {PATIENCE} updates in a row .* since step 3;"
+        ):
+            list(updates)
         assert _same(before, small.weights(model))
 
 
@@ -99,15 +102,12 @@ def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
 
 
 def _on_both_paths(config: dict[str, Any]) -> tuple[Any, Any]:
-    return _through(config, device=False), _through(config, device=True)
+    with small.in_group():
+        return _through(config, device=False), _through(config, device=True)
 
 
 def _through(config: dict[str, Any], *, device: bool) -> tuple[list[StepReport | None], StepReport | None, Weights]:
     """What each commit returned, what the flush did, and the weights at the end."""
-    import torch.distributed as dist
-
-    if int(os.environ["WORLD_SIZE"]) > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
     with lockstep.session(config, objective=small.NanAt(range(2, 3))) as session:
         if device:
             session = _as_on_a_gpu(session)
@@ -138,11 +138,14 @@ def test_what_stays_on_the_device_is_the_same_one_update_late(ranks: int, comput
         assert late_reports[0] is None
         shifted = [*late_reports[1:], late_flushed]
         assert [_timeless(report) for report in shifted] == [_timeless(report) for report in reports]
-        assert [report.kept for report in reports].count(False) == 1
+        assert {report.kept for report in reports} == {True, False}
         assert _same(weights, late_weights)
 
 
 def _timeless(report: StepReport) -> dict[str, Any]:
     found = dataclasses.asdict(report)
     del found["seconds"]
-    return {name: pytest.approx(value, rel=1e-6) if name == "grad_norm" else value for name, value in found.items()}
+    return {
+        name: pytest.approx(value, rel=1e-6, nan_ok=True) if isinstance(value, float) else value
+        for name, value in found.items()
+    }

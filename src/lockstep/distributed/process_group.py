@@ -5,6 +5,7 @@ launcher ---- RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [, a listening socket] 
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Iterator
@@ -132,19 +133,26 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
         ) from error
 
 
+_stores: dict[tuple[str, int], Store] = {}
+_joins = itertools.count()
+
+
 def _store(environment: RankEnvironment, limit: timedelta) -> Store:
     """Where ranks meet, the same way under every launcher.
 
     Under our own it is made of the launcher's listening socket: on loopback alone, and on a port nobody else can
-    take. What the ranks of an attempt leave in torchrun's store must not meet those of the next.
+    take. A process keeps its store, since its port can't be bound again for the session after this one. What the ranks
+    of an attempt or of a session leave in it must not meet those of the next.
     """
-    store = TCPStore(
-        environment.master_addr,
-        environment.master_port,
-        environment.world_size,
-        environment.keeps_store,
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=environment.store_fd,
-    )
-    return PrefixStore(f"attempt-{environment.attempt}", store)
+    place = environment.master_addr, environment.master_port
+    if place not in _stores or environment.master_port == 0:
+        _stores[place] = TCPStore(
+            environment.master_addr,
+            environment.master_port,
+            environment.world_size,
+            environment.keeps_store,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=environment.store_fd,
+        )
+    return PrefixStore(f"attempt-{environment.attempt}/join-{next(_joins)}", _stores[place])

@@ -9,7 +9,7 @@ The gradient of an update is that of (sum of losses / global count of valid targ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch
 
 Autocast = Callable[[], AbstractContextManager[object]]
+Unheard = Callable[[], AbstractContextManager[object]]
+_HEARD: AbstractContextManager[object] = nullcontext()
 
 
 class Eager:
@@ -29,15 +31,22 @@ class Eager:
     Args:
         autocast: makes the context of a forward.
         key_draws: called with (step, micro-batch) before each forward.
+        unheard: makes the context in which filler is computed: what user code logs of it is no data.
     """
 
     def __init__(
-        self, sharding: Sharding, objective: Objective, autocast: Autocast, key_draws: Callable[[int, int], None]
+        self,
+        sharding: Sharding,
+        objective: Objective,
+        autocast: Autocast,
+        key_draws: Callable[[int, int], None],
+        unheard: Unheard = nullcontext,
     ) -> None:
         self._sharding = sharding
         self._objective = objective
         self._autocast = autocast
         self._key_draws = key_draws
+        self._unheard = unheard
 
     def accumulate(self, micro_batches: Sequence[Batch], seed_scale: float | Tensor, step: int) -> Tensor:
         sharding, objective = self._sharding, self._objective
@@ -46,7 +55,7 @@ class Eager:
         total: Tensor | None = None
         for index, batch in enumerate(micro_batches):
             self._key_draws(step, index)
-            with sharding.window(index == last):
+            with sharding.window(index == last), _HEARD if batch.samples else self._unheard():
                 with self._autocast():
                     outputs = call(module, batch.inputs)
                 loss = objective.loss_sum(outputs, batch)
@@ -59,23 +68,28 @@ class Eager:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        module, objective = self._sharding.bare, self._objective
+        module = self._sharding.bare
         sums: dict[str, Tensor] = {}
         was_training = module.training
         module.eval()
         try:
             for batch in micro_batches:
-                with self._autocast():
-                    outputs = call(module, batch.inputs)
-                count = torch.tensor(float(objective.count(batch)))
-                found = {"loss_sum": objective.loss_sum(outputs, batch), "count": count}
-                found.update(objective.metric_sums(outputs, batch))
+                with _HEARD if batch.samples else self._unheard():
+                    found = self._sums(batch)
                 for name, value in found.items():
                     value = value.double() if batch.samples else torch.zeros_like(value, dtype=torch.float64)
                     sums[name] = sums[name] + value if name in sums else value
         finally:
             module.train(was_training)
         return sums
+
+    def _sums(self, batch: Batch) -> dict[str, Tensor]:
+        objective = self._objective
+        with self._autocast():
+            outputs = call(self._sharding.bare, batch.inputs)
+        count = torch.tensor(float(objective.count(batch)))
+        loss_sum = objective.loss_sum(outputs, batch)
+        return {"loss_sum": loss_sum, "count": count, **objective.metric_sums(outputs, batch)}
 
 
 def call(module: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> object:

@@ -85,9 +85,7 @@ def leave(code: int) -> NoReturn:
     Taking an interpreter that holds torch apart costs 0.3 s, and with a DDP model in it torch 2.13 aborts now and then
     (`terminate called without an active exception`): a finished rank would count as a failed one.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # tells pools of threads to end, then joins all: as at any exit
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # data workers and other children
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

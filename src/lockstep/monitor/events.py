@@ -1,7 +1,12 @@
-"""metrics.jsonl: the run for programs. One JSON object a line.
+"""metrics.jsonl and events.jsonl: the run for programs. One JSON object a line.
+
+metrics.jsonl has updates, all lines alike:
 
     {"step": 10, "samples": 640, ..., "loss": 3.21, "grad_norm": 0.8, "lr": 0.001, ...}   every `every` steps,
                                                         each discarded update, and the run's last
+
+events.jsonl has what happens between them:
+
     {"evaluation": "held-out", "step": 10, "loss": 3.0, "bits_per_byte": 4.3, ...}         each evaluation
     {"epoch_done": 0, "step": 112, "loss": 3.1, ...}                                       each epoch
     {"logged": {"accuracy": 0.5}, "step": 10}                                              what user code logged
@@ -23,15 +28,19 @@ from lockstep.monitor.meters import Rates, Throughput
 from lockstep.monitor.watchers import EpochReport, Look
 
 _log = logging.getLogger("lockstep.monitor")
+EVENTS = "events.jsonl"
 
 
 class EventLog:
-    """Writes metrics.jsonl. Rates are those since the line before, evaluations not counted."""
+    """Writes metrics.jsonl, and events.jsonl beside it.
+
+    Rates are those since the line before, evaluations not counted.
+    """
 
     def __init__(self, path: Path, every: int) -> None:
-        self._path = path
         self._every = every
         self._file = LineFile(path)
+        self._events = LineFile(path.with_name(EVENTS))
         self._throughput = Throughput(window=0.0)
         self._next_step = 0
         self._pending: StepReport | None = None
@@ -40,7 +49,7 @@ class EventLog:
     @property
     def lost(self) -> int:
         """Lines that could not be written."""
-        return self._file.lost
+        return self._file.lost + self._events.lost
 
     def start(self, facts: RunFacts) -> None:
         pass
@@ -63,11 +72,12 @@ class EventLog:
         self._throughput.pause(report.step, report.seconds)
         own = {"evaluation": report.name, "step": report.step, "samples": report.samples, "seconds": report.seconds}
         metrics = {f"metric.{name}" if name in own else name: value for name, value in report.metrics.items()}
-        self._write({**own, **metrics})
+        self._write(self._events, {**own, **metrics})
         return ()
 
     def epoch(self, report: EpochReport) -> None:
         self._write(
+            self._events,
             {
                 "epoch_done": report.epoch,
                 "step": report.step,
@@ -75,28 +85,29 @@ class EventLog:
                 "loss": report.loss,
                 "seconds": report.seconds,
                 "whole": report.whole,
-            }
+            },
         )
 
     def journal(self, step: int, logged: Logged) -> None:
         histograms = {name: _described(histogram) for name, histogram in logged.histograms.items()}
-        self._write({"logged": {**logged.values, **histograms, **logged.texts}, "step": step})
+        self._write(self._events, {"logged": {**logged.values, **histograms, **logged.texts}, "step": step})
 
     def finish(self, error: BaseException | None) -> None:
         if self._pending is not None:
             self._write_step(self._pending)
-        self._file.close()
-        if self.lost:
-            _log.warning("%s lacks %d lines: %s", self._path, self.lost, self._file.reason)
+        for file in (self._file, self._events):
+            file.close()
+            if file.lost:
+                _log.warning("%s lacks %d lines: %s", file.path, file.lost, file.reason)
 
     def _write_step(self, report: StepReport) -> None:
         self._pending = None
         self._throughput.look(report)
-        self._write(_step_record(report, self._throughput.moving))
+        self._write(self._file, _step_record(report, self._throughput.moving))
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        if not self._file.write(line(record)) and self.lost == 1:
-            _log.warning("can't write %s: %s; the run goes on without those lines", self._path, self._file.reason)
+    def _write(self, file: LineFile, record: Mapping[str, Any]) -> None:
+        if not file.write(line(record)) and file.lost == 1:
+            _log.warning("can't write %s: %s; the run goes on without those lines", file.path, file.reason)
 
 
 def _step_record(report: StepReport, rates: Rates) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     runs/stdlib-lm-20261121-093000/
     ├── config.yaml         the resolved config
     ├── environment.json    the machine, the versions, the state of the user's code
-    ├── metrics.jsonl       a line every `monitor.every` steps, and one an evaluation
+    ├── metrics.jsonl       a line every `monitor.every` steps
+    ├── events.jsonl        evaluations, epochs, and what user code logged
     ├── tensorboard/        curves
     ├── logs/               what each rank printed
     ├── summary.json        what it came to; there once the run is finished

@@ -47,7 +47,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._file: BinaryIO | None = None
         self.lost = 0
         self.reason: OSError | None = None
@@ -69,8 +69,8 @@ class LineFile:
 
     def _write(self, text: bytes) -> None:
         if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab", buffering=0)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
         written = 0
         try:
             while written < len(text):  # a nearly full disk takes a part; the next write says why

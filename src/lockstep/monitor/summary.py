@@ -26,7 +26,7 @@ def summarize(
             "samples": last.samples if last else 0,
             "tokens": last.tokens if last else 0,
             "seconds": round(seconds, 3),
-            "evaluation": _by_set(evaluations),
+            "evaluation": by_set(evaluations),
             "loss": last.loss if last else None,
             "discarded": last.discarded if last else 0,
             "strategy": facts.strategy,
@@ -42,6 +42,7 @@ def summarize(
     return summary
 
 
-def _by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]:
+def by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]:
+    """The metrics of a single set by name; of several, by set and name."""
     latest = {report.name: dict(report.metrics) for report in evaluations}
     return next(iter(latest.values())) if len(latest) == 1 else latest

@@ -58,9 +58,15 @@ class ReplicatedByDDP:
             **_buffer_option(bool(_saved_buffers(model))),  # type: ignore[arg-type]
         )
         self._after_discard = _compress(self.module, options, backend)
+        self._learns_graph = options.static_graph
 
     def window(self, last: bool) -> AbstractContextManager[object]:
-        return NO_WINDOW if last else self.module.no_sync()
+        if last or self._learns_graph:
+            # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients
+            # that are reduced already are the same on all ranks: the mean that comes with the last leaves them be.
+            self._learns_graph = False
+            return NO_WINDOW
+        return self.module.no_sync()
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters)) / self.averages_over

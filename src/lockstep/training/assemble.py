@@ -6,6 +6,7 @@ data --> facts --> model --> transforms --> device --> optimizer --> sharding --
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from lockstep.models.build import build_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import adapt_objective, build_objective, coupling
+from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
@@ -82,7 +84,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     model = make_model(config, source.facts, given)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model))
     objective = make_objective(config, source.facts, given)
-    model = transform(model, _transforms(config), world.device).to(world.device)
+    model = transform(model, _transforms(config, world.device), world.device).to(world.device)
     sharding = _SHARDING[plan.strategy](config, world, model, _optimizer(config, model, given))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
@@ -104,7 +106,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         world=world,
         objective=objective,
         sharding=sharding,
-        engine=Eager(sharding, objective, autocast_context(dtype, world.device), draws.set),
+        engine=Eager(sharding, objective, autocast_context(dtype, world.device), draws.set, _unheard),
         loader=loader,
         source=source,
         evaluation=evaluation,
@@ -226,10 +228,10 @@ def _set_determinism(config: Config) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _transforms(config: Config) -> list[Transform]:
+def _transforms(config: Config, device: torch.device) -> list[Transform]:
     chosen: list[Transform] = []
     if config.model.compile:
-        chosen.append(Compile())
+        chosen.append(Compile(resolve_compute(config.precision.compute, device)))
     if config.parallel.ddp.sync_batchnorm:
         chosen.append(SyncBatchNorm())
     return chosen
@@ -242,6 +244,11 @@ def _optimizer(config: Config, model: nn.Module, given: Given) -> Optimizer:
     for group in groups:
         group.setdefault("lr", config.optim.lr * group["lr_scale"])
     return adapt_optimizer(given.optimizer(groups))
+
+
+def _unheard() -> AbstractContextManager[object]:
+    """What user code logs inside goes nowhere."""
+    return recording(Journal())
 
 
 def _rate(config: Config, given: Given) -> Rate:

@@ -94,6 +94,7 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
 
 
 def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments) -> int:
+    from lockstep.monitor.summary import by_set
     from lockstep.training.weights import load_weights
 
     given = Given(trust_remote_code=arguments.trust_remote_code)
@@ -105,8 +106,7 @@ def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments) -> i
                 figures = "  ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
                 print(f"{report.name}: {figures}  ({report.samples:,} samples in {report.seconds:.1f} s)")
             if arguments.json:
-                found = {report.name: dict(report.metrics) for report in reports}
-                print(json.dumps({"run": str(run), "evaluation": found}), flush=True)
+                print(json.dumps({"run": str(run), "evaluation": by_set(reports)}), flush=True)
     return 0
 
 

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
+from lockstep.monitor.journal import Journal, recording
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Source
@@ -31,7 +32,8 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
         rooms.config.data.loader,
         rooms.world.device,
     )
-    mine = rooms.engine.evaluate(batches)
+    with recording(Journal()):  # what user code logs of an evaluation is not part of the training's curves
+        mine = rooms.engine.evaluate(batches)
     names = sorted(mine)
     total = rooms.world.axis.sum(torch.stack([mine[key].to(rooms.world.device) for key in names])).tolist()
     sums = dict(zip(names, total, strict=True))

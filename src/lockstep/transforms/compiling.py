@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+import torch
+from torch import nn
 
 
 class Compile:
+    """Args:
+    compute: the precision of autocast; None for fp32.
+    """
+
+    def __init__(self, compute: torch.dtype | None) -> None:
+        self._compute = compute
+
     name = "model.compile"
     after = ("parallel.ddp.sync_batchnorm",)
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
+        grouped = any(isinstance(module, nn.GroupNorm) for module in model.modules())
+        if grouped and device.type == "cpu" and self._compute is torch.bfloat16:
+            return (  # seen in torch 2.13: the compiled backward gives NaN where the eager one doesn't
+                "torch's CPU compiler gets the gradient of group norm in bf16 wrong; "
+                "set precision.compute: fp32, or model.compile: false"
+            )
         return None
 
     def apply(self, model: nn.Module) -> nn.Module:

@@ -1,0 +1,91 @@
+"""Writes the tables of README.md from results/*.json, so that no number in it is typed by hand.
+
+python benchmarks/tables.py            rewrites what stands between <!-- NAME --> and <!-- /NAME -->
+python benchmarks/tables.py --check    fails if that would change anything
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import step_overhead
+import throughput
+from rounds import RESULTS, markdown
+
+README = Path(__file__).parent / "README.md"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    before = README.read_text()
+    after = filled(before)
+    if check:
+        sys.exit("README.md is not what results/*.json say; run python benchmarks/tables.py" if after != before else 0)
+    README.write_text(after)
+
+
+def filled(text: str) -> str:
+    """The text with each table that there are results for."""
+    for name, table in TABLES.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            written = table(json.loads(path.read_text()))
+            pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+            text = re.sub(pattern, lambda found, written=written: f"{found[1]}{written}\n{found[2]}", text, flags=re.S)
+    return text
+
+
+def startup(results: Mapping[str, Any]) -> str:
+    """Seconds from the command to three moments."""
+    rows = results["seconds"]
+    columns = list(next(iter(rows.values())))
+    lines = [[name, *(_seconds(row[column]) for column in columns)] for name, row in rows.items()]
+    blank = [""] * (len(columns) - 1)
+    lines += [[name, f"did not run: {why}", *blank] for name, why in results["refused"].items()]
+    return f"{markdown(['', *(f's to the {column}' for column in columns)], lines)}\n\n{_provenance(results)}"
+
+
+def _seconds(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.2f} ({spread['least']:.2f} to {spread['most']:.2f})"
+
+
+def data(results: Mapping[str, Any]) -> str:
+    """Million tokens per second of one core."""
+    gathered = [[f"{row['samples']} x {row['length']}", row["name"], _millions(row)] for row in results["gather"]]
+    packed = [
+        [f"{row['documents']:,} documents", f"{row['length']:,}", _millions(row), f"{row['padding']:.4%}"]
+        for row in results["packing"]
+    ]
+    batches = markdown(["samples x length", "", "million tokens/s"], gathered)
+    packs = markdown(["packed", "into samples of", "million tokens/s", "padding"], packed)
+    return f"{batches}\n\n{packs}\n\n{_provenance(results)}"
+
+
+def _millions(row: Mapping[str, Any]) -> str:
+    least, most = row["range"]
+    return f"{row['million_tokens_per_second']:,.0f} ({least:,.0f} to {most:,.0f})"
+
+
+def _provenance(results: Mapping[str, Any]) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    return f"`{results['command']}`: {facts}. Medians over interleaved rounds, in brackets the least and the most."
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "step_overhead": step_overhead.table,
+    "throughput": throughput.table,
+    "startup": startup,
+    "data": data,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""The command as people use it: whole runs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
+OWN_PARTS = Path(__file__).with_name("own_parts.py")
+QUIET = ["--monitor.tensorboard", "false", "--monitor.progress", "plain", "--launch.device", "cpu"]
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    return {**plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **variables}
+
+
+def call(*words: object, cwd: Path, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*(launcher or LOCKSTEP), *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=180)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> Any:
+    """The last line of a command that succeeded, which is JSON."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    names = ("metrics.jsonl", "events.jsonl")
+    return [json.loads(line) for name in names for line in (run / name).read_text().splitlines()]
+
+
+# --- a recipe, from training to what is left ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of two ranks, and the last line on stdout."""
+    pytest.importorskip("sklearn")
+    folder = tmp_path_factory.mktemp("digits")
+    words = ["--run.steps", "12", "--monitor.every", "5", "--evaluation.every", "6", "--run.folder", "run"]
+    words += ["--batch.global_size", "50", "--launch.device", "cpu", "--precision.compute", "fp32"]
+    done = call("train", "digits", "--ranks", "2", "--json", "--run.epochs", "null", *words, cwd=folder)
+    return folder / "run", said(done)
+
+
+def test_the_summary(digits: tuple[Path, dict[str, Any]]) -> None:
+    run, summary = digits
+    assert summary["run"] == str(run)
+    assert (summary["steps"], summary["samples"], summary["tokens"]) == (12, 600, 600)
+    assert summary["seconds"] > 0
+    assert set(summary["evaluation"]) == {"loss", "accuracy"}
+    assert (summary["ranks"], summary["strategy"], summary["backend"]) == (2, "ddp", "gloo")
+    assert json.loads((run / "summary.json").read_text()) == summary
+
+
+def test_the_run_folder(digits: tuple[Path, dict[str, Any]]) -> None:
+    run, _ = digits
+    found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "model/model.safetensors"} <= found
+    assert {"logs/rank-0.log", "logs/rank-1.log"} <= found
+    assert any(path.startswith("tensorboard/events") for path in found)
+
+
+def test_the_metrics(digits: tuple[Path, dict[str, Any]]) -> None:
+    run, summary = digits
+    lines = metrics(run)
+    steps = [line for line in lines if "lr" in line]
+    assert [line["step"] for line in steps] == [5, 10, 12]
+    assert [line["samples"] for line in steps] == [250, 500, 600]
+    assert all(line["loss"] > 0 and line["grad_norm"] > 0 and line["lr"] >= 0 for line in steps)
+    evaluations = [line for line in lines if "evaluation" in line]
+    assert [(line["evaluation"], line["step"]) for line in evaluations] == [("held-out", 6), ("held-out", 12)]
+    assert evaluations[-1]["accuracy"] == summary["evaluation"]["accuracy"]
+
+
+def test_a_finished_run_says_so(digits: tuple[Path, dict[str, Any]]) -> None:
+    run, summary = digits
+    done = call("train", "digits", "--run.folder", run, "--json", cwd=run.parent)
+    assert "is finished" in done.stdout
+    assert said(done) == summary
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluating_the_run_gives_its_own_last_evaluation(digits: tuple[Path, dict[str, Any]], ranks: int) -> None:
+    run, summary = digits
+    found = said(call("eval", run, "--json", "--ranks", ranks, cwd=run.parent))
+    assert found["evaluation"] == pytest.approx(summary["evaluation"], rel=1e-6)
+
+
+def test_a_classifier_generates_nothing(digits: tuple[Path, dict[str, Any]]) -> None:
+    run, _ = digits
+    done = call("generate", run, "def ", cwd=run.parent)
+    assert done.returncode == 2
+    assert "continues no text" in done.stderr
+
+
+def test_a_language_model_goes_on_with_a_text(tmp_path: Path) -> None:
+    words = ["--model.layers", "1", "--model.width", "32", "--data.train.length", "32", "--run.steps", "3"]
+    words += ["--data.evaluation.held-out.samples", "8", "--data.evaluation.held-out.length", "32"]
+    summary = said(call("train", "stdlib-lm", "--json", "--run.folder", "run", *words, *QUIET, cwd=tmp_path))
+    assert summary["tokens"] == 3 * 32 * 32
+    assert summary["evaluation"]["bits_per_byte"] > 0
+    done = call("generate", "run", "def ", "--tokens", "7", "--temperature", "0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def ")
+    found = said(call("generate", "run", "def ", "--tokens", "7", "--temperature", "0", "--json", cwd=tmp_path))
+    assert "def " + found["text"] + "\n" == done.stdout
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_config_starts_nothing(tmp_path: Path) -> None:
+    done = call("train", "digits", "--optim.lr", "fast", "--batch.globalsize", "8", "--ranks", "2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--optim.lr" in done.stderr
+    assert "global_size" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_a_rank_can_see_is_exit_code_2_too(tmp_path: Path) -> None:
+    words = ["--parallel.strategy", "single", "--run.folder", "run"]
+    done = call("train", "digits", "--ranks", "2", *words, *QUIET, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "parallel.strategy: single is one process" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_network_recipe_fails_at_once_without_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    began = time.monotonic()
+    words = ["train", "bert-imdb", "--ranks", "2", *QUIET]
+    environment = _environment(HF_HOME=str(tmp_path / "empty"))
+    done = subprocess.run(
+        [*LOCKSTEP, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 2
+    assert "is neither a folder here nor in the cache" in done.stderr
+    assert "lockstep data fetch" in done.stderr
+    assert time.monotonic() - began < 60
+
+
+# --- own parts, Hugging Face, other launchers -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside the package with a user's file and config."""
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copy(OWN_PARTS, folder / "mine.py")
+    config = {
+        "model": {"kind": "custom", "target": "mine.py:Net", "arguments": {"width": 5}},
+        "objective": {"kind": "classification"},
+        "data": {
+            "train": {"kind": "custom", "target": "mine.py:Points"},
+            "evaluation": {"few": {"kind": "custom", "target": "mine.py:Points", "arguments": {"samples": 7}}},
+        },
+        "batch": {"global_size": 8},
+        "precision": {"compute": "fp32"},
+        "launch": {"device": "cpu"},
+        "monitor": {"tensorboard": False, "every": 1, "progress": "plain"},
+        "run": {"steps": 4},
+    }
+    (folder / "own.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_users_own_model_and_dataset(own: Path) -> None:
+    summary = said(call("train", "own.json", "--ranks", "2", "--json", "--run.folder", "cli", cwd=own))
+    assert (summary["steps"], summary["samples"], summary["ranks"]) == (4, 32, 2)
+    assert summary["parameters"] == 4 * 5 + 5 + 5 * 3 + 3
+    assert set(summary["evaluation"]) == {"loss", "accuracy"}
+
+
+def test_torchrun(own: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep"]
+    done = call("train", "own.json", "--json", "--run.folder", "torchrun", cwd=own, launcher=torchrun)
+    summary = said(done)
+    assert (summary["steps"], summary["ranks"], summary["strategy"]) == (4, 2, "ddp")
+    assert [line["step"] for line in metrics(own / "torchrun") if "lr" in line] == [1, 2, 3, 4]
+
+
+def test_an_inserted_local_rank(own: Path) -> None:
+    """As `python -m torch.distributed.launch` and `deepspeed` start ranks: the flag stands before the verb."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for flag in ("--local-rank=0", "--local_rank=0"):
+        words = [*LOCKSTEP, flag, "train", "own.json", "--json", "--run.folder", flag.strip("-=0")]
+        done = subprocess.run(words, cwd=own, env=_environment(**place), capture_output=True, text=True, timeout=180)
+        assert said(done)["ranks"] == 1
+    wrong = [*LOCKSTEP, "--local-rank=1", "train", "own.json"]
+    done = subprocess.run(wrong, cwd=own, env=_environment(**place), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 2
+    assert "--local-rank=1 contradicts LOCAL_RANK=0" in done.stderr
+
+
+def test_sigterm_stops_all_ranks(own: Path) -> None:
+    words = ["train", "own.json", "--ranks", "2", "--run.steps", "100000000", "--run.folder", "stopped"]
+    command = subprocess.Popen([*LOCKSTEP, *words], cwd=own, env=_environment(), stderr=subprocess.PIPE, text=True,
+                               stdout=subprocess.DEVNULL)  # fmt: skip
+    _wait_for(own / "stopped" / "metrics.jsonl")
+    ranks = _children(command.pid)
+    assert len(ranks) == 2
+    command.send_signal(signal.SIGTERM)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 130, errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert not (own / "stopped" / "summary.json").exists()
+
+
+def test_no_orphans_when_the_launcher_is_killed(own: Path) -> None:
+    words = ["train", "own.json", "--ranks", "2", "--run.steps", "100000000", "--run.folder", "killed"]
+    command = subprocess.Popen([*LOCKSTEP, *words], cwd=own, env=_environment(), stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)  # fmt: skip
+    _wait_for(own / "killed" / "metrics.jsonl")
+    ranks = _children(command.pid)
+    command.kill()
+    command.wait()
+    deadline = time.monotonic() + 10
+    while any(_runs(pid) for pid in ranks):
+        assert time.monotonic() < deadline, "ranks live on"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} is missing"
+        time.sleep(0.05)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of text with classes, and a tokenizer of ten words."""
+    pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("texts")
+    words = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat"]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["<eos>", "<unk>", *words])}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    fast.save_pretrained(folder / "tokenizer")
+    rows = [{"text": " ".join(words[n % 3 : 3 + n % 6]), "label": n % 2} for n in range(20)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}
+BERT = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+
+
+def huggingface(folder: Path, task: str, architecture: dict[str, Any], **data: Any) -> dict[str, Any]:
+    source = {"kind": "huggingface", "name": str(folder / "rows.jsonl"), "tokenizer": str(folder / "tokenizer"), **data}
+    return {
+        "model": {"kind": "huggingface", "task": task, "architecture": architecture},
+        "data": {"train": source, "evaluation": {"same": source}},
+        "batch": {"global_size": 8},
+        "precision": {"compute": "fp32"},
+        "launch": {"device": "cpu"},
+        "monitor": {"tensorboard": False, "every": 1, "progress": "plain"},
+        "run": {"steps": 3},
+    }
+
+
+def test_a_hugging_face_model_through_the_command(texts: Path) -> None:
+    (texts / "gpt2.json").write_text(json.dumps(huggingface(texts, "causal-lm", GPT2)))
+    summary = said(call("train", "gpt2.json", "--ranks", "2", "--json", "--run.folder", "gpt2", cwd=texts))
+    assert (summary["steps"], summary["samples"], summary["ranks"]) == (3, 20, 2)
+    assert {"loss", "perplexity"} <= set(summary["evaluation"])
+    done = call("generate", "gpt2", "the cat", "--tokens", "3", cwd=texts)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the cat")
+
+
+def test_a_hugging_face_model_through_the_library(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lockstep
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    architecture = {**BERT, "intermediate_size": 32}
+    config = huggingface(texts, "sequence-classification", architecture, label="label")
+    config["run"]["folder"] = str(texts / "bert")
+    config["model"]["freeze"] = ["*pooler*"]
+    summary = lockstep.train(config).summary
+    assert summary["steps"] == 3
+    assert 0 < summary["trainable"] < summary["parameters"]
+    assert set(summary["evaluation"]) == {"loss", "accuracy"}

@@ -1,0 +1,218 @@
+"""The pages are true: what they name exists, what they show is what there is, and what they quote is what is said."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.cli.main import VERBS, main
+from lockstep.config import shape
+from lockstep.config.loading import validate
+
+ROOT = Path(__file__).parents[2]
+GENERATED = {"config.md"}
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED),
+]
+FENCE = re.compile(r"(?:<!-- file: (\S+) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PLACEHOLDERS = {"path/to/file.py:Name"}
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for _, language, text in FENCE.findall(page.read_text()) if language in languages]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Command lines of the blocks without a language, comments left out; output isn't taken for one."""
+    lines = [line.removeprefix("$ ") for block in blocks(page, "") for line in block.splitlines()]
+    starts = ("lockstep ", "make ", "torchrun ", "python ", "LOCKSTEP_")
+    split = [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
+    return [words for words in split if not words[0].endswith(":")]
+
+
+def verb_lines(page: Path) -> list[list[str]]:
+    """What follows `lockstep`, whoever starts it."""
+    found = [words[words.index("lockstep") + 1 :] for words in commands(page) if "lockstep" in words]
+    return [words for words in found if words[0] != "..."]
+
+
+@cache
+def help_of(verb: str, *more: str) -> str:
+    command = [sys.executable, "-m", "lockstep", verb, *more, "--help"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+@pages
+def test_commands_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(page):
+        if words[0] == "make":
+            assert words[1] in targets, words
+        if words[0] == "python" and words[1] != "-m":
+            assert (ROOT / words[1]).is_file(), words
+
+
+@pages
+def test_verbs_and_flags_exist(page: Path) -> None:
+    quoted = "\n".join(block for block in blocks(page, "") if "lockstep: " in block)
+    for verb, *words in verb_lines(page):
+        assert verb in VERBS, verb
+        named = help_of(verb, words[0]) if verb in ("config", "data") else help_of(verb)
+        for word in words:
+            flag = re.match(r"--?[\w.-]+", word)
+            if flag and f"{flag[0]}:" not in quoted:  # an answered mistake is shown on purpose
+                assert re.search(rf"{re.escape(flag[0])}\b", named) or is_key(flag[0][2:]), (verb, word)
+
+
+def is_key(dotted: str) -> bool:
+    return tuple(dotted.split(".")) in set(shape.all_keys())
+
+
+@pages
+def test_quoted_messages_are_said(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
+    for block in blocks(page, ""):
+        command, _, output = block.partition("\n")
+        if command.startswith("$ lockstep ") and output.startswith("lockstep: "):
+            assert main(shlex.split(command)[2:]) == 2
+            assert capsys.readouterr().err == output
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pages
+def test_files_exist(page: Path) -> None:
+    kinds = r"[\w./-]+/[\w.-]+\.(?:py|md|yaml|json|toml|svg)|(?:src|tests|examples|docs|recipes|benchmarks)/[\w/.-]*"
+    for name in INLINE.findall(prose(page)):
+        if name not in PLACEHOLDERS and re.fullmatch(kinds, name) and not name.startswith("model/"):
+            assert any((root / name).exists() for root in (ROOT, ROOT / "src" / "lockstep")), name
+
+
+@pages
+def test_python_names_exist(page: Path) -> None:
+    text = "\n".join([*INLINE.findall(prose(page)), *blocks(page, "python")])
+    for name in set(re.findall(r"(?<![\w./-])lockstep(?:\.[A-Za-z_]\w*)+", text)):
+        assert resolves(name), name
+
+
+def resolves(dotted: str) -> bool:
+    """Whether the longest importable module of the name has the rest of it."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return reach(thing, parts[end:])
+    return False
+
+
+def reach(thing: object, names: list[str]) -> bool:
+    try:
+        for name in names:
+            thing = getattr(thing, name)
+    except AttributeError:
+        return False
+    return True
+
+
+@pages
+def test_config_keys_exist(page: Path) -> None:
+    sections = {key[0] for key in shape.all_keys()}
+    for name in INLINE.findall(prose(page)):
+        key = name.split(":")[0].split("=")[0]
+        if re.fullmatch(rf"(?:{'|'.join(sections)})(?:\.[a-z_]+)+", key):
+            assert is_key(key) or any(
+                known[: key.count(".") + 1] == tuple(key.split(".")) for known in shape.all_keys()
+            ), key
+
+
+@pages
+def test_links_resolve(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert name.startswith("http") or target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}, link
+
+
+# --- snippets -------------------------------------------------------------------------------------------------------
+
+
+@pages
+def test_configs_are_valid(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        validate(yaml.safe_load(block.replace("3e-3", "0.003").replace("1e-2", "0.01")))
+
+
+@pages
+def test_python_comes_from_the_examples(page: Path) -> None:
+    examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    for block in blocks(page, "python"):
+        ast.parse(block)
+        assert any(block in example for example in examples), block
+
+
+def test_shown_files_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    filled = importlib.import_module("fill_examples").filled
+    for page in PAGES:
+        assert page.read_text() == filled(page.read_text()), "python docs/fill_examples.py"
+
+
+def test_the_pages_of_the_index_are_all_there_are() -> None:
+    listed = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= listed
+
+
+# --- examples run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train_from_python.py"], "'loss'"),
+        (["own_loop.py"], "{'sparse': 0."),
+        (["loop_of_reports.py"], "update "),
+        (["-m", "lockstep", "train", "examples/squares.yaml", "--run.epochs", "1"], "evaluation sparse: loss"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_examples_run(words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    command = [
+        sys.executable,
+        *(word if word[0] == "-" or not word.endswith(".py") else f"examples/{word}" for word in words),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert said in run.stdout

@@ -1,0 +1,117 @@
+"""Evaluations: exact whatever the ranks, and when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+from kit.worlds import in_world
+from torch.nn import functional as F
+
+import lockstep
+from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport
+from lockstep.models.objectives import Classification
+from lockstep.training.run import run
+
+SIZES = {"held-out": 11, "tiny": 2, "large": 37}
+
+
+def _config(**sections: Any) -> dict[str, Any]:
+    config = small.config(**sections)
+    config["data"]["evaluation"] = {
+        name: {"kind": "custom", "target": "kit.small:points", "arguments": {"samples": size, "seed": size}}
+        for name, size in SIZES.items()
+    }
+    return config
+
+
+def _evaluated(config: dict[str, Any]) -> tuple[list[EvaluationReport], dict[str, tuple[float, float]]]:
+    """The reports, and loss and accuracy as one forward over the whole set has them."""
+    with lockstep.session(config) as session:
+        for report in lockstep.steps(session):
+            if report.step == 3:
+                break
+        model, expected = session.rooms.sharding.bare, {}
+        assert model.training
+        reports = session.evaluate()
+        assert model.training
+        for name, size in SIZES.items():
+            points, classes = small.points(size, size).tensors
+            with torch.no_grad():
+                logits = model(points)
+            right = (logits.argmax(1) == classes).float().mean().item()
+            expected[name] = (F.cross_entropy(logits, classes).item(), right)
+        return reports, expected
+
+
+@pytest.mark.parametrize(("ranks", "micro_size"), [(1, "auto"), (1, 4), (2, 4), (3, "auto"), (3, 1)])
+def test_every_sample_counts_once(ranks: int, micro_size: int | str) -> None:
+    config = _config(evaluation={"micro_size": micro_size})
+    for reports, expected in in_world(ranks, _evaluated, config):
+        assert [(report.name, report.samples, report.step) for report in reports] == [
+            (name, size, 3) for name, size in SIZES.items()
+        ]
+        for report in reports:
+            loss, accuracy = expected[report.name]
+            assert dict(report.metrics) == {
+                "loss": pytest.approx(loss, rel=1e-5),
+                "accuracy": pytest.approx(accuracy, abs=1e-9),
+            }
+
+
+class _Noting:
+    """A monitor that notes when evaluations were made."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def start(self, facts: RunFacts) -> None: ...
+
+    def see(self, report: StepReport) -> Iterable[Request]:
+        return ()
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        self.steps.append(report.step)
+        return ()
+
+    def finish(self, error: BaseException | None) -> None: ...
+
+
+def _steps_of_evaluations(every: str | None, at_end: bool = True) -> list[int]:
+    monitor = _Noting()
+    config = small.config(evaluation={"every": every, "at_end": at_end})
+    with lockstep.session(config, objective=Classification()) as session:
+        results = run(session, monitor, lambda report: ())
+    assert results.progress.steps == 8
+    assert bool(results.evaluations) == bool(monitor.steps)
+    return monitor.steps
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        (None, [8]),
+        ("3 steps", [3, 6, 8]),
+        ("4 steps", [4, 8]),
+        ("26 samples", [2, 5, 7, 8]),  # 13, 26, 39, 40 | 53, 66, 79, 80 samples: 52 and 78 are passed, not met
+        ("40 tokens", [4, 8]),
+        ("1 epoch", [4, 8]),
+        ("0.5 epochs", [2, 4, 6, 8]),
+    ],
+)
+def test_when_evaluations_are_due(every: str | None, steps: list[int]) -> None:
+    assert _steps_of_evaluations(every) == steps
+
+
+def test_no_evaluation_at_the_end_if_none_is_wanted() -> None:
+    assert _steps_of_evaluations("3 steps", at_end=False) == [3, 6]
+    assert _steps_of_evaluations(None, at_end=False) == []
+
+
+def test_minutes_are_agreed_on_by_all_ranks() -> None:
+    first, second = in_world(2, _steps_of_evaluations, "0.000001 minutes")
+    assert first == second
+    assert len(first) > 2

@@ -1,0 +1,148 @@
+"""Lockstep from Python: a whole run, the loop as a generator, and a loop of one's own, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_script
+import pytest
+import torch
+from kit import small
+from kit.worlds import in_world
+from torch import nn
+
+import lockstep
+
+SCRIPT = Path(plain_script.__file__)
+
+
+def _train_here(folder: Path, **changes: Any) -> tuple[Any, nn.Module, dict[str, Any]]:
+    """Trains a module in place; also returns its weights of before."""
+    torch.manual_seed(0)
+    model = small.Net()
+    before = small.weights(model)
+    config = small.config(run={"steps": 6, "folder": str(folder)}, monitor={"every": 1, "progress": "none"})
+    del config["objective"], config["model"]
+    finished = lockstep.train(
+        config,
+        model=model,
+        dataset=small.points(),
+        objective=nn.CrossEntropyLoss(reduction="sum"),
+        optimizer=plain_script.make_optimizer,
+        schedule=plain_script.halves,
+        **changes,
+    )
+    return finished, model, before
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    names = ("metrics.jsonl", "events.jsonl")
+    return [json.loads(line) for name in names for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_module_is_trained_in_place(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    finished, model, before = _train_here(tmp_path / "run")
+    assert finished.folder == tmp_path / "run"
+    assert finished.summary["steps"] == 6
+    assert finished.summary["evaluation"].keys() == {"loss"}
+    after = small.weights(model)
+    assert all(not np.array_equal(before[name], after[name]) for name in before)
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(np.array_equal(saved[name].numpy(), after[name]) for name in after)
+    assert [line["lr"] for line in _lines(tmp_path / "run") if "lr" in line] == [0.01] * 3 + [0.005] * 3
+
+
+def test_a_plain_script_starts_its_ranks(tmp_path: Path) -> None:
+    """With data workers in the ranks, or without, it is the same run."""
+    losses = []
+    for workers in (0, 1):
+        folder = tmp_path / f"run-{workers}"
+        command = [sys.executable, str(SCRIPT), str(folder), str(workers)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        summary = json.loads(done.stdout.splitlines()[-1])
+        assert (summary["folder"], summary["ranks"], summary["samples"]) == (str(folder), 2, 60)
+        lines = [line for line in _lines(folder) if "lr" in line]
+        assert [line["lr"] for line in lines] == [0.01] * 3 + [0.005] * 3
+        losses.append([line["loss"] for line in lines])
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_a_mean_is_no_objective(tmp_path: Path) -> None:
+    config = small.config(run={"steps": 1, "folder": str(tmp_path / "run")})
+    with pytest.raises(lockstep.ConfigError, match='reduction="sum"'):
+        lockstep.train(config, objective=nn.CrossEntropyLoss())
+
+
+def test_given_without_an_object_is_refused() -> None:
+    config = {**small.config(), "model": {"kind": "given"}}
+    with pytest.raises(lockstep.ConfigError, match=r"torch\.nn\.Module"), lockstep.session(config):
+        pass
+
+
+# --- sessions -------------------------------------------------------------------------------------------------------
+
+
+def _by_generator() -> tuple[list[float], dict[str, np.ndarray], dict[str, float]]:
+    with lockstep.session(small.config()) as session:
+        losses = [report.loss for report in lockstep.steps(session)]
+        [evaluation] = session.evaluate()
+        return losses, small.weights(session.rooms.sharding.bare), dict(evaluation.metrics)
+
+
+def _by_own_loop() -> tuple[list[float], dict[str, np.ndarray], dict[str, float]]:
+    losses = []
+    with lockstep.session(small.config()) as session:
+        for batch in session.batches():
+            session.accumulate(batch)
+            losses.append(session.commit().loss)
+        [evaluation] = session.evaluate()
+        return losses, small.weights(session.rooms.sharding.bare), dict(evaluation.metrics)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_generator_and_an_own_loop_are_one_run(ranks: int) -> None:
+    runs = [*in_world(ranks, _by_generator), *in_world(ranks, _by_own_loop)]
+    first_losses, first_weights, first_metrics = runs[0]
+    assert len(first_losses) == 8
+    assert first_losses[-1] < first_losses[0]
+    for losses, weights, metrics in runs[1:]:
+        assert losses == first_losses
+        assert metrics == first_metrics
+        assert all(np.array_equal(weights[name], first_weights[name]) for name in weights)
+
+
+def _forget_to_commit() -> None:
+    with lockstep.session(small.config()) as session:
+        for batch in session.batches():
+            session.accumulate(batch)
+
+
+def test_a_batch_that_is_not_committed_is_told() -> None:
+    with pytest.raises(RuntimeError, match="one commit"):
+        _forget_to_commit()
+
+
+def _two_sessions() -> list[list[float]]:
+    return [_by_generator()[0], _by_generator()[0]]
+
+
+def _two_in_a_group() -> list[list[float]]:
+    with small.in_group():
+        return _two_sessions()
+
+
+def test_two_sessions_after_one_another() -> None:
+    first, second = _two_sessions()
+    assert first == second
+    for sessions in (_two_in_a_group, _two_sessions):
+        for first, second in in_world(2, sessions):
+            assert first == second
