@@ -319,8 +319,8 @@ def lockstep(steps: int) -> dict[str, float]:
         if done.returncode != 0:
             raise DidNotRun((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        summary = json.loads((run / "summary.json").read_text())
     updates = [line for line in lines if "grad_norm" in line and line["step"] >= min(WARM_UP, steps // 2)]
-    judged = [line for line in lines if "evaluation" in line]
     first, last = updates[0], updates[-1]
     rate = (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
-    return {"tokens_per_second": rate, "bits_per_byte": judged[-1]["bits_per_byte"]}
+    return {"tokens_per_second": rate, "bits_per_byte": summary["evaluation"]["bits_per_byte"]}

@@ -188,7 +188,7 @@ def _notes(session: Session) -> tuple[str, ...]:
     if coupled is not None or not rooms.objective.decomposes:
         reason = coupled or "the objective says that it does not decompose over samples"
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
-    if rooms.config.parallel.strategy == "dp" and torch.cuda.device_count() < 2:
+    if rooms.plan.strategy == "dp" and rooms.sharding.module is rooms.sharding.bare:
         notes.append("dp spreads a batch over the GPUs of one process; with fewer than two it runs as single")
     if rooms.config.parallel.ddp.compression != "none":
         notes.append(
