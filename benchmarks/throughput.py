@@ -2,8 +2,9 @@
 
     python benchmarks/throughput.py [--rounds 5] [--steps 160]
 
-Same model from the same first weights, same data, batch, optimizer, schedule and clipping; bits per byte on held-out
-text after training show that they learned alike. Prints the table and writes results/throughput.json.
+Same model from the same first weights, same samples in the same order, same batch, optimizer, schedule and clipping;
+bits per byte on held-out text after training show that they learned alike. Prints the table and writes
+results/throughput.json.
 """
 
 from __future__ import annotations

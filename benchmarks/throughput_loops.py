@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rounds import DidNotRun
@@ -35,6 +36,7 @@ from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Config
 from lockstep.core.protocols import Source
+from lockstep.data.order import Indices, Order
 from lockstep.data.sources import open_source
 from lockstep.models.build import build_model
 from lockstep.optim.groups import parameter_groups
@@ -68,10 +70,15 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """What one contestant under torchrun is given."""
+    """What one contestant under torchrun is given.
+
+    Attributes:
+        samples: in the order in which Lockstep's run sees them, as many as all steps need.
+        share: samples of a rank and step.
+    """
 
     config: Config
-    source: Source
+    samples: Gathered
     model: Timed
     steps: int
     folder: str
@@ -94,11 +101,29 @@ class Task:
         )
 
 
+class Gathered(Dataset[Any]):
+    """A batch as one gather; its collate function has nothing left to do. Samples come in the order `indices`."""
+
+    def __init__(self, source: Source, indices: Indices) -> None:
+        self.source = source
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        batch = self.source.fetch(self.indices[indices])
+        return batch.inputs["tokens"], batch.targets
+
+
 class OneByOne(Dataset[tuple[Tensor, Tensor]]):
     """Samples as tutorials serve them."""
 
-    def __init__(self, source: Source) -> None:
-        self.whole = Gathered(source)
+    def __init__(self, whole: Gathered) -> None:
+        self.whole = whole
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -106,23 +131,6 @@ class OneByOne(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         tokens, targets = self.whole.__getitems__([index])
         return tokens[0], targets[0]
-
-
-class Gathered(Dataset[Any]):
-    """A batch as one gather; its collate function has nothing left to do."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return self.source.facts.samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        batch = self.source.fetch(torch.tensor(indices).numpy())
-        return batch.inputs["tokens"], batch.targets
 
 
 def as_it_is(batch: Any) -> Any:
@@ -149,18 +157,24 @@ class WithLoss(nn.Module):
         return {"loss": loss_of(logits, labels), "logits": logits}
 
 
+def of_rank(task: Task, dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    """Every other sample, so that the ranks' batches together are Lockstep's global batch."""
+    rank = int(os.environ["RANK"])
+    sampler = DistributedSampler(dataset, RANKS, rank, shuffle=False)
+    return DataLoader(dataset, task.share, sampler=sampler, **options)
+
+
 # --- contestants under torchrun -----------------------------------------------------------------------------------
 
 
 def bare(task: Task) -> None:
     """Tuned like the tuned ones."""
     dist.init_process_group("gloo")
-    dataset = Gathered(task.source)
-    batches = DataLoader(dataset, task.share, sampler=DistributedSampler(dataset), collate_fn=as_it_is)
+    batches = of_rank(task, task.samples, collate_fn=as_it_is)
     module = DistributedDataParallel(task.model, gradient_as_bucket_view=True)
     optimizer = task.optimizer(fused=True)
     schedule = task.schedule(optimizer)
-    for _, (tokens, targets) in zip(range(task.steps), batches, strict=False):
+    for tokens, targets in batches:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(module(tokens), targets)
         loss.backward()
@@ -173,12 +187,12 @@ def bare(task: Task) -> None:
 
 
 def hugging_face(task: Task) -> None:
-    _hugging_face(task, OneByOne(task.source), task.optimizer())
+    _hugging_face(task, OneByOne(task.samples), task.optimizer())
 
 
 def hugging_face_tuned(task: Task) -> None:
     quiet = {"logging_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    _hugging_face(task, Gathered(task.source), task.optimizer(fused=True), bf16=True, **quiet)
+    _hugging_face(task, task.samples, task.optimizer(fused=True), bf16=True, **quiet)
 
 
 def _hugging_face(task: Task, dataset: Dataset[Any], optimizer: torch.optim.Optimizer, **options: Any) -> None:
@@ -192,6 +206,7 @@ def _hugging_face(task: Task, dataset: Dataset[Any], optimizer: torch.optim.Opti
         use_cpu=True,
         ddp_backend="gloo",
         remove_unused_columns=False,
+        train_sampling_strategy="sequential",
         save_strategy="no",  # it refuses to save a model of another library whose head is tied
         **options,
     )
@@ -205,12 +220,12 @@ def _hugging_face(task: Task, dataset: Dataset[Any], optimizer: torch.optim.Opti
 
 
 def lightning(task: Task) -> None:
-    batches = DataLoader(OneByOne(task.source), task.share, shuffle=True)
+    batches = of_rank(task, OneByOne(task.samples))
     _lightning(task, batches, task.optimizer(), tuned=False)
 
 
 def lightning_tuned(task: Task) -> None:
-    batches = DataLoader(Gathered(task.source), task.share, shuffle=True, collate_fn=as_it_is)
+    batches = of_rank(task, task.samples, collate_fn=as_it_is)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     _lightning(task, batches, task.optimizer(fused=True), tuned=True, precision="bf16-mixed", **quiet)
 
@@ -249,6 +264,7 @@ def _lightning(
         max_steps=task.steps,
         gradient_clip_val=None if tuned else task.config.optim.clip_norm,
         default_root_dir=task.folder,
+        use_distributed_sampler=False,
         **options,
     )
     trainer.fit(Module(), batches)
@@ -273,8 +289,9 @@ def train(name: str, steps: int) -> dict[str, float]:
     source = open_source(config.data.train, task=None, tokenizer=None)
     torch.manual_seed(config.run.seed)
     model = Timed(build_model(config.model, source.facts, config.run.seed))
+    order = Order(source.facts.samples, config.run.seed).indices(0, np.arange(steps * config.batch.global_size))
     with tempfile.TemporaryDirectory() as folder:
-        UNDER_TORCHRUN[name](Task(config, source, model, steps, folder))
+        UNDER_TORCHRUN[name](Task(config, Gathered(source, order), model, steps, folder))
     times = model.times
     assert len(times) == steps, f"{len(times)} forwards in {steps} steps"
     warm_up = min(WARM_UP, steps // 2)
@@ -288,7 +305,7 @@ def train(name: str, steps: int) -> dict[str, float]:
 def held_out_bits(config: Config, model: nn.Module) -> float:
     """Bits per byte on the first samples of the recipe's held-out set."""
     section = config.data.evaluation["held-out"].model_copy(update={"samples": HELD_OUT})
-    whole = Gathered(open_source(section, task=None, tokenizer=None))
+    whole = Gathered(open_source(section, task=None, tokenizer=None), np.arange(HELD_OUT))
     losses = []
     for first in range(0, HELD_OUT, 64):
         tokens, targets = whole.__getitems__(list(range(first, first + 64)))
