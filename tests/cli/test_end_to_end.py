@@ -107,9 +107,16 @@ def test_a_classifier_generates_nothing(digits: tuple[Path, dict[str, Any]]) -> 
 
 def test_a_language_model_goes_on_with_a_text(tmp_path: Path) -> None:
     words = ["--model.layers", "1", "--model.width", "32", "--data.train.length", "32", "--run.steps", "3"]
-    words += ["--data.evaluation.held-out.samples", "8", "--data.evaluation.held-out.length", "32"]
+    words += [
+        "--batch.global_size",
+        "8",
+        "--data.evaluation.held-out.samples",
+        "8",
+        "--data.evaluation.held-out.length",
+        "32",
+    ]
     summary = said(call("train", "stdlib-lm", "--json", "--run.folder", "run", *words, *QUIET, cwd=tmp_path))
-    assert summary["tokens"] == 3 * 32 * 32
+    assert summary["tokens"] == 3 * 8 * 32
     assert summary["evaluation"]["bits_per_byte"] > 0
     done = call("generate", "run", "def ", "--tokens", "7", "--temperature", "0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
