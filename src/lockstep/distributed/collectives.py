@@ -6,7 +6,6 @@ Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -58,8 +57,3 @@ class Together:
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
-
-
-def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """How long a collective of the group may take from now on."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # torch has no public way yet
