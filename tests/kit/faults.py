@@ -49,11 +49,10 @@ def double_reduction(session: Any) -> None:
     """Gradients are summed over ranks a second time."""
 
     class Engine(_Wrapped):
-        def accumulate(self, micro_batches: Any, scale: Any, step: int) -> Any:
-            loss_sum = self._original.accumulate(micro_batches, scale, step)
+        def accumulate(self, *batches_and_scale: Any) -> None:
+            self._original.accumulate(*batches_and_scale)
             for parameter in session.rooms.sharding.bare.parameters():
                 dist.all_reduce(parameter.grad)
-            return loss_sum
 
     _replace(session, engine=Engine(session.rooms.engine))
 

@@ -57,6 +57,25 @@ def test_an_update_that_is_not_finite_leaves_no_trace(ranks: int, only_rank: int
         assert _same(weights[-1], everywhere[0][1][-1])
 
 
+def _with_a_gradient_that_differs(rank: int, factor: float) -> str:
+    with lockstep.session(small.config()) as session:
+        for batch in session.batches():
+            session.accumulate(batch)
+            if batch.step == 3 and os.environ["RANK"] == str(rank):
+                next(iter(session.rooms.sharding.bare.parameters())).grad.mul_(factor)
+            try:
+                session.commit()
+            except lockstep.GiveUp as failure:
+                return str(failure)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_ranks_whose_gradients_differ_are_stopped_at_the_next_vote(factor: float) -> None:
+    for said in in_world(2, _with_a_gradient_that_differs, 1, factor):
+        assert said.startswith("step 4: the ranks had different gradients after they were reduced")
+
+
 def test_optimizer_state_forgets_a_discarded_update() -> None:
     """Momentum that had seen a NaN would be NaN from then on."""
     _, weights = _with_nan(range(1))

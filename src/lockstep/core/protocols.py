@@ -9,7 +9,7 @@ A room implements sockets; only `training/assemble` knows which rooms there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -82,9 +82,13 @@ class Sharding(Protocol):
     def window(self, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a micro-batch; gradients are reduced only in the last one's."""
 
+    @property
+    def norm_is_whole(self) -> bool:
+        """Whether `squared_norm` is that of the whole gradient, the same on every rank."""
+
     def squared_norm(self) -> Tensor:
-        """This rank's part of the squared 2-norm of the accumulated gradient: summed over all ranks, no element
-        counts twice. 0-dim."""
+        """Squared 2-norm of the accumulated gradient, 0-dim; if it isn't the whole's, this rank's part: summed over all
+        ranks, no element counts twice."""
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         """One optimizer step on the accumulated gradient / `divisor` at learning rate `rate`; then clears it.
@@ -94,9 +98,17 @@ class Sharding(Protocol):
 class Engine(Protocol):
     """How a batch becomes a gradient."""
 
-    def accumulate(self, micro_batches: Sequence[Batch], seed_scale: float | Tensor, step: int) -> Tensor:
-        """Accumulates the gradient of `seed_scale` x the sum of losses; returns this rank's sum of losses,
-        unscaled, 0-dim. `step` keys what the forward draws."""
+    def accumulate(
+        self,
+        micro_batches: Sequence[Batch],
+        seed_scale: float | Tensor,
+        step: int,
+        announce: Callable[[Tensor], None],
+    ) -> None:
+        """Accumulates the gradient of `seed_scale` x the sum of losses. `step` keys what the forward draws.
+
+        Calls `announce` once, as soon as it is known, with this rank's sum of losses, unscaled, 0-dim: before gradients
+        are reduced, and at the same point between collectives on every rank."""
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
         """This rank's sums over the batches: `loss_sum`, `count`, and the objective's `metric_sums`. No gradients."""
@@ -128,6 +140,9 @@ class Axis(Protocol):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """In place, over the axis; returned for chaining."""
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """`sum`, but in the background; what is returned waits for it."""
 
     def gather(self, value: object) -> list[object]:
         """Every rank's value, in the order of ranks. Slow: for people, not for steps."""

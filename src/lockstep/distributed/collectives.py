@@ -6,6 +6,7 @@ Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -22,6 +23,9 @@ class Alone:
 
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
 
     def gather(self, value: object) -> list[object]:
         return [value]
@@ -42,8 +46,16 @@ class Together:
         self.rank: int = group.rank()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+        return self.start_sum(tensor)()
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return tensor
+
+        return finish
 
     def gather(self, value: object) -> list[object]:
         values: list[object] = [None] * self.size

@@ -1,19 +1,24 @@
-"""Agreeing is nearly free: one small float64 sum over the data axis for each update.
+"""Agreeing is nearly free: one small float64 sum over the data axis for each update, on its way during the backward.
 
-    rank 0   [loss sum | squared norm | next count | next tokens | stop? evaluate? ...]
-    rank 1   [loss sum | squared norm | next count | next tokens | stop? evaluate? ...]
-             ---------------------------------------------------------------------- sum
-    all      the same numbers, so the same decision everywhere, without a further message
+    forward | open                                                                       backward | close
+    rank 0   [loss sum | next count | next tokens | norm before | stop? evaluate? ...]            squared norm
+    rank 1   [loss sum | next count | next tokens | norm before | stop? evaluate? ...]            squared norm
+             ------------------------------------------------------------------------ sum
+    all      the same numbers, so the same decision everywhere
 
 The counts of valid targets are those of the *next* update, whose batch is already there: what the loss is divided
 by is known before the forward starts. A request's slot above zero means that somebody asked.
+
+A gradient that was reduced is the same on all ranks, and so is its norm: only a sharded one needs a second sum. That
+it was the same is not taken on trust: the next vote compares the norms.
 
 On the CPU the outcome is a list of floats. On a GPU it stays on the device, so that no update makes the host wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,8 +31,10 @@ if TYPE_CHECKING:
 
     from lockstep.core.protocols import Axis
 
-LOSS_SUM, SQUARED_NORM, NEXT_COUNT, NEXT_TOKENS, FIRST_REQUEST = range(5)
+LOSS_SUM, NEXT_COUNT, NEXT_TOKENS, NORM_BEFORE, ITS_SQUARE, FIRST_REQUEST = range(6)
 _NO_REQUESTS = (0.0,) * len(Request)
+_NOT_FINITE = -1.0  # stands for a norm that has no number
+_SPREAD = 1e-10  # squared relative: norms of one gradient differ by 1e-5 at most, on whatever hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,7 @@ class Outcome:
         loss_sum: over all valid targets of the update.
         squared_norm: of the whole accumulated gradient.
         next_count, next_tokens: of the next update, over all ranks.
-        slots: the whole vector, for whoever reads it later.
+        slots: what was summed, for whoever reads it later.
     """
 
     loss_sum: float | Tensor
@@ -53,25 +60,46 @@ class HostConsensus:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
+        self._norm_before = 0.0
+        self._finish: Callable[[], list[float]] = list
 
     def announce(self, count: int, tokens: int) -> tuple[float, float]:
         """Sums over the axis of a first update's counts; later ones come with the vote before them."""
-        return tuple(self._sum([float(count), float(tokens)]))  # type: ignore[return-value]
+        return tuple(self._start_sum([float(count), float(tokens)])())  # type: ignore[return-value]
 
-    def vote(
-        self, loss_sum: Tensor, squared_norm: Tensor, count: int, tokens: int, requests: Iterable[Request]
-    ) -> Outcome:
-        slots = [loss_sum.item(), squared_norm.item(), float(count), float(tokens), *_NO_REQUESTS]
+    def open(self, loss_sum: Tensor, count: int, tokens: int, requests: Iterable[Request]) -> None:
+        """Says what this rank knows before the backward; returns at once. Each `open` needs a `close`.
+
+        Args:
+            loss_sum: of this rank's micro-batches, 0-dim.
+            count, tokens: of this rank's share of the next update.
+        """
+        norm = self._norm_before
+        slots = [loss_sum.item(), float(count), float(tokens), norm, norm * norm, *_NO_REQUESTS]
         for request in requests:
             slots[FIRST_REQUEST + request.value] = 1.0
-        slots = self._sum(slots)
-        return Outcome(slots[0], slots[1], slots[2], slots[3], slots)
+        self._finish = self._start_sum(slots)
 
-    def _sum(self, numbers: list[float]) -> list[float]:
+    def close(self, squared_norm: Tensor, *, whole: bool) -> Outcome:
+        """What all ranks have said.
+
+        Args:
+            squared_norm: of the accumulated gradient, 0-dim.
+            whole: it is that of the whole gradient, not of this rank's part of it.
+        """
+        norm = squared_norm.item()
+        if whole:
+            self._norm_before = norm if math.isfinite(norm) else _NOT_FINITE
+        else:
+            norm = self._start_sum([norm])()[0]
+        slots = self._finish()
+        return Outcome(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
+
+    def _start_sum(self, numbers: list[float]) -> Callable[[], list[float]]:
         if self._axis.size == 1:  # the hot path of a single process: no tensor is made for nobody
-            return numbers
-        total: list[float] = self._axis.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
-        return total
+            return lambda: numbers
+        finish = self._axis.start_sum(torch.tensor(numbers, dtype=torch.float64))
+        return lambda: finish().tolist()
 
 
 class DeviceConsensus:
@@ -80,20 +108,31 @@ class DeviceConsensus:
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis = axis
         self._device = device
+        self._norm_before = torch.zeros(2, dtype=torch.float64, device=device)
+        self._finish: Callable[[], Tensor] | None = None
 
     def announce(self, count: int, tokens: int) -> tuple[Tensor, Tensor]:
-        numbers = self._axis.sum(self._to_device([float(count), float(tokens)]))
+        numbers = self._axis.start_sum(self._to_device([float(count), float(tokens)]))()
         return numbers[0], numbers[1]
 
-    def vote(
-        self, loss_sum: Tensor, squared_norm: Tensor, count: int, tokens: int, requests: Iterable[Request]
-    ) -> Outcome:
-        host = [float(count), float(tokens), *_NO_REQUESTS]
+    def open(self, loss_sum: Tensor, count: int, tokens: int, requests: Iterable[Request]) -> None:
+        counts, asked = [float(count), float(tokens)], [*_NO_REQUESTS]
         for request in requests:
-            host[FIRST_REQUEST - NEXT_COUNT + request.value] = 1.0
-        slots = torch.cat([loss_sum.double().view(1), squared_norm.double().view(1), self._to_device(host)])
-        slots = self._axis.sum(slots)
-        return Outcome(slots[LOSS_SUM], slots[SQUARED_NORM], slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
+            asked[request.value] = 1.0
+        host = self._to_device(counts + asked)
+        slots = torch.cat([loss_sum.double().view(1), host[:2], self._norm_before, host[2:]])
+        self._finish = self._axis.start_sum(slots)
+
+    def close(self, squared_norm: Tensor, *, whole: bool) -> Outcome:
+        assert self._finish is not None, "a vote is opened before it is closed"
+        norm = squared_norm.double()
+        if whole:
+            known = torch.where(norm.isfinite(), norm, _NOT_FINITE)
+            self._norm_before = torch.stack([known, known * known])
+        else:
+            norm = self._axis.start_sum(norm)()
+        slots = self._finish()
+        return Outcome(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
 
     def _to_device(self, numbers: list[float]) -> Tensor:
         tensor = torch.tensor(numbers, dtype=torch.float64)
@@ -109,8 +148,14 @@ def consensus_over(axis: Axis, device: torch.device) -> Consensus:
     return HostConsensus(axis) if device.type == "cpu" else DeviceConsensus(axis, device)
 
 
-def requests_in(slots: list[float]) -> frozenset[Request]:
+def requests_in(slots: Sequence[float]) -> frozenset[Request]:
     """The requests that any rank made."""
     if not any(slots[FIRST_REQUEST:]):
         return frozenset()
     return frozenset(request for request in Request if slots[FIRST_REQUEST + request.value] > 0)
+
+
+def had_one_gradient(slots: Sequence[float], ranks: int) -> bool:
+    """Whether the update before had the same gradient norm on all ranks: n x sum of squares = (sum)^2 only then."""
+    total = slots[NORM_BEFORE] ** 2
+    return abs(ranks * slots[ITS_SQUARE] - total) <= _SPREAD * total

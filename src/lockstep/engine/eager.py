@@ -48,7 +48,13 @@ class Eager:
         self._key_draws = key_draws
         self._unheard = unheard
 
-    def accumulate(self, micro_batches: Sequence[Batch], seed_scale: float | Tensor, step: int) -> Tensor:
+    def accumulate(
+        self,
+        micro_batches: Sequence[Batch],
+        seed_scale: float | Tensor,
+        step: int,
+        announce: Callable[[Tensor], None],
+    ) -> None:
         sharding, objective = self._sharding, self._objective
         module, last = sharding.module, len(micro_batches) - 1
         seed_scale = seed_scale * sharding.averages_over
@@ -59,12 +65,12 @@ class Eager:
                 with self._autocast():
                     outputs = call(module, batch.inputs)
                 loss = objective.loss_sum(outputs, batch)
+                counted = loss.detach() if batch.samples else torch.zeros_like(loss)
+                total = counted if total is None else total + counted
+                if index == last:
+                    announce(total)
                 weight = 1.0 if batch.samples else 0.0
                 loss.backward(_seed(seed_scale * weight, loss))  # type: ignore[no-untyped-call]
-            loss = loss.detach() if batch.samples else torch.zeros_like(loss)
-            total = loss if total is None else total + loss
-        assert total is not None, "an update has at least one micro-batch on every rank"
-        return total
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:

@@ -30,6 +30,15 @@ def verdict(keep: bool, *, scaled: bool) -> Verdict:
     return Verdict.OVERFLOW if scaled else Verdict.NON_FINITE
 
 
+def ranks_differ(step: int) -> str:
+    """What to tell when a gradient that was reduced over all ranks was not the same on all of them."""
+    return (
+        f"step {step}: the ranks had different gradients after they were reduced, so their weights differ now. A hook "
+        f"that changes gradients on one rank does this, or memory or a device that corrupts data; what this run has "
+        f"learned since step {step - 1} is not to be trusted"
+    )
+
+
 class Patience:
     """Gives up after so many discarded updates in a row: such a run learns nothing any more."""
 

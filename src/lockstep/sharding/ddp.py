@@ -32,6 +32,8 @@ class ReplicatedByDDP:
     backend: of the collectives; some compressions don't run on some.
     """
 
+    norm_is_whole = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -69,7 +71,7 @@ class ReplicatedByDDP:
         return self.module.no_sync()
 
     def squared_norm(self) -> Tensor:
-        return self._squared_norm(gradients(self._parameters)) / self.averages_over
+        return self._squared_norm(gradients(self._parameters))
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._optimizer.update(rate, divisor, keep)

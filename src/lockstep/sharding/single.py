@@ -27,6 +27,7 @@ class Single:
     """
 
     averages_over = 1
+    norm_is_whole = True
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm, module: nn.Module | None = None

@@ -1,8 +1,8 @@
 """One optimizer step, top to bottom.
 
-    batches --> accumulate --> vote --> judge --> update(keep) --> report
-                                 |
-                                 '-- and the counts of the next batch, whose loss they will divide
+    batches --> accumulate --> judge --> update(keep) --> report
+                    |            |
+                    '--- vote ---'   losses, requests, and the counts of the next batch, whose loss they will divide
 
 A session holds what one run has on one rank. An update is a transaction: it is prepared (`accumulate`), judged by all
 ranks alike, and kept or discarded (`commit`). Schedule, cursor and cadence follow attempted updates.
@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport
-from lockstep.distributed.consensus import Consensus, requests_in
+from lockstep.distributed.consensus import Consensus, had_one_gradient, requests_in
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.schedule import fraction_done, is_finished
-from lockstep.resilience.guard import Patience, is_finite, verdict
+from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
 from lockstep.training.evaluate import evaluate
 from lockstep.training.readback import Judgement, Readback, Reporter
 
@@ -79,7 +79,7 @@ class Session:
         count, tokens = rooms.consensus.announce(self._batch.count, self._batch.tokens)
         self._count = at_least_one(count)
         rooms.readback.start(int(tokens))
-        self._loss_sum: Tensor | None = None
+        self._upcoming: GlobalBatch | None = None
         self._requests: set[Request] = set()
         self._started = time.perf_counter()
 
@@ -99,16 +99,15 @@ class Session:
         plan = self.rooms.plan
         return is_finished(self.rooms.config.run, self.progress, plan.epoch_samples)
 
-    def accumulate(self, batch: GlobalBatch) -> Tensor:
-        """Forward and backward of this rank's micro-batches; returns this rank's sum of losses, 0-dim."""
+    def accumulate(self, batch: GlobalBatch) -> None:
+        """Forward and backward of this rank's micro-batches; the vote is opened in between."""
         scale = self.rooms.scaler.scale / self._count
-        self._loss_sum = self.rooms.engine.accumulate(batch.micro_batches, scale, batch.step)
+        self.rooms.engine.accumulate(batch.micro_batches, scale, batch.step, self._open_vote)
         if batch.step == 0:
             self._refuse_unused_parameters()
-        return self._loss_sum
 
     def request(self, requests: Iterable[Request]) -> None:
-        """Heard by all ranks in the next vote."""
+        """Heard by all ranks in the next vote that is opened."""
         self._requests.update(requests)
 
     def commit(self) -> StepReport | None:
@@ -117,12 +116,9 @@ class Session:
         Returns:
             The report of this update; on a GPU that of the update before (None at first; `flush` has the last).
         """
-        rooms, batch = self.rooms, self._batch
-        assert self._loss_sum is not None, "commit() comes after accumulate()"
-        upcoming = next(self._batches)
-        outcome = rooms.consensus.vote(
-            self._loss_sum, rooms.sharding.squared_norm(), upcoming.count, upcoming.tokens, self._requests
-        )
+        rooms, batch, upcoming = self.rooms, self._batch, self._upcoming
+        assert upcoming is not None, "commit() comes after accumulate()"
+        outcome = rooms.consensus.close(rooms.sharding.squared_norm(), whole=rooms.sharding.norm_is_whole)
         scale = rooms.scaler.scale
         norm = outcome.squared_norm**0.5 / scale
         keep = is_finite(norm + outcome.loss_sum)
@@ -133,8 +129,7 @@ class Session:
         self.progress = self.progress.advance(batch.samples, tokens)
         judgement = Judgement(outcome, norm, keep, scale, self._count)
         report = rooms.readback.push(judgement, self._reporter(batch, rate, tokens))
-        self._batch, self._count, self._loss_sum = upcoming, at_least_one(outcome.next_count), None
-        self._requests.clear()
+        self._batch, self._count, self._upcoming = upcoming, at_least_one(outcome.next_count), None
         return report
 
     def flush(self) -> StepReport | None:
@@ -149,7 +144,13 @@ class Session:
         """Ends the loader's worker processes."""
         self.rooms.loader.close()
 
-    # --- parts of a commit --------------------------------------------------------------------------------------
+    # --- parts of an update -------------------------------------------------------------------------------------
+
+    def _open_vote(self, loss_sum: Tensor) -> None:
+        if self._upcoming is None:  # else an accumulate was cut short by an error, and is made again
+            self._upcoming = next(self._batches)
+        self.rooms.consensus.open(loss_sum, self._upcoming.count, self._upcoming.tokens, self._requests)
+        self._requests.clear()
 
     def _rate(self) -> float:
         plan = self.rooms.plan
@@ -160,6 +161,8 @@ class Session:
         progress = self.progress
 
         def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
+            if not had_one_gradient(slots, self.rooms.world.axis.size):
+                raise GiveUp(ranks_differ(progress.steps - 1))
             found = verdict(keep, scaled=self.rooms.scaler.enabled)
             self.patience.see(found, progress.steps)
             return StepReport(
