@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from lockstep.distributed.everyone import broadcast as broadcast
     from lockstep.distributed.everyone import gather as gather
     from lockstep.distributed.everyone import print_once as print_once
+    from lockstep.distributed.generators import register_generator as register_generator
     from lockstep.models.facts import count_parameters as count_parameters
     from lockstep.monitor import journal as log
+    from lockstep.training.api import checkpoints as checkpoints
     from lockstep.training.api import session as session
     from lockstep.training.api import train as train
     from lockstep.training.session import Session as Session
@@ -38,9 +40,11 @@ _HOMES = {
     "Session": "lockstep.training.session",
     "StepReport": "lockstep.core.records",
     "broadcast": "lockstep.distributed.everyone",
+    "checkpoints": "lockstep.training.api",
     "count_parameters": "lockstep.models.facts",
     "gather": "lockstep.distributed.everyone",
     "print_once": "lockstep.distributed.everyone",
+    "register_generator": "lockstep.distributed.generators",
     "session": "lockstep.training.api",
     "steps": "lockstep.training.session",
     "train": "lockstep.training.api",

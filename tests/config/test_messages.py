@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:8:1: num_train_epochs: Lockstep's word is run.epochs: write `run.epochs: 3`\n"
         "/run.yaml:9:1: lr_scheduler_type: Lockstep's word is schedule.kind: write `schedule.kind: constant`\n"
         "/run.yaml:10:1: fp16: Lockstep's word is precision.compute: write `precision.compute: fp16`\n"
-        "/run.yaml:11:1: save_steps: checkpoints are not written yet; leave it out",
+        "/run.yaml:11:1: save_steps: Lockstep's word is checkpoint.every: write `checkpoint.every: 500`",
     ),
     "words of Lightning and DeepSpeed": (
         GOOD + "trainer:\n  devices: 4\n  strategy: fsdp\n  precision: bf16-mixed\n  gradient_clip_val: 0\n"

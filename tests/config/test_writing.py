@@ -80,8 +80,10 @@ def _sections(section: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
 
 _COUPLED = {
     (schema.TransformerModel, "width"), (schema.TransformerModel, "heads"), (schema.TransformerModel, "kv_heads"),
+    *((kind, "init_partial") for kind in schema.ModelSection.__subclasses__()),
     (schema.HuggingFaceModel, "architecture"), (schema.Objective, "kind"), (schema.Objective, "target"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
+    (schema.Checkpoint, "keep_every"), (schema.Checkpoint, "best"), (schema.Run, "end_with"),
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
 }  # fmt: skip
 

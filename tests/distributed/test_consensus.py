@@ -27,7 +27,9 @@ def _votes(kind: str, norms: list[list[float]], whole: bool) -> list[tuple[list[
 
 
 def _vote(consensus: votes.Consensus, rank: int, ranks: int, norm: float, whole: bool) -> Any:
-    consensus.open(torch.tensor(1.5 + rank), 10 + rank, 20 + rank, [Request.EVALUATE] if rank == 1 else [])
+    consensus.open(
+        torch.tensor(1.5 + rank), 10 + rank, 20 + rank, (2.0, 3.0 * rank, 0.0), [Request.EVALUATE] if rank == 1 else []
+    )
     outcome = consensus.close(torch.tensor(norm), whole=whole)
     slots = torch.as_tensor(outcome.slots, dtype=torch.float64).tolist()
     said = (outcome.loss_sum, outcome.squared_norm, outcome.next_count, outcome.next_tokens)

@@ -91,10 +91,10 @@ def clip_norm_of_one_rank(session: Any) -> None:
 
 
 def _restart(session: Any, progress: Any = None) -> None:
-    session._batches = session.rooms.loader.updates(progress or session.progress)
-    session._batch = next(session._batches)
-    count, _ = session.rooms.consensus.announce(session._batch.count, session._batch.tokens)
-    session._count = max(count, 1.0)
+    here, session._batch = session.progress, None
+    session.progress = progress or here
+    session.begin()
+    session.progress = here
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {

@@ -11,7 +11,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lockstep.training.assemble", "kit.runs"])
@@ -63,6 +63,7 @@ def _rank(rank: int, ranks: int, port: int, pipe: Connection, function: Callable
     import torch
 
     torch.set_num_threads(1)
+    cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     try:

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from lockstep.core.errors import ConfigError, GiveUp, Stopped
+from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped
 from lockstep.launch.ends import End, Kind, describe, end_of_exception, end_of_process, end_of_return, first_cause
 from lockstep.launch.rank import run_entry
 
@@ -22,6 +22,7 @@ def _end(kind: Kind, time: float = 0.0, text: str = "") -> End:
         (ConfigError("lr is 0"), Kind.MESSAGE, 2),
         (GiveUp("no disk"), Kind.MESSAGE, 1),
         (Stopped("time is up"), Kind.STOPPED, 130),
+        (Paused("time is up"), Kind.PAUSED, 75),
         (KeyboardInterrupt(), Kind.STOPPED, 130),
         (SystemExit(), Kind.DONE, 0),
         (SystemExit(4), Kind.CODE, 4),

@@ -14,6 +14,7 @@ import yaml
 from monitor_feed import FACTS, report
 
 from lockstep.core.errors import GiveUp
+from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport
 from lockstep.monitor import environment, folder
 from lockstep.monitor.folder import RunFolder, is_finished, is_run, read_summary
@@ -75,22 +76,23 @@ def test_a_finished_run_is_marked_and_not_trained_again(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     assert not run.finished
     assert read_summary(run.path) is None
-    summary = summarize(FACTS, report(30), [], 3.0)
+    summary = summarize(FACTS, Progress(30, 1920, 491520), report(30), [], 3.0)
     run.write_summary(summary)
     run.release()
     assert is_finished(tmp_path / "run")
     assert read_summary(tmp_path / "run") == summary
     with pytest.raises(GiveUp, match=r"is finished; give run.folder another name"):
         RunFolder.create(tmp_path / "run")
+    RunFolder.create(tmp_path / "run", again=True)
 
 
-def test_what_an_unfinished_attempt_left_is_put_aside(tmp_path: Path) -> None:
+def test_what_an_attempt_left_is_put_aside_when_it_begins_anew(tmp_path: Path) -> None:
     for attempt in (1, 2, 3):
         run = RunFolder.create(tmp_path / "run")
+        run.begin_anew()
         run.write_config(f"attempt: {attempt}\n")
         run.metrics.write_text(f"{attempt}\n")
         run.release()
-    assert run.earlier == tmp_path / "run" / "earlier" / "2"
     assert [(run.path / "earlier" / name / "metrics.jsonl").read_text() for name in ("1", "2")] == ["1\n", "2\n"]
     assert run.metrics.read_text() == "3\n"
     assert is_run(run.path)
@@ -136,19 +138,20 @@ def test_the_final_object_of_one_set_of_several_and_of_none() -> None:
     def evaluation(name: str, step: int, **metrics: float) -> EvaluationReport:
         return EvaluationReport(name, step, metrics, 10, 0.1)
 
+    done = Progress(30, 1920, 491520)
     one = summarize(
-        FACTS, report(30), [evaluation("a", 10, loss=2.0), evaluation("a", 30, loss=1.0, accuracy=0.9)], 3.25
+        FACTS, done, report(30), [evaluation("a", 10, loss=2.0), evaluation("a", 30, loss=1.0, accuracy=0.9)], 3.25
     )
     assert one["evaluation"] == {"loss": 1.0, "accuracy": 0.9}
     expected = {"run": FACTS.folder, "steps": 30, "samples": 1920, "tokens": 491520, "seconds": 3.25, "discarded": 0}
     assert {name: one[name] for name in expected} == expected
     assert (one["loss"], one["ranks"], one["strategy"]) == (1 + 1 / 30, 2, "ddp")
     several = summarize(
-        FACTS, report(30, loss=float("nan")), [evaluation("a", 30, loss=1.0), evaluation("b", 30, loss=2.0)], 1
+        FACTS, done, report(30, loss=float("nan")), [evaluation("a", 30, loss=1.0), evaluation("b", 30, loss=2.0)], 1
     )
     assert several["evaluation"] == {"a": {"loss": 1.0}, "b": {"loss": 2.0}}
     assert several["loss"] is None
-    nothing = summarize(FACTS, None, [], 0.0)
+    nothing = summarize(FACTS, Progress(), None, [], 0.0)
     assert (nothing["steps"], nothing["evaluation"], nothing["loss"]) == (0, {}, None)
     assert json.loads(json.dumps(nothing, allow_nan=False)) == nothing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from kit.worlds import in_world
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport
+from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
 from lockstep.models.objectives import Classification
 from lockstep.training.run import run
 
@@ -77,14 +78,17 @@ class _Noting:
         self.steps.append(report.step)
         return ()
 
+    def saved(self, report: SaveReport) -> None: ...
+
     def finish(self, error: BaseException | None) -> None: ...
 
 
-def _steps_of_evaluations(every: str | None, at_end: bool = True) -> list[int]:
+def _steps_of_evaluations(folder: Path, every: str | None, at_end: bool = True) -> list[int]:
     monitor = _Noting()
     config = small.config(evaluation={"every": every, "at_end": at_end})
     with lockstep.session(config, objective=Classification()) as session:
-        results = run(session, monitor, lambda report: ())
+        checkpoints = lockstep.checkpoints(session, folder)
+        results = run(session, monitor, checkpoints, lambda report: ())
     assert results.progress.steps == 8
     assert bool(results.evaluations) == bool(monitor.steps)
     return monitor.steps
@@ -102,16 +106,16 @@ def _steps_of_evaluations(every: str | None, at_end: bool = True) -> list[int]:
         ("0.5 epochs", [2, 4, 6, 8]),
     ],
 )
-def test_when_evaluations_are_due(every: str | None, steps: list[int]) -> None:
-    assert _steps_of_evaluations(every) == steps
+def test_when_evaluations_are_due(tmp_path: Path, every: str | None, steps: list[int]) -> None:
+    assert _steps_of_evaluations(tmp_path, every) == steps
 
 
-def test_no_evaluation_at_the_end_if_none_is_wanted() -> None:
-    assert _steps_of_evaluations("3 steps", at_end=False) == [3, 6]
-    assert _steps_of_evaluations(None, at_end=False) == []
+def test_no_evaluation_at_the_end_if_none_is_wanted(tmp_path: Path) -> None:
+    assert _steps_of_evaluations(tmp_path / "a", "3 steps", at_end=False) == [3, 6]
+    assert _steps_of_evaluations(tmp_path / "b", None, at_end=False) == []
 
 
-def test_minutes_are_agreed_on_by_all_ranks() -> None:
-    first, second = in_world(2, _steps_of_evaluations, "0.000001 minutes")
+def test_minutes_are_agreed_on_by_all_ranks(tmp_path: Path) -> None:
+    first, second = in_world(2, _steps_of_evaluations, tmp_path, "0.000001 minutes")
     assert first == second
     assert len(first) > 2

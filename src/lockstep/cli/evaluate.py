@@ -16,8 +16,10 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
     add_json(parser)
     add_trust(parser)
+    parser.add_argument("--trust-run", action="store_true", help="let code run that the run's config names")
     asked = parser.parse_args(words)
 
     from lockstep.training.command import evaluate
 
-    return evaluate(asked.run, EvaluateArguments(asked.ranks, asked.json, asked.trust_remote_code))
+    arguments = EvaluateArguments(asked.ranks, asked.json, asked.trust_remote_code, asked.trust_run)
+    return evaluate(asked.run, arguments)

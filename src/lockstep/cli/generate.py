@@ -27,11 +27,18 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=seed, default=usual.seed, metavar="N", help="of the draws, %(default)s")
     add_json(parser)
     add_trust(parser)
+    parser.add_argument("--trust-run", action="store_true", help="let code run that the run's config names")
     asked = parser.parse_args(words)
 
     from lockstep.training.command import generate
 
     arguments = GenerateArguments(
-        asked.tokens, asked.temperature, asked.top_k, asked.seed, asked.json, asked.trust_remote_code
+        asked.tokens,
+        asked.temperature,
+        asked.top_k,
+        asked.seed,
+        json=asked.json,
+        trust_remote_code=asked.trust_remote_code,
+        trust_run=asked.trust_run,
     )
     return generate(asked.run, asked.prompt, arguments)

@@ -2,7 +2,7 @@
 
     argv --> --local-rank=N taken out, checked --> verb's file imported --> run(arguments) --> exit code
 
-    0 done    1 failed    2 fix your config (or the command line)    130 stopped
+    0 done    1 failed    2 fix your config (or the command line)    3 distrust it    75 start it again    130 stopped
 
 Only the verb's own file is imported, and heavy packages only inside the functions that need them: `--help` and mistakes
 in configs are answered in 0.2 s.
@@ -22,10 +22,13 @@ VERBS = {
     "train": ("train", "train a recipe or a config file"),
     "eval": ("evaluate", "judge the model of a run on its evaluation sets"),
     "generate": ("generate", "let the language model of a run go on with a text"),
+    "export": ("export", "write a run's model for other tools"),
+    "report": ("report", "show a run as one page to read"),
     "plan": ("plan", "what a run will be, without starting it"),
     "config": ("config", "show, check, or describe configs"),
     "recipes": ("recipes", "list the configs that come with Lockstep"),
     "data": ("data", "fetch what a recipe needs; turn text into tokens"),
+    "ckpt": ("ckpt", "list, verify, compare and prune checkpoints"),
     "version": ("version", "print versions"),
 }
 

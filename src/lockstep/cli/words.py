@@ -136,6 +136,11 @@ def whole(text: str, wanted: str = "a whole number above 0") -> int:
     return int(text)
 
 
+def step(text: str) -> int:
+    """A whole number of 0 or more."""
+    return seed(text)
+
+
 def seed(text: str) -> int:
     """A whole number of 0 or more."""
     if not text.isdecimal():

@@ -62,12 +62,21 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "model.tie_embeddings": ("tie_word_embeddings", "tie_weights"),
     "model.rope_base": ("rope_theta",),
     "model.compile": ("torch_compile",),
+    "checkpoint.every": ("save_steps", "save_interval", "save_every", "checkpoint_interval", "every_n_train_steps"),
+    "checkpoint.keep_last": ("save_total_limit", "total_limit"),
+    "checkpoint.best": ("metric_for_best_model", "monitor_metric"),
+    "checkpoint.folder": ("checkpoint_dir", "ckpt_dir", "checkpoint_folder"),
 }
 
 _ABSENT: dict[str, tuple[str, ...]] = {
-    "checkpoints are not written yet; leave it out": (
-        "save_steps", "save_strategy", "save_total_limit", "save_interval", "save_every", "checkpoint_interval",
-        "checkpointing", "enable_checkpointing", "resume_from_checkpoint", "load_best_model_at_end", "checkpoint",
+    "checkpoints are always written; `checkpoint.every: null` leaves those when the run is stopped or done": (
+        "checkpointing", "enable_checkpointing", "save_strategy",
+    ),
+    "a run goes on by itself when it is started again with the same run.folder": (
+        "resume_from_checkpoint", "resume", "ckpt_path", "overwrite_output_dir",
+    ),
+    "write `run.end_with: best`, with `checkpoint.best` naming a metric, such as held-out.loss": (
+        "load_best_model_at_end",
     ),
     "activation checkpointing is not there yet; leave it out": (
         "gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing_kwargs",

@@ -3,9 +3,9 @@
     Config
     ├── model         what is trained              ├── launch       how its processes start
     ├── objective     what for                     ├── evaluation   how it is judged, and when
-    ├── data          on what                      ├── monitor      what is written down
-    ├── batch         how many samples an update   └── run          how long, from which seed, where to
-    ├── optim         by which rule
+    ├── data          on what                      ├── checkpoint   what is saved, and when
+    ├── batch         how many samples an update   ├── monitor      what is written down
+    ├── optim         by which rule                └── run          how long, from which seed, where to
     ├── schedule      at which rate
     ├── precision     in which arithmetic
     └── parallel      divided how
@@ -30,7 +30,13 @@ class Section(BaseModel):
     """Frozen; unknown keys are refused; `true` is no number and `"3"` no integer."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,  # but for what is handed on to others, such as `arguments`
+        ser_json_inf_nan="constants",
+        defer_build=True,
+        protected_namespaces=(),
     )
 
 
@@ -44,6 +50,17 @@ class ModelSection(Section):
     """Patterns (`embedding.*`) of parameter names that are not trained: no gradient, no optimizer state."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    init_from: str | None = None
+    """Weights to start from, by name: an HF folder, a run's folder, .safetensors, or a torch file of tensors; null: the
+    usual first ones."""
+    init_partial: bool = False
+    """Start what `init_from` lacks, or has in another shape, with its usual first weights; false: refuse."""
+
+    @model_validator(mode="after")
+    def _partial_of_something(self) -> ModelSection:
+        if self.init_partial and self.init_from is None:
+            raise ValueError("init_partial says how much of init_from must be there; give init_from too")
+        return self
 
 
 class TransformerModel(ModelSection):
@@ -440,6 +457,33 @@ class Evaluation(Section):
     """Language models: go on with this text at the end, and show what comes."""
 
 
+class Checkpoint(Section):
+    """When the state of the run is saved, and what is kept."""
+
+    every: Every | None = Every(15, "minutes")
+    """Null: only when the run is stopped or done."""
+    folder: str | None = None
+    """Where all ranks can see it; null: `checkpoints` in the run's folder."""
+    keep_last: Positive = 3
+    """So many of the newest."""
+    keep_every: Every | None = None
+    """Besides, the first one of each such interval, for good."""
+    best: str | None = None
+    """Besides, the one with the best metric of an evaluation set, such as `held-out.loss`; it is saved when found."""
+    best_is: Literal["auto", "lowest", "highest"] = "auto"
+    """auto: highest for accuracy, lowest for all others."""
+    asynchronous: bool = True
+    """Save while training goes on; false: training waits until the checkpoint exists."""
+
+    @model_validator(mode="after")
+    def _keeps_by_progress(self) -> Checkpoint:
+        if self.keep_every is not None and self.keep_every.unit == "minutes":
+            raise ValueError("keep_every counts steps, samples, tokens or epochs; minutes aren't in a checkpoint")
+        if self.best is not None and "." not in self.best:
+            raise ValueError(f"best {self.best!r} names an evaluation set and a metric of it, such as held-out.loss")
+        return self
+
+
 class Monitor(Section):
     """What is shown and written down."""
 
@@ -460,6 +504,8 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     folder: str | None = None
     """Null: runs/RECIPE-DATE-TIME."""
+    end_with: Literal["last", "best"] = "last"
+    """Which weights the run leaves; best: those of `checkpoint.best`."""
     determinism: Literal["default", "deterministic"] = "default"
     """deterministic: torch's deterministic algorithms, so that the same machine gives the same bits."""
 
@@ -487,5 +533,19 @@ class Config(Section):
     parallel: Parallel = Parallel()
     launch: Launch = Launch()
     evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     run: Run
+
+    @model_validator(mode="after")
+    def _best_is_known(self) -> Config:
+        if self.run.end_with == "best" and self.checkpoint.best is None:
+            raise ValueError("run.end_with best needs checkpoint.best: a metric such as held-out.loss")
+        if self.checkpoint.best is not None:
+            evaluation, _, _ = self.checkpoint.best.partition(".")
+            if evaluation not in self.data.evaluation:
+                known = ", ".join(self.data.evaluation) or "there is none"
+                raise ValueError(
+                    f"checkpoint.best names the evaluation set {evaluation!r}; data.evaluation has: {known}"
+                )
+        return self

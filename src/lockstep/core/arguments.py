@@ -6,6 +6,7 @@ lockstep train RECIPE --json      ->  config (a run)  +  TrainArguments (a call)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -16,10 +17,18 @@ class TrainArguments:
     Attributes:
         json: the last line on stdout is a JSON object.
         trust_remote_code: code that comes with a downloaded model may run.
+        fresh: begin anew, whatever was saved before.
+        step: go on from the checkpoint of this step; None: from the newest.
+        origin: go on from a checkpoint of the run in this folder, as a run of its own.
+        accept_changes: go on although data, model or seed are others than before.
     """
 
     json: bool = False
     trust_remote_code: bool = False
+    fresh: bool = False
+    step: int | None = None
+    origin: Path | None = None
+    accept_changes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +37,13 @@ class EvaluateArguments:
     ranks: processes on this machine; auto: one a GPU, or one; None: as many as the run had.
     json: as in training.
     trust_remote_code: as in training.
+    trust_run: code that the run's config names may run.
     """
 
     ranks: int | Literal["auto"] | None = None
     json: bool = False
     trust_remote_code: bool = False
+    trust_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,7 @@ class GenerateArguments:
     seed: of the draws.
     json: as in training.
     trust_remote_code: as in training.
+    trust_run: as in evaluation.
     """
 
     tokens: int = 256
@@ -52,6 +64,28 @@ class GenerateArguments:
     seed: int = 42
     json: bool = False
     trust_remote_code: bool = False
+    trust_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExportArguments:
+    """Attributes:
+    step: of the checkpoint; None: the newest that verifies, or the best if the run is to end with it.
+    best: the one with the best metric.
+    to: a folder, or a file whose suffix says the format; None: in the run's folder.
+    format: auto: hf for a Hugging Face model, otherwise safetensors.
+    force: replace what is there.
+    trust_remote_code: as in training; for `hf`.
+    trust_run: as in evaluation; for `hf`.
+    """
+
+    step: int | None = None
+    best: bool = False
+    to: Path | None = None
+    format: Literal["auto", "safetensors", "torch", "hf"] = "auto"
+    force: bool = False
+    trust_remote_code: bool = False
+    trust_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 0    done
 1    failed            GiveUp: nothing automatic helps; read the message
 2    fix your config   ConfigError: no process was started, no work was lost
+3    distrust it       Distrust: what was asked to be verified is not right
+75   start it again    Paused: stopped as asked, all is saved
 130  stopped           Stopped: somebody asked for it
 """
 
@@ -22,10 +24,22 @@ class GiveUp(Failure):
     """The run can't go on, and trying again would not help."""
 
 
+class Distrust(Failure):
+    """What was asked to be verified is not right: don't build on it."""
+
+    exit_code = 3
+
+
 class Stopped(Failure):
     """A person or a scheduler asked the run to stop."""
 
     exit_code = 130
+
+
+class Paused(Stopped):
+    """Stopped as asked, with all that was learned saved: the same command goes on from here."""
+
+    exit_code = 75  # EX_TEMPFAIL: schedulers know it as "start it again"
 
 
 @dataclass(frozen=True, slots=True)

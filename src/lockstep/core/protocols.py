@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from lockstep.core.records import Batch, DataFacts, EvaluationReport, Request, RunFacts, StepReport
+from lockstep.core.records import (
+    Batch,
+    DataFacts,
+    EvaluationReport,
+    Request,
+    RunFacts,
+    SaveReport,
+    StepReport,
+    TrainingState,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,6 +102,20 @@ class Sharding(Protocol):
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         """One optimizer step on the accumulated gradient / `divisor` at learning rate `rate`; then clears it.
         With `keep` false, parameters and optimizer state stay as they were, to the bit."""
+
+    def synchronize(self) -> None:
+        """Gives all ranks the first one's buffers (running means), which their forwards may have changed apart. All
+        ranks together."""
+
+    def state(self) -> TrainingState:
+        """The live state of model and optimizer."""
+
+    def restore(self, state: TrainingState) -> None:
+        """Puts in what `state` has had: whole tensors on the CPU, or this rank's parts of sharded ones.
+
+        Raises:
+            GiveUp: it is another model's or optimizer's.
+        """
 
 
 class Engine(Protocol):
@@ -177,6 +200,9 @@ class Monitor(Protocol):
     def see(self, report: StepReport) -> Iterable[Request]: ...
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]: ...
+
+    def saved(self, report: SaveReport) -> None:
+        """A save has ended, well or not. On the first rank alone."""
 
     def finish(self, error: BaseException | None) -> None:
         """Called once, also when the run fails."""

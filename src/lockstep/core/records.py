@@ -39,6 +39,7 @@ class GlobalBatch:
         epoch: of its samples, from 0.
         cursor: samples consumed by the run once this update is done.
         step: the update it belongs to, from 0.
+        digest: of which samples this rank's share has (`data.digests`).
     """
 
     micro_batches: tuple[Batch, ...]
@@ -48,6 +49,7 @@ class GlobalBatch:
     epoch: int
     cursor: int
     step: int
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,22 @@ class ParameterFacts:
         return count
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """All that an update changes, under names that depend on no mesh.
+
+    Attributes:
+        tensors: `model.PARAMETER_OR_BUFFER`, `optimizer.ENTRY.PARAMETER`, ...: the live ones (a DTensor where a rank
+            holds a part), or what is to be put into them.
+        values: plain JSON: what isn't a tensor.
+        changes_in_forward: names of tensors that a forward may change, not only an update (running means).
+    """
+
+    tensors: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    changes_in_forward: frozenset[str] = frozenset()
+
+
 class Request(Enum):
     """What anybody may ask of the run between updates. A set: asking twice is asking once.
 
@@ -97,6 +115,15 @@ class Request(Enum):
     STOP = 0
     EVALUATE = 1
     SHOW_LOG = 2  # a rank's user code has logged something
+    SAVE = 3
+
+
+class Tally(Enum):
+    """What each rank adds up in the vote besides its losses."""
+
+    DIGEST = 0  # of the samples of this update, see `data.digests`; a sum is known modulo 2^40
+    SETTLED = 1  # saves that this rank has written, or failed to
+    FAILED = 2  # of these
 
 
 class Verdict(Enum):
@@ -125,6 +152,7 @@ class StepReport:
         seconds: since the run's first update began.
         update_samples, update_tokens: of this update alone.
         requests: what any rank asked for since the update before.
+        tallies: sums over all ranks, one for each `Tally`.
     """
 
     step: int
@@ -142,6 +170,7 @@ class StepReport:
     update_samples: int
     update_tokens: int
     requests: frozenset[Request] = frozenset()
+    tallies: tuple[float, ...] = (0.0,) * len(Tally)
 
     @property
     def kept(self) -> bool:
@@ -167,6 +196,25 @@ class EvaluationReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What became of one save.
+
+    Attributes:
+        step: that it was made after.
+        size: bytes, of all ranks' files.
+        seconds: from its start until it was published.
+        lost: seconds that the first rank's training waited for it.
+        failure: why it doesn't exist; None if it does.
+    """
+
+    step: int
+    size: int
+    seconds: float
+    lost: float
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """What the start of a run prints and its folder keeps: the answers, not the questions.
 
@@ -179,6 +227,7 @@ class RunFacts:
         parameters, trainable: numbers of elements.
         peak_flops: of one rank's device in the compute precision, per second; None if unknown.
         flops_per_token: of forward and backward; None if unknown.
+        resumed_from: step of the checkpoint that this attempt went on from; None: it began anew.
         notes: what a user should know, one sentence each.
     """
 
@@ -198,4 +247,5 @@ class RunFacts:
     epoch_samples: int
     peak_flops: float | None = None
     flops_per_token: float | None = None
+    resumed_from: int | None = None
     notes: tuple[str, ...] = field(default=())

@@ -24,6 +24,7 @@ from lockstep.core.keys import key
 from lockstep.core.progress import Progress
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, GlobalBatch
+from lockstep.data.digests import digests
 from lockstep.data.fetching import Request, Workers, fetch, fetch_all
 from lockstep.data.order import Order
 from lockstep.data.transfer import to_device
@@ -41,6 +42,7 @@ class _Share:
     epoch: int
     cursor: int
     step: int
+    digest: int
 
 
 class TrainingLoader:
@@ -129,7 +131,9 @@ class TrainingLoader:
             if batch.samples:
                 count += self._count(batch)
                 tokens += batch.tokens
-        return GlobalBatch(tuple(micro_batches), share.samples, count, tokens, share.epoch, share.cursor, share.step)
+        return GlobalBatch(
+            tuple(micro_batches), share.samples, count, tokens, share.epoch, share.cursor, share.step, share.digest
+        )
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
         """From `cursor` on, in blocks of equal updates; up to the cursor `stop`."""
@@ -152,13 +156,14 @@ class TrainingLoader:
         indices = self._order.indices(epoch, firsts[:, None] + offsets)
         cuts = _cuts(ranges)
         epoch_key = key(self._seed, "noise", epoch)
-        for row in indices:
+        own = np.concatenate([np.full(max(stop - start, 1), stop > start) for start, stop in ranges])
+        for row, digest in zip(indices, digests(epoch, indices, own), strict=True):
             cursor += size
             requests = [
                 Request(row[start:stop], filler, epoch_key, self._generator_key(step, micro))
                 for micro, (start, stop, filler) in enumerate(cuts)
             ]
-            yield _Share(requests, size, epoch, cursor, step)
+            yield _Share(requests, size, epoch, cursor, step, digest)
             step += 1
 
     def _generator_key(self, step: int, micro: int) -> int | None:

@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.core.records import Request
+from lockstep.core.records import Request, Tally
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import Axis
 
-LOSS_SUM, NEXT_COUNT, NEXT_TOKENS, NORM_BEFORE, ITS_SQUARE, FIRST_REQUEST = range(6)
+LOSS_SUM, NEXT_COUNT, NEXT_TOKENS, NORM_BEFORE, ITS_SQUARE, FIRST_TALLY = range(6)
+FIRST_REQUEST = FIRST_TALLY + len(Tally)
 _NO_REQUESTS = (0.0,) * len(Request)
 _NOT_FINITE = -1.0  # stands for a norm that has no number
 _SPREAD = 1e-10  # squared relative: norms of one gradient differ by 1e-5 at most, on whatever hardware
@@ -67,15 +68,18 @@ class HostConsensus:
         """Sums over the axis of a first update's counts; later ones come with the vote before them."""
         return tuple(self._start_sum([float(count), float(tokens)])())  # type: ignore[return-value]
 
-    def open(self, loss_sum: Tensor, count: int, tokens: int, requests: Iterable[Request]) -> None:
+    def open(
+        self, loss_sum: Tensor, count: int, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
+    ) -> None:
         """Says what this rank knows before the backward; returns at once. Each `open` needs a `close`.
 
         Args:
             loss_sum: of this rank's micro-batches, 0-dim.
             count, tokens: of this rank's share of the next update.
+            tallies: one for each `Tally`.
         """
         norm = self._norm_before
-        slots = [loss_sum.item(), float(count), float(tokens), norm, norm * norm, *_NO_REQUESTS]
+        slots = [loss_sum.item(), float(count), float(tokens), norm, norm * norm, *tallies, *_NO_REQUESTS]
         for request in requests:
             slots[FIRST_REQUEST + request.value] = 1.0
         self._finish = self._start_sum(slots)
@@ -115,11 +119,13 @@ class DeviceConsensus:
         numbers = self._axis.start_sum(self._to_device([float(count), float(tokens)]))()
         return numbers[0], numbers[1]
 
-    def open(self, loss_sum: Tensor, count: int, tokens: int, requests: Iterable[Request]) -> None:
-        counts, asked = [float(count), float(tokens)], [*_NO_REQUESTS]
+    def open(
+        self, loss_sum: Tensor, count: int, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
+    ) -> None:
+        asked = [*_NO_REQUESTS]
         for request in requests:
             asked[request.value] = 1.0
-        host = self._to_device(counts + asked)
+        host = self._to_device([float(count), float(tokens), *tallies, *asked])
         slots = torch.cat([loss_sum.double().view(1), host[:2], self._norm_before, host[2:]])
         self._finish = self._axis.start_sum(slots)
 
@@ -153,6 +159,10 @@ def requests_in(slots: Sequence[float]) -> frozenset[Request]:
     if not any(slots[FIRST_REQUEST:]):
         return frozenset()
     return frozenset(request for request in Request if slots[FIRST_REQUEST + request.value] > 0)
+
+
+def tallies_in(slots: Sequence[float]) -> tuple[float, ...]:
+    return tuple(slots[FIRST_TALLY:FIRST_REQUEST])
 
 
 def had_one_gradient(slots: Sequence[float], ranks: int) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 
-from lockstep.core.errors import Failure, Stopped
+from lockstep.core.errors import Failure, Paused, Stopped
 
 
 class Kind(Enum):
@@ -30,11 +30,12 @@ class Kind(Enum):
     CODE = "returned or exited with a code of its own"
     KILLED = "by a signal"
     STOPPED = "asked by somebody other than its launcher"
+    PAUSED = "asked by anybody, and all is saved"
     PEER = "of an error that the end of a peer explains"
     ENDED = "asked or killed by its launcher"
 
 
-_WEIGHT = {Kind.PEER: 1, Kind.ENDED: 2}  # explained by any of the others, which explain themselves
+_WEIGHT = {Kind.PAUSED: 1, Kind.PEER: 2, Kind.ENDED: 3}  # explained by any that weighs less
 
 # What gloo, NCCL and torch's store say when it is the other side that went away.
 _PEER_WENT_AWAY = re.compile(
@@ -67,12 +68,16 @@ def end_of_return(code: int, time: float) -> End:
         return End(Kind.DONE, 0, "", time)
     if code == Stopped.exit_code:
         return End(Kind.STOPPED, code, "", time)
+    if code == Paused.exit_code:
+        return End(Kind.PAUSED, code, "", time)
     return End(Kind.CODE, code, f"ended with exit code {code}", time)
 
 
 def end_of_exception(error: BaseException, time: float, frames: TracebackType | None) -> End:
     """Of an entry that raised. `frames` are those to show."""
     match error:
+        case Paused():
+            return End(Kind.PAUSED, Paused.exit_code, str(error), time)
         case Stopped() | KeyboardInterrupt():
             return End(Kind.STOPPED, Stopped.exit_code, str(error), time)
         case Failure():
@@ -109,7 +114,7 @@ def describe(rank: int, ends: Sequence[End | None]) -> str:
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
     match end.kind:
-        case Kind.MESSAGE | Kind.STOPPED if all(other is not None and other.text == end.text for other in ends):
+        case Kind.MESSAGE | Kind.STOPPED | Kind.PAUSED if _all_say(end.text, ends):
             return end.text
         case Kind.TRACEBACK | Kind.PEER if "\n" in end.text:
             return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
@@ -117,6 +122,10 @@ def describe(rank: int, ends: Sequence[End | None]) -> str:
             return f"rank {rank} {end.text}"
         case _:
             return f"rank {rank}: {end.text}" if end.text else ""
+
+
+def _all_say(text: str, ends: Iterable[End | None]) -> bool:
+    return all(end is not None and end.text == text for end in ends)
 
 
 def _blames_a_peer(error: BaseException | None) -> bool:

@@ -209,7 +209,7 @@ def _foresee(members: Sequence[Member], deadlines: _Deadlines, patience: float) 
         wait = _SETTLE
     elif Kind.PEER in kinds:
         wait = _SETTLE_PEER
-    elif Kind.STOPPED in kinds:  # an orderly stop; some have more to write than others
+    elif kinds & {Kind.STOPPED, Kind.PAUSED}:  # an orderly stop; some have more to write than others
         wait = patience
     deadlines.terminate = min(deadlines.terminate, time.monotonic() + wait)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TextIO
 
 from lockstep.core.errors import Stopped
-from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport, Verdict
+from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport, Verdict
 from lockstep.monitor import figures
 from lockstep.monitor.journal import Logged
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
@@ -92,6 +92,14 @@ class Console:
         how = f"({report.samples:,} samples in {figures.duration(report.seconds)})"
         self._output.print(f"step {report.step:,}: evaluation {report.name}: {figures.metrics(report.metrics)} {how}")
         return ()
+
+    def saved(self, report: SaveReport) -> None:
+        step = f"step {report.step:,}"
+        if report.failure is not None:
+            self._output.print(f"{step}: NOT saved: {report.failure}; what was saved before is still there")
+            return
+        how = f"{figures.size(report.size)} in {figures.duration(report.seconds)}"
+        self._output.print(f"{step}: saved ({how}, training waited {figures.duration(report.lost)})")
 
     def epoch(self, report: EpochReport) -> None:
         if self._last is None or self._last.seconds < self._next_epoch:

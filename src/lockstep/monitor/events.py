@@ -10,6 +10,8 @@ events.jsonl has what happens between them:
     {"evaluation": "held-out", "step": 10, "loss": 3.0, "bits_per_byte": 4.3, ...}         each evaluation
     {"epoch_done": 0, "step": 112, "loss": 3.1, ...}                                       each epoch
     {"logged": {"accuracy": 0.5}, "step": 10}                                              what user code logged
+    {"saved": 10, "step": 10, "bytes": 3805184, "seconds": 0.2, "lost_seconds": 0.001}     each save; `failure` if none
+    {"resumed": 10, "step": 10, "ranks": 2}                                                each attempt but the first
 
 A disk that is full costs lines, not the training.
 """
@@ -21,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport
+from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
 from lockstep.monitor.journal import Histogram, Logged
 from lockstep.monitor.jsonl import LineFile, line
 from lockstep.monitor.meters import Rates, Throughput
@@ -52,7 +54,8 @@ class EventLog:
         return self._file.lost + self._events.lost
 
     def start(self, facts: RunFacts) -> None:
-        pass
+        if facts.resumed_from is not None:
+            self._write(self._events, {"resumed": facts.resumed_from, "step": facts.resumed_from, "ranks": facts.ranks})
 
     def next_look(self) -> Look:
         return Look(self._next_step, float("inf"))
@@ -74,6 +77,20 @@ class EventLog:
         metrics = {f"metric.{name}" if name in own else name: value for name, value in report.metrics.items()}
         self._write(self._events, {**own, **metrics})
         return ()
+
+    def saved(self, report: SaveReport) -> None:
+        failure = {} if report.failure is None else {"failure": report.failure}
+        self._write(
+            self._events,
+            {
+                "saved": report.step,
+                "step": report.step,
+                "bytes": report.size,
+                "seconds": round(report.seconds, 6),
+                "lost_seconds": round(report.lost, 6),
+                **failure,
+            },
+        )
 
     def epoch(self, report: EpochReport) -> None:
         self._write(

@@ -46,6 +46,15 @@ def metrics(numbers: Mapping[str, float]) -> str:
     return ", ".join(metric(name, numbers[name]) for name in names)
 
 
+def size(number: float) -> str:
+    """Of bytes: 640 B, 12.3 KiB, 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{_three_digits(number)} {unit}"
+        number /= 1024
+    return f"{_three_digits(number)} TiB"
+
+
 def duration(seconds: float) -> str:
     """0.53 s, 12.3 s, 2 min 05 s, 1 h 02 min, 3 d 04 h."""
     if seconds < 59.95:

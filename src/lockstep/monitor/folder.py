@@ -7,9 +7,11 @@
     ├── events.jsonl        evaluations, epochs, and what user code logged
     ├── tensorboard/        curves
     ├── logs/               what each rank printed
+    ├── report.html         the run as one page
     ├── summary.json        what it came to; there once the run is finished
     ├── run.lock            who is at it; marks the folder as a run's
-    └── earlier/1/          what an attempt before this one left, if it didn't finish
+    ├── checkpoints/        the saved states, see `lockstep.checkpoint`
+    └── earlier/1/          what an attempt before had written that this one makes anew
 
 The one who starts the run creates the folder (`RunFolder.create`), once; its ranks look into it (`RunFolder.open`).
 No torch is needed.
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import GiveUp
+from lockstep.monitor import history
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -36,6 +39,7 @@ LOGS = "logs"
 SUMMARY = "summary.json"
 LOCK = "run.lock"
 EARLIER = "earlier"
+CHECKPOINTS = "checkpoints"
 
 
 class RunFolder:
@@ -43,28 +47,27 @@ class RunFolder:
 
     Attributes:
         path: absolute.
-        earlier: where the files of an unfinished attempt before this one were moved, if there was one.
     """
 
-    def __init__(self, path: Path, earlier: Path | None = None, lock: int | None = None) -> None:
+    def __init__(self, path: Path, lock: int | None = None) -> None:
         self.path = path
-        self.earlier = earlier
         self._lock = lock
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str] | None, recipe: str = "run") -> RunFolder:
-        """Makes the folder, or takes over that of an attempt that didn't finish; holds it until `release`.
+    def create(cls, path: str | os.PathLike[str] | None, recipe: str = "run", *, again: bool = False) -> RunFolder:
+        """Makes the folder, or opens that of a run that can go on; holds it until `release`.
 
         Args:
             path: None for runs/RECIPE-DATE-TIME, with -2, -3, ... behind it if that is taken.
             recipe: what the run is called: a name, or a file whose stem is taken.
+            again: a finished run may be gone on with, or begun anew.
 
         Raises:
             GiveUp: it holds something else, a finished run, or one that is under way; or it can't be written.
         """
         where = Path(path) if path is not None else _free_name(recipe)
         try:
-            return cls._create(where.absolute())
+            return cls._create(where.absolute(), again)
         except OSError as error:
             raise GiveUp(_cannot("create the run folder", where, error)) from error
 
@@ -77,9 +80,9 @@ class RunFolder:
         return cls(where)
 
     @classmethod
-    def _create(cls, path: Path) -> RunFolder:
+    def _create(cls, path: Path, again: bool) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True)
-        if is_finished(path):
+        if is_finished(path) and not again:
             raise GiveUp(f"the run in {path} is finished; give run.folder another name to train again")
         held = sorted(entry.name for entry in path.iterdir())
         if held and not is_run(path):
@@ -88,10 +91,28 @@ class RunFolder:
                 "give run.folder the name of a new folder, or empty this one"
             )
         lock = _take_lock(path)
-        earlier = _put_aside(path)
         for name in (TENSORBOARD, LOGS):
             (path / name).mkdir(exist_ok=True)
-        return cls(path, earlier, lock)
+        return cls(path, lock)
+
+    def begin_anew(self) -> None:
+        """What an attempt before has left goes to earlier/N, so that no curve is two runs'. Raises GiveUp."""
+        try:
+            _put_aside(self.path)
+            self.tensorboard.mkdir(exist_ok=True)
+        except OSError as error:
+            raise GiveUp(_cannot("put aside what is in", self.path, error)) from error
+
+    def rewind(self, step: int) -> None:
+        """Takes the history back to `step`, from which the run goes on; the lines beyond go to earlier/N.
+
+        Raises:
+            GiveUp: the files can't be written.
+        """
+        try:
+            history.rewind(self.path, step, _next_aside(self.path))
+        except OSError as error:
+            raise GiveUp(_cannot("rewind the history in", self.path, error)) from error
 
     @property
     def config(self) -> Path:
@@ -208,17 +229,26 @@ def _take_lock(path: Path) -> int | None:
     return file
 
 
-def _put_aside(path: Path) -> Path | None:
-    """Moves what an unfinished attempt left out of the way, so that no curve is two runs'."""
-    left = [entry for entry in path.iterdir() if entry.name not in (LOCK, EARLIER)]
+_STAYS = (LOCK, EARLIER, LOGS, CHECKPOINTS)
+
+
+def _put_aside(path: Path) -> None:
+    left = [entry for entry in path.iterdir() if entry.name not in _STAYS and not _is_empty(entry)]
     if not left:
-        return None
-    number = 1 + len(list((path / EARLIER).iterdir())) if (path / EARLIER).is_dir() else 1
-    aside = path / EARLIER / str(number)
+        return
+    aside = _next_aside(path)
     aside.mkdir(parents=True)
     for entry in left:
         entry.rename(aside / entry.name)
-    return aside
+
+
+def _next_aside(path: Path) -> Path:
+    taken = [int(entry.name) for entry in (path / EARLIER).glob("*") if entry.name.isdecimal()]
+    return path / EARLIER / str(1 + max(taken, default=0))
+
+
+def _is_empty(entry: Path) -> bool:
+    return entry.is_dir() and not any(entry.iterdir())
 
 
 def _cannot(verb: str, path: Path, error: OSError) -> str:

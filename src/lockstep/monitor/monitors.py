@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from lockstep.core.protocols import Monitor
-from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport, Verdict
+from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport, Verdict
 from lockstep.monitor.journal import Logged
 from lockstep.monitor.watchers import EpochReport, Watcher
 
@@ -67,6 +67,9 @@ class Monitors:
         requests: set[Request] = set(self._show_last())
         self._for_all(lambda monitor: requests.update(monitor.evaluated(report)))
         return requests
+
+    def saved(self, report: SaveReport) -> None:
+        self._for_all(lambda monitor: monitor.saved(report))
 
     def journal(self, step: int, logged: Logged) -> None:
         """What user code logged; only this room's watchers take it."""
@@ -145,6 +148,7 @@ class _Epochs:
             return None
         if not self.end:
             self._whole = report.samples - report.update_samples <= report.epoch * self._samples
+            self._began = 0.0 if report.step == 1 else report.seconds
             self.end = (report.epoch + 1) * self._samples
         if report.samples < self.end:
             return None

@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, RunFacts, StepReport
 from lockstep.monitor.jsonl import finite
 
 
 def summarize(
-    facts: RunFacts, last: StepReport | None, evaluations: Iterable[EvaluationReport], seconds: float
+    facts: RunFacts,
+    progress: Progress,
+    last: StepReport | None,
+    evaluations: Iterable[EvaluationReport],
+    seconds: float,
 ) -> dict[str, Any]:
     """The final object; valid JSON (what isn't finite is null).
 
     `evaluation` holds the last evaluation's metrics by name (`{"loss": ..., "accuracy": ...}`); if there are several
     sets, by set and name (`{"held-out": {"loss": ...}, ...}`); without evaluations it is empty. `loss` is the last
-    update's, `seconds` the wall clock of the run, evaluations included.
+    update's, `seconds` the wall clock of the run over all its attempts, evaluations included.
     """
     summary: dict[str, Any] = finite(
         {
             "run": facts.folder,
             "recipe": facts.recipe,
-            "steps": last.step if last else 0,
-            "samples": last.samples if last else 0,
-            "tokens": last.tokens if last else 0,
+            "steps": progress.steps,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
             "seconds": round(seconds, 3),
             "evaluation": by_set(evaluations),
             "loss": last.loss if last else None,

@@ -16,11 +16,11 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport
+from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
 from lockstep.monitor.journal import Histogram, Logged
 from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.meters import Throughput, model_flops_utilization
@@ -28,6 +28,7 @@ from lockstep.monitor.watchers import EpochReport, Look
 
 _log = logging.getLogger("lockstep.monitor")
 _SECONDS_BETWEEN_POINTS = 0.1
+_FRAME = 16  # bytes of a record around its data
 _numbers = itertools.count()
 
 
@@ -75,6 +76,10 @@ class TensorBoard:
         self._throughput.pause(report.step, report.seconds)
         self._write(report.step, {f"evaluation/{report.name}/{key}": value for key, value in report.metrics.items()})
         return ()
+
+    def saved(self, report: SaveReport) -> None:
+        if report.failure is None:
+            self._write(report.step, {"save/seconds": report.seconds, "save/lost_seconds": report.lost})
 
     def epoch(self, report: EpochReport) -> None:
         self._write(report.step, {"epoch/loss": report.loss, "epoch/seconds": report.seconds})
@@ -164,6 +169,32 @@ class EventFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """An event file cut into its records; what follows the last whole one comes in one piece."""
+    at = 0
+    while len(data) - at >= _FRAME:
+        (length,) = struct.unpack_from("<Q", data, at)
+        if length > len(data) - at - _FRAME:
+            break
+        yield data[at : at + length + _FRAME]
+        at += length + _FRAME
+    if at < len(data):
+        yield data[at:]
+
+
+def step_of(record: bytes) -> int | None:
+    """Of the event in a record; None if it isn't whole."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    if len(record) < _FRAME or record != _record(record[12:-4]):
+        return None
+    try:
+        return int(Event.FromString(record[12:-4]).step)
+    except DecodeError:
+        return None
 
 
 def _histogram_message(histogram: Histogram) -> Any:

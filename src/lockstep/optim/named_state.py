@@ -56,7 +56,12 @@ def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, An
             f"make it from the same groups"
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key not in _ASKED})
+        group.update({key: _as(group.get(key), value) for key, value in saved.items() if key not in _ASKED})
+
+
+def _as(live: object, saved: object) -> object:
+    """A text format knows no tuples."""
+    return tuple(saved) if isinstance(live, tuple) and isinstance(saved, list) else saved
 
 
 @torch.no_grad()

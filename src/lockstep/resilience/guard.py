@@ -6,6 +6,7 @@ norm, loss --> finite? --> kept
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.core.errors import GiveUp
@@ -46,6 +47,12 @@ class Patience:
         self._limit = limit
         self._in_a_row = 0
         self.discarded = 0
+
+    def state(self) -> dict[str, int]:
+        return {"discarded": self.discarded, "in_a_row": self._in_a_row}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self.discarded, self._in_a_row = state["discarded"], state["in_a_row"]
 
     def see(self, found: Verdict, step: int) -> None:
         """Raises GiveUp at the limit."""

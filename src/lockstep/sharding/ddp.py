@@ -13,16 +13,19 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
+from lockstep.sharding.state import live_state, restore_state
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.config.schema import DDP
     from lockstep.core.protocols import Optimizer
+    from lockstep.core.records import TrainingState
 
 
 class ReplicatedByDDP:
@@ -50,6 +53,7 @@ class ReplicatedByDDP:
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
+        self._saved_buffers = _saved_buffers(model)
         self.module = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -57,7 +61,7 @@ class ReplicatedByDDP:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             bucket_cap_mb=options.bucket_mb,
-            **_buffer_option(bool(_saved_buffers(model))),  # type: ignore[arg-type]
+            **_buffer_option(bool(self._saved_buffers)),  # type: ignore[arg-type]
         )
         self._after_discard = _compress(self.module, options, backend)
         self._learns_graph = options.static_graph
@@ -78,6 +82,16 @@ class ReplicatedByDDP:
         if self._after_discard is not None and not keep:
             self._after_discard()
 
+    def synchronize(self) -> None:
+        for buffer in self._saved_buffers:
+            dist.broadcast(buffer, group=self.module.process_group, group_src=0)
+
+    def state(self) -> TrainingState:
+        return live_state(self.bare, self._optimizer)
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, state)
+
 
 def _buffer_option(synchronise: bool) -> dict[str, bool]:
     """Whether a forward starts from the first rank's buffers, in the words of this torch (renamed in 2.13)."""
@@ -85,9 +99,10 @@ def _buffer_option(synchronise: bool) -> dict[str, bool]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": synchronise}
 
 
-def _saved_buffers(model: nn.Module) -> set[str]:
+def _saved_buffers(model: nn.Module) -> list[Tensor]:
     """Buffers that are state (running means), not tables that every rank computes alike."""
-    return set(model.state_dict()) & {name for name, _ in model.named_buffers()}
+    saved = set(model.state_dict())
+    return [buffer for name, buffer in model.named_buffers() if name in saved]
 
 
 def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Callable[[], None] | None:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from lockstep.sharding.state import live_state, restore_state
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Optimizer
+    from lockstep.core.records import TrainingState
 
 SquaredNorm = Callable[[Sequence["Tensor"]], "Tensor"]
 NO_WINDOW: AbstractContextManager[object] = nullcontext()
@@ -46,6 +49,15 @@ class Single:
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._optimizer.update(rate, divisor, keep)
+
+    def synchronize(self) -> None:
+        pass
+
+    def state(self) -> TrainingState:
+        return live_state(self.bare, self._optimizer)
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, state)
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

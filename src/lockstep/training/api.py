@@ -13,19 +13,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import load, validate
 from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, ModelSection
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.core.ranks import names_a_rank
+from lockstep.distributed.everyone import print_once
 from lockstep.training.assemble import Given
+from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.job import Finished, Job, opened, run_job
 from lockstep.training.session import Session
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+def checkpoints(session: Session, folder: str | os.PathLike[str]) -> Checkpoints:
+    """Saves of a session that runs under a loop of yours; goes on from the newest in `folder` that verifies.
+
+    All ranks together, before the first batch. `.resumed_from` tells the step, `.save()` begins a save in the
+    background, `.finish()` waits for it.
+
+    Raises:
+        ConfigError: what is saved there is another run's.
+        GiveUp: none of the checkpoints there can be read.
+    """
+    made = Checkpoints(session, LocalStorage(Path(folder).absolute()), {})
+    for note in made.begin(Resume()):
+        print_once(f"lockstep: {note}")
+    return made
+
 
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -120,8 +140,15 @@ def _config(config: ConfigLike, given: Given) -> Config:
         config = cast("Mapping[str, Any]", to_python(tree))
     values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
     for name, section in handed.items():
-        values[name] = {**values.get(name, {}), **section} if name == "data" else section
+        values[name] = {**_still_meant(name, values.get(name, {})), **section}
     return validate(values).config
+
+
+def _still_meant(name: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is said beside an object that is handed over: all of the data, and what goes for any model."""
+    if name == "model":
+        return {key: value for key, value in asked.items() if key in ModelSection.model_fields}
+    return asked if name == "data" else {}
 
 
 def _handed(given: Given) -> dict[str, Any]:

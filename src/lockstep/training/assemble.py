@@ -1,13 +1,13 @@
 """The only file that knows all rooms. It calls their constructors in order; what it can't build, it refuses by name.
 
-data --> facts --> model --> transforms --> device --> optimizer --> sharding --> engine --> loader --> session
+data --> facts --> model, weights --> transforms --> device --> optimizer --> sharding --> engine --> loader --> session
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from lockstep.models.build import build_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import adapt_objective, build_objective, coupling
+from lockstep.models.starting_weights import start_weights
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
@@ -82,7 +83,9 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     set_tf32(config.precision.tf32)
     source, evaluation = open_sources(config, given)
     model = make_model(config, source.facts, given)
+    notes = start_weights(model, config.model)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model))
+    plan = replace(plan, warnings=(*plan.warnings, *notes))
     objective = make_objective(config, source.facts, given)
     model = transform(model, _transforms(config, world.device), world.device).to(world.device)
     sharding = _SHARDING[plan.strategy](config, world, model, _optimizer(config, model, given))
@@ -129,7 +132,7 @@ def open_sources(config: Config, given: Given) -> tuple[Source, dict[str, Source
 
 
 def make_model(config: Config, facts: DataFacts, given: Given) -> nn.Module:
-    """On the CPU, in fp32, with its first weights."""
+    """On the CPU, in fp32, with its usual first weights."""
     if config.model.kind != "given":
         return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
     model = given.model
@@ -150,7 +153,9 @@ def make_objective(config: Config, facts: DataFacts, given: Given) -> Objective:
     return build_objective(config.objective, config.model, facts)
 
 
-def run_facts(session: Session, recipe: str, folder: str) -> RunFacts:
+def run_facts(
+    session: Session, recipe: str, folder: str, resumed_from: int | None = None, notes: Sequence[str] = ()
+) -> RunFacts:
     """What the start of the run prints."""
     from lockstep.models.transformer import flops_per_token
     from lockstep.monitor.meters import peak_flops
@@ -177,7 +182,8 @@ def run_facts(session: Session, recipe: str, folder: str) -> RunFacts:
         epoch_samples=plan.epoch_samples,
         peak_flops=peak_flops(device_name, precision),
         flops_per_token=flops_per_token(rooms.sharding.bare, rooms.source.facts),
-        notes=(*plan.warnings, *_notes(session)),
+        resumed_from=resumed_from,
+        notes=(*plan.warnings, *_notes(session), *notes),
     )
 
 

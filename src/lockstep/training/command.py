@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +20,9 @@ from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import RunFolder, is_finished, read_summary
 from lockstep.training.assemble import Given, make_model, open_sources
-from lockstep.training.job import Job, make_folder, opened, run_job
+from lockstep.training.checkpoints import Resume, storage_of
+from lockstep.training.job import Job, opened, run_job
+from lockstep.training.weights import load_weights, to_rebuild
 
 if TYPE_CHECKING:
     from lockstep.config.loading import Loaded
@@ -32,25 +35,40 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
     refuse_given(config)
     folder = config.run.folder
-    if folder is not None and is_finished(folder):
-        print(f"the run in {folder} is finished; give run.folder another name to train again")
+    if folder is not None and is_finished(folder) and not arguments.fresh and not _asks_for_more(config, Path(folder)):
+        print(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
         _print_summary(Path(folder), arguments.json)
         return 0
+    job = Job(config, recipe, given=given, resume=_resume(arguments))
     if names_a_rank(os.environ):
-        finished = run_job(Job(config, recipe, given=given))
+        finished = run_job(job)
         if os.environ["RANK"] == "0":
             _print_summary(finished.folder, arguments.json)
         return 0
-    place, code = launch_job(Job(config, recipe, given=given), config.launch.ranks)
+    place, code = launch_job(job, config.launch.ranks)
     if code == 0:
         _print_summary(place, arguments.json)
     return code
 
 
+def _resume(arguments: TrainArguments) -> Resume:
+    origin = None
+    if arguments.origin is not None:
+        origin = Path(storage_of(run_config(arguments.origin), arguments.origin).place)
+    return Resume(arguments.fresh, arguments.step, origin, arguments.accept_changes)
+
+
+def _asks_for_more(config: Config, folder: Path) -> bool:
+    """Whether a finished run is to be longer than it was."""
+    then, now = run_config(folder).run, config.run
+    lengths = ("steps", "samples", "tokens", "epochs")
+    return any(getattr(then, length) != getattr(now, length) for length in lengths)
+
+
 def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
     """Makes the run's folder and runs the job on so many ranks of this machine; returns the folder and exit code."""
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
-    folder = make_folder(job.config, job.recipe)
+    folder = RunFolder.create(job.config.run.folder, job.recipe, again=True)
     try:
         code = launch(partial(_be_a_rank, job, folder.path), number, job.config.launch, folder.logs)
     finally:
@@ -71,7 +89,7 @@ def refuse_given(config: Config) -> None:
 
 
 def _be_a_rank(job: Job, folder: Path) -> int:
-    run_job(Job(job.config, job.recipe, folder, job.given))
+    run_job(replace(job, folder=folder))
     return 0
 
 
@@ -85,7 +103,7 @@ def _print_summary(folder: Path, as_json: bool) -> None:
 
 def evaluate(run: Path, arguments: EvaluateArguments) -> int:
     """Judges the weights that a run left, on its evaluation sets."""
-    config = run_config(run)
+    config = to_rebuild(run_config(run), trusted=arguments.trust_run)
     if arguments.ranks is not None:
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": arguments.ranks})})
     if names_a_rank(os.environ):
@@ -95,7 +113,6 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
 
 def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments) -> int:
     from lockstep.monitor.summary import by_set
-    from lockstep.training.weights import load_weights
 
     given = Given(trust_remote_code=arguments.trust_remote_code)
     with opened(config, given) as session:
@@ -116,9 +133,9 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
 
     from lockstep.models.generation import generate as continuations
     from lockstep.training.text import codec_of, context_of
-    from lockstep.training.weights import load_weights
 
-    config, given = run_config(run), Given(trust_remote_code=arguments.trust_remote_code)
+    config = to_rebuild(run_config(run), trusted=arguments.trust_run)
+    given = Given(trust_remote_code=arguments.trust_remote_code)
     codec = codec_of(config)
     facts = open_sources(config, given)[0].facts
     model = make_model(config, facts, given).eval()

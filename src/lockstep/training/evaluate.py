@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def evaluate(session: Session) -> list[EvaluationReport]:
     """Every evaluation set, in the order of the config; the same reports on every rank."""
+    session.rooms.sharding.synchronize()
     return [evaluate_on(session, name, source) for name, source in session.rooms.evaluation.items()]
 
 

@@ -6,6 +6,7 @@ Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, s
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 from lockstep.config.schema import Config
 from lockstep.config.writing import to_yaml
+from lockstep.core.errors import GiveUp
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import Request, RunFacts, StepReport
 from lockstep.distributed.process_group import World, joined
@@ -25,15 +27,18 @@ from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import RunFolder
 from lockstep.monitor.journal import Journal, JournalEntries, merge
 from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.report import write_report
 from lockstep.monitor.summary import summarize
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.watchers import Watcher
 from lockstep.training.assemble import Given, assemble, run_facts
+from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
 from lockstep.training.run import Results, run
 from lockstep.training.session import Session
 from lockstep.training.text import codec_of, sample
-from lockstep.training.weights import save_weights
+from lockstep.training.weights import save_weights, tokenizer_of
 
+_log = logging.getLogger("lockstep")
 _NONE: tuple[Request, ...] = ()
 _SHOW_LOG = (Request.SHOW_LOG,)
 
@@ -46,12 +51,14 @@ class Job:
         recipe: what the run is called.
         folder: of the run; None: the first rank makes one and tells the others.
         given: objects handed over in Python.
+        resume: how it begins.
     """
 
     config: Config
     recipe: str
     folder: Path | None = None
     given: Given = field(default_factory=Given)
+    resume: Resume = field(default_factory=Resume)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +80,17 @@ def run_job(job: Job) -> Finished:
         codec_of(job.config)  # refuses what makes no text, before anything is trained
     with opened(job.config, job.given) as session:
         folder = _agree_on_folder(job, session.rooms.world)
-        facts = run_facts(session, job.recipe, str(folder))
+        checkpoints, notes = _begin(job, session, folder)
+        facts = run_facts(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         monitors = Monitors(_watchers(job.config, folder, session.rooms.world))
         with journal.recording(Journal()) as log, _shown(monitors, facts):
             drain = _Drain(session, monitors, log)
-            results = run(session, monitors, drain)
+            results = run(session, monitors, checkpoints, drain)
             if job.config.evaluation.prompt is not None:
                 journal.text("sample", sample(session, job.config.evaluation.prompt))
                 drain.show(results.progress.steps)
             drain.show(results.progress.steps)
-        summary = _leave(session, facts, results, folder)
+        summary = _leave(session, checkpoints, facts, results, folder)
     return Finished(summary, folder)
 
 
@@ -137,16 +145,28 @@ class _Drain:
 def _agree_on_folder(job: Job, world: World) -> Path:
     if job.folder is not None:
         return job.folder
-    mine = make_folder(job.config, job.recipe).path if world.rank == 0 else None
+    mine = RunFolder.create(job.config.run.folder, job.recipe, again=True).path if world.rank == 0 else None
     return Path(str(world.axis.broadcast(str(mine))))
 
 
-def make_folder(config: Config, recipe: str) -> RunFolder:
-    """The run's folder, with the config and the environment in it."""
-    folder = RunFolder.create(config.run.folder, recipe)
-    folder.write_config(to_yaml(config))
-    folder.write_environment(describe())
-    return folder
+def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str]]:
+    """Goes on from a checkpoint or begins anew; either way the folder then tells of one run, up to here."""
+    first = session.rooms.world.rank == 0
+    environment = describe() if first else {}
+    checkpoints = Checkpoints(session, storage_of(job.config, folder), environment)
+    notes = checkpoints.begin(job.resume)
+    if first:
+        place = RunFolder.open(folder)
+        if checkpoints.resumed_from is None or job.resume.origin is not None:
+            place.begin_anew()
+        else:
+            place.rewind(checkpoints.resumed_from)
+        place.write_config(to_yaml(job.config))
+        place.write_environment(environment)
+    session.rooms.world.axis.barrier()
+    if job.resume.origin is not None:
+        checkpoints.save()
+    return checkpoints, notes
 
 
 def _watchers(config: Config, folder: Path, world: World) -> list[Watcher]:
@@ -160,11 +180,24 @@ def _watchers(config: Config, folder: Path, world: World) -> list[Watcher]:
     return watchers
 
 
-def _leave(session: Session, facts: RunFacts, results: Results, folder: Path) -> dict[str, Any]:
+def _leave(
+    session: Session, checkpoints: Checkpoints, facts: RunFacts, results: Results, folder: Path
+) -> dict[str, Any]:
     """Weights and summary in the run's folder; the summary, written last, says that the run is finished."""
-    summary = summarize(facts, results.last, results.evaluations, results.seconds)
+    summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
+    if session.rooms.config.run.end_with == "best":
+        checkpoints.load_best()
     if session.rooms.world.rank == 0:
-        save_weights(session.rooms.sharding.bare, folder)
+        save_weights(session.rooms.sharding.bare, folder, tokenizer_of(session.rooms.config))
         RunFolder.open(folder).write_summary(summary)
+        _report(folder)
     session.rooms.world.axis.barrier()
     return summary
+
+
+def _report(folder: Path) -> None:
+    """A page that can't be written is no reason to fail a run that is done."""
+    try:
+        write_report(folder)
+    except GiveUp as failure:
+        _log.warning("%s", failure)

@@ -68,6 +68,9 @@ class HostReadback:
     def flush(self) -> StepReport | None:
         return None
 
+    def land(self) -> None:
+        """Reads what is on its way; its report still comes when it would have."""
+
 
 class DeviceReadback:
     """For numbers on a GPU; works, pointlessly, on CPU tensors too, so that it can be tested without one."""
@@ -98,6 +101,9 @@ class DeviceReadback:
         self._land()
         ready, self._ready = self._ready, None
         return ready
+
+    def land(self) -> None:
+        self._land()
 
     def _number(self, value: float | bool | Tensor) -> Tensor:
         if isinstance(value, torch.Tensor):

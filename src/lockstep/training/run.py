@@ -1,8 +1,8 @@
 """A whole run on one rank: the loop, what is due in it, and who looks on.
 
 for report in steps(session):        requests of monitors, signals and clocks are heard in the next vote
-    monitors look --> evaluate? --> stop?
-evaluate --> results
+    monitors look --> evaluate? --> save? --> stop?
+evaluate --> save --> results
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from lockstep.core.errors import Stopped
-from lockstep.core.records import EvaluationReport, Request, StepReport
+from lockstep.core.errors import GiveUp, Paused
+from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.plan.schedule import is_due
 from lockstep.resilience.signals import StopSignals, stop_signals
+from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.session import Session, steps
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Results:
     Attributes:
         last: report of the last update; None if the run made none.
         evaluations: the last report of each evaluation set.
-        seconds: of the whole run, evaluations included.
+        seconds: of the whole run over all its attempts, evaluations included.
     """
 
     progress: Progress
@@ -40,16 +41,21 @@ class Results:
     seconds: float
 
 
-def run(session: Session, monitor: Monitor, drain_log: Callable[[StepReport], Iterable[Request]]) -> Results:
-    """Trains until the config's budget is used up, evaluating when due.
+def run(
+    session: Session,
+    monitor: Monitor,
+    checkpoints: Checkpoints,
+    drain_log: Callable[[StepReport], Iterable[Request]],
+) -> Results:
+    """Trains until the config's budget is used up, evaluating and saving when due.
 
     Args:
         drain_log: called with each report; shows what user code has logged.
 
     Raises:
-        Stopped: somebody asked for it; all ranks stop at the same update.
+        Paused: somebody asked for it; all ranks stop at the same update, and it is saved.
+        GiveUp: the last save failed.
     """
-    began = time.perf_counter()
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at = -1
@@ -61,16 +67,26 @@ def run(session: Session, monitor: Monitor, drain_log: Callable[[StepReport], It
             session.request(monitor.see(report))
             session.request(drain_log(report))
             session.request(_due_requests(signals, clock))
-            if Request.STOP in report.requests:
-                raise Stopped(f"stopped at step {report.step}, as asked by {signals.heard or 'another rank'}")
+            session.request(checkpoints.requests())
+            _tell(monitor, checkpoints.hear(report))
+            stops = Request.STOP in report.requests
+            found: tuple[EvaluationReport, ...] = ()
             if _evaluation_is_due(session, before, report):
-                evaluations = _evaluate(session, monitor)
+                found = evaluations = _evaluate(session, monitor)
                 evaluated_at = session.progress.steps
                 clock.restart()
+            if stops or checkpoints.is_best(found) or checkpoints.is_due(before, report):
+                checkpoints.save(found)
+            if stops:
+                _pause(session, monitor, checkpoints, signals.heard)
             before = session.progress
-        if session.rooms.config.evaluation.at_end and evaluated_at != session.progress.steps:
-            evaluations = _evaluate(session, monitor)
-    return Results(session.progress, last, evaluations, time.perf_counter() - began)
+        found = evaluations if evaluated_at == session.progress.steps else ()
+        if session.rooms.config.evaluation.at_end and not found:
+            found = evaluations = _evaluate(session, monitor)
+        checkpoints.is_best(found)
+        checkpoints.save(found)
+        _finish(monitor, checkpoints)
+    return Results(session.progress, last, evaluations, session.seconds)
 
 
 class EvaluationClock:
@@ -100,6 +116,25 @@ def _evaluation_is_due(session: Session, before: Progress, report: StepReport) -
     if every is None or every.unit == "minutes":
         return False
     return is_due(every, before, session.progress, session.rooms.plan.epoch_samples)
+
+
+def _pause(session: Session, monitor: Monitor, checkpoints: Checkpoints, heard: str | None) -> NoReturn:
+    _finish(monitor, checkpoints)
+    step = session.progress.steps
+    raise Paused(f"stopped at step {step:,}, as asked by {heard or 'another rank'}, and saved; start it again to go on")
+
+
+def _finish(monitor: Monitor, checkpoints: Checkpoints) -> None:
+    """The last save exists; or the run fails with the reason."""
+    ended = checkpoints.finish()
+    _tell(monitor, ended)
+    if ended and ended[-1].failure is not None:
+        raise GiveUp(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")
+
+
+def _tell(monitor: Monitor, ended: Iterable[SaveReport]) -> None:
+    for report in ended:
+        monitor.saved(report)
 
 
 def _evaluate(session: Session, monitor: Monitor) -> tuple[EvaluationReport, ...]:

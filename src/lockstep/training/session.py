@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.progress import Progress
-from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport
-from lockstep.distributed.consensus import Consensus, had_one_gradient, requests_in
+from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, Tally, TrainingState
+from lockstep.distributed import generators
+from lockstep.distributed.consensus import Consensus, had_one_gradient, requests_in, tallies_in
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
 from lockstep.training.evaluate import evaluate
+from lockstep.training.ledger import Ledger, OrderFacts
 from lockstep.training.readback import Judgement, Readback, Reporter
 
 if TYPE_CHECKING:
@@ -68,30 +70,49 @@ class Session:
     Attributes:
         progress: attempted updates and the data consumed by them, identical on every rank.
         rooms: everything that the run is made of.
+        ledger: which samples the updates so far have had.
+        standing: asked in each vote: saves that this rank has settled, and how many of them failed.
     """
 
     def __init__(self, rooms: Rooms) -> None:
         self.rooms = rooms
         self.progress = Progress()
         self.patience = Patience()
-        self._batches = rooms.loader.updates(self.progress)
-        self._batch = next(self._batches)
-        count, tokens = rooms.consensus.announce(self._batch.count, self._batch.tokens)
-        self._count = at_least_one(count)
-        rooms.readback.start(int(tokens))
+        self.ledger = Ledger(rooms.world.axis.size, _order_facts(rooms))
+        self.standing: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._batches: Iterator[GlobalBatch] | None = None
+        self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
+        self._count: float | Tensor = 1.0
         self._requests: set[Request] = set()
-        self._started = time.perf_counter()
+        self._let_update: Callable[[], None] | None = None
+        self._began = time.perf_counter()
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[GlobalBatch]:
         """This rank's share of each update that is left. `accumulate` and `commit` each before asking for the next."""
+        self.begin()
         while not self.finished:
             step = self.progress.steps
-            yield self._batch
+            yield self._current
             if self.progress.steps == step:
                 raise RuntimeError("each batch of Session.batches() needs one accumulate(batch) and one commit()")
+
+    def begin(self) -> None:
+        """Fetches the first batch, unless that was done; all ranks together."""
+        if self._batch is not None:
+            return
+        self._batches = self.rooms.loader.updates(self.progress)
+        self._batch = next(self._batches)
+        count, tokens = self.rooms.consensus.announce(self._batch.count, self._batch.tokens)
+        self._count = at_least_one(count)
+        self.rooms.readback.start(int(tokens))
+
+    @property
+    def _current(self) -> GlobalBatch:
+        assert self._batch is not None, "batches() begins the session"
+        return self._batch
 
     @property
     def finished(self) -> bool:
@@ -116,13 +137,16 @@ class Session:
         Returns:
             The report of this update; on a GPU that of the update before (None at first; `flush` has the last).
         """
-        rooms, batch, upcoming = self.rooms, self._batch, self._upcoming
+        rooms, batch, upcoming = self.rooms, self._current, self._upcoming
         assert upcoming is not None, "commit() comes after accumulate()"
         outcome = rooms.consensus.close(rooms.sharding.squared_norm(), whole=rooms.sharding.norm_is_whole)
         scale = rooms.scaler.scale
         norm = outcome.squared_norm**0.5 / scale
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
+        if self._let_update is not None:
+            self._let_update()
+            self._let_update = None
         rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, scale), keep)
         rooms.scaler.update(keep)
         tokens = rooms.readback.tokens()
@@ -136,6 +160,48 @@ class Session:
         """The report that is still on its way from a GPU; None on the CPU, where none is."""
         return self.rooms.readback.flush()
 
+    @property
+    def seconds(self) -> float:
+        """Since the run's first update began, in whatever process."""
+        return time.perf_counter() - self._began
+
+    def hold(self, let_update: Callable[[], None]) -> None:
+        """Somebody still reads parameters and optimizer state: `let_update` is called before they change."""
+        self._let_update = let_update
+
+    def state(self) -> TrainingState:
+        """All that a run is, between two updates: what `restore` goes on from, to the bit. All ranks together."""
+        self.rooms.readback.land()
+        self.rooms.sharding.synchronize()
+        own = {
+            "progress": {
+                "steps": self.progress.steps,
+                "samples": self.progress.samples,
+                "tokens": self.progress.tokens,
+            },
+            "loss_scale": self.rooms.scaler.state(),
+            "patience": self.patience.state(),
+            "seconds": self.seconds,
+            "ledger": self.ledger.state(),
+        }
+        found = self.rooms.sharding.state()
+        drawn = generators.states(self.rooms.world.rank)
+        return TrainingState(
+            {**found.tensors, **drawn}, {**own, "sharding": found.values}, found.changes_in_forward | set(drawn)
+        )
+
+    def restore(self, state: TrainingState) -> None:
+        """Goes on from `state`; before the first batch, or in place of what was done until now."""
+        values = state.values
+        self.rooms.sharding.restore(TrainingState(state.tensors, values["sharding"]))
+        generators.restore(state.tensors, self.rooms.world.rank)
+        self.progress = Progress(**values["progress"])
+        self.rooms.scaler.restore(values["loss_scale"])
+        self.patience.restore(values["patience"])
+        self.ledger.restore(values["ledger"])
+        self._began = time.perf_counter() - values["seconds"]
+        self._batch = self._upcoming = None
+
     def evaluate(self) -> list[EvaluationReport]:
         """Every evaluation set of the config, exact over all ranks; the same reports on every rank."""
         return evaluate(self)
@@ -148,8 +214,11 @@ class Session:
 
     def _open_vote(self, loss_sum: Tensor) -> None:
         if self._upcoming is None:  # else an accumulate was cut short by an error, and is made again
+            assert self._batches is not None, "batches() begins the session"
             self._upcoming = next(self._batches)
-        self.rooms.consensus.open(loss_sum, self._upcoming.count, self._upcoming.tokens, self._requests)
+        upcoming = self._upcoming
+        tallies = (float(self._current.digest), *self.standing())
+        self.rooms.consensus.open(loss_sum, upcoming.count, upcoming.tokens, tallies, self._requests)
         self._requests.clear()
 
     def _rate(self) -> float:
@@ -165,6 +234,8 @@ class Session:
                 raise GiveUp(ranks_differ(progress.steps - 1))
             found = verdict(keep, scaled=self.rooms.scaler.enabled)
             self.patience.see(found, progress.steps)
+            tallies = tallies_in(slots)
+            self.ledger.add(progress.samples - batch.samples, progress.samples, tallies[Tally.DIGEST.value])
             return StepReport(
                 step=progress.steps,
                 samples=progress.samples,
@@ -177,10 +248,11 @@ class Session:
                 verdict=found,
                 loss_scale=scale,
                 discarded=self.patience.discarded,
-                seconds=time.perf_counter() - self._started,
+                seconds=time.perf_counter() - self._began,
                 update_samples=batch.samples,
                 update_tokens=tokens,
                 requests=requests_in(slots),
+                tallies=tallies,
             )
 
         return report
@@ -206,6 +278,17 @@ class Session:
                 f"parallel.ddp.find_unused_parameters: true",
             )
         )
+
+
+def _order_facts(rooms: Rooms) -> OrderFacts:
+    config, source = rooms.config, rooms.source
+    return OrderFacts(
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        samples=source.facts.samples,
+        epoch_samples=rooms.plan.epoch_samples,
+        fingerprint=source.fingerprint,
+    )
 
 
 def at_least_one(count: float | Tensor) -> float | Tensor:

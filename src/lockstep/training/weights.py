@@ -1,35 +1,52 @@
-"""The weights that a run leaves: RUN/model/model.safetensors, under the model's own parameter names.
+"""The weights that a run leaves: RUN/model.
 
-Nothing in the file depends on how many ranks there were, and loading it executes nothing.
+    model.safetensors                        under the model's own names, tied ones once
+    of transformers, besides: config.json    a folder that `from_pretrained` loads,
+      generation_config.json, tokenizer      with the names that the library gives its files
+
+Nothing in it depends on how many ranks there were, and loading it executes nothing.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lockstep.config.foreign_code import refuse_untrusted
 from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.training.publishing import whole_file, whole_folder
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-_PLACE = Path("model", "model.safetensors")
+    from lockstep.config.schema import Config
+
+MODEL = "model"
+FILE = "model.safetensors"
+_OURS = ("use_cache",)
+"""What we set in a config of transformers for training alone."""
 
 
-def save_weights(model: nn.Module, folder: Path) -> Path:
-    """Writes the weights, tied ones once; they appear whole or not at all.
+def save_weights(model: nn.Module, folder: Path, tokenizer: str | None = None) -> Path:
+    """Writes the weights into a run's folder; they appear whole or not at all. Returns where.
+
+    Args:
+        tokenizer: folder or hub name of the one whose tokens the model knows.
 
     Raises:
         GiveUp: the disk is full, or not ours to write on.
     """
-    from safetensors.torch import save_model
+    from lockstep.models.transformers_names import is_of_transformers
 
-    target = folder / _PLACE
-    partial = target.with_suffix(".partial")
+    target = folder / MODEL if is_of_transformers(model) else folder / MODEL / FILE
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save_model(model, str(partial))
-        partial.replace(target)
+        if is_of_transformers(model):
+            save_for_transformers(model, target, tokenizer)
+        else:
+            save_tensors(tensors_of(model), target)
     except Exception as error:  # safetensors has an exception of its own for a full disk
         raise GiveUp(f"{target}: the trained weights could not be written: {error}") from error
     return target
@@ -42,12 +59,97 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         ConfigError: the run left none.
         GiveUp: the file is damaged, or of another model.
     """
-    from safetensors.torch import load_model
+    from lockstep.models.starting_weights import fit_weights
+    from lockstep.models.weight_files import holds_weights, read_weights
 
-    place = folder / _PLACE
-    if not place.exists():
-        raise ConfigError(f"{folder}: this run left no weights ({_PLACE}); only a finished run does")
+    place = folder / MODEL
+    if not holds_weights(place):
+        raise ConfigError(f"{folder}: this run left no weights ({Path(MODEL, FILE)}); only a finished run does")
     try:
-        load_model(model, str(place), strict=True)
-    except Exception as error:
+        fit = fit_weights(model, read_weights(place))
+        if not fit.whole:
+            raise ConfigError(fit.complaint().rstrip())
+    except ConfigError as error:
         raise GiveUp(f"{place}: these are not the weights of the run's model: {error}") from error
+    fit.put()
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers on the CPU, tied ones once under their first name."""
+    from lockstep.models.starting_weights import slots_of
+
+    return {slot.name: slot.tensor.detach().cpu() for slot in slots_of(model)}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
+    """As safetensors. Raises what the disk and safetensors raise."""
+    from safetensors.torch import save_file
+
+    with whole_file(target) as partial:
+        save_file(_apart(tensors), partial, metadata={"format": "pt"})
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each with memory of its own: safetensors knows no views, so that those get copies."""
+    holders = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+    return {
+        name: tensor.clone().contiguous() if holders[tensor.untyped_storage().data_ptr()] > 1 else tensor.contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def save_for_transformers(model: Any, target: Path, tokenizer: str | None) -> None:
+    """As a folder for `from_pretrained`. Raises what the disk, transformers and safetensors raise."""
+    from lockstep.models.transformers_names import quiet
+
+    with whole_folder(target) as partial, quiet():
+        model.save_pretrained(partial)
+        for file in partial.glob("*config.json"):
+            _forget_ours(file)
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, partial)
+
+
+def _forget_ours(file: Path) -> None:
+    """Whoever generates with the model wants the cache that training does without."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in values.items() if key not in _OURS}
+    file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _save_tokenizer(name: str, folder: Path) -> None:
+    """If it is at hand."""
+    from lockstep.data.tokenizers import load_tokenizer
+
+    try:
+        load_tokenizer(name).save_pretrained(folder)
+    except ConfigError:
+        return
+
+
+def tokenizer_of(config: Config) -> str | None:
+    """The transformers tokenizer of a run's data: folder or hub name; None if it has none."""
+    data, model = config.data.train, config.model
+    if data.kind == "huggingface":
+        return data.tokenizer or (model.pretrained if model.kind == "huggingface" else None)
+    if data.kind != "tokens":
+        return None
+    from lockstep.data.tokens import tokenizer_name
+
+    try:
+        name = tokenizer_name(Path(data.folder), data.split)
+    except ConfigError:
+        return None
+    return None if name == "bytes" else name
+
+
+def to_rebuild(config: Config, *, trusted: bool) -> Config:
+    """The config with which a run's model is made again, to be given the weights that the run left.
+
+    Raises:
+        ConfigError: it names code to import, and nobody has said that it is trusted.
+    """
+    if not trusted:
+        refuse_untrusted(config)
+    section = config.model.model_copy(update={"init_from": None, "init_partial": False})
+    return config.model_copy(update={"model": section})

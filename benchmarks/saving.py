@@ -1,0 +1,380 @@
+"""What a save costs a training: 302 MB of state (25.2 M parameters with Adam's moments), steps of about 60 ms.
+
+    python benchmarks/saving.py [--rounds 5]     prints the tables, writes results/saving.json
+
+Not the time until a call returns counts, but the training time lost: stretches of steps with a save at their start take
+turns with stretches without, in one process; a stretch is longer than a save takes to finish in the background. Each
+contestant runs in a process of its own, one thread each, so that the second core is there for whoever uses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say
+
+PACKAGES = ("torch", "safetensors", "xxhash")
+WIDTH, LAYERS, BATCH = 2048, 6, 12
+STRETCH, PAIRS = 14, 6  # steps of a stretch; stretches with a save
+LOADS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contestant", metavar="NAME", help="be one, for one round")
+    parser.add_argument("--contestants", nargs="+", help="by name, instead of all")
+    asked = parser.parse_args()
+    if asked.contestant:
+        say(be_contestant(asked.contestant))
+        return
+    results = measure(asked.rounds, asked.contestants or [*SAVERS, *LOADERS])
+    if asked.contestants is None and asked.rounds >= 3:
+        save("saving", results)
+    print(table(results))
+
+
+def measure(rounds: int, names: list[str]) -> dict[str, Any]:
+    """In the form of results/saving.json."""
+
+    def run(name: str) -> Mapping[str, float]:
+        return in_processes(__file__, ["--contestant", name], 1)
+
+    machine = about_here(PACKAGES)
+    runs, refused = interleaved(names, rounds, run)
+    rows = {
+        name: {figure: Spread.over([one[figure] for one in found]) for figure in found[0]}
+        for name, found in runs.items()
+    }
+    return {
+        "command": f"python benchmarks/saving.py --rounds {rounds}",
+        "rounds": rounds,
+        "machine": machine,
+        "rows": rows,
+        "refused": refused,
+    }
+
+
+def be_contestant(name: str) -> dict[str, float]:
+    folder = Path(tempfile.mkdtemp(prefix="saving-"))
+    try:
+        return LOADERS[name](folder) if name in LOADERS else SAVERS[name](folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def make_model() -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    return nn.Sequential(*layers)
+
+
+def make_data() -> tuple[Any, Any]:
+    import torch
+
+    draws = torch.Generator().manual_seed(1)
+    samples = BATCH * 64
+    x = torch.randn(samples, WIDTH, generator=draws)
+    return x, torch.randint(WIDTH, (samples,), generator=draws)
+
+
+def bare() -> tuple[Any, Any, Callable[[], None]]:
+    """Model, optimizer, and a step."""
+    import itertools
+
+    import torch
+    from torch.nn import functional as F
+
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batches = itertools.cycle(zip(*(part.split(BATCH) for part in make_data()), strict=True))
+
+    def step() -> None:
+        x, y = next(batches)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def lost(step: Callable[[], None], begin: Callable[[int], Callable[[], None]]) -> dict[str, float]:
+    """Milliseconds of training that a save costs; seconds until it is on the disk.
+
+    Args:
+        begin: starts a save of this number; what it returns waits until the save is done.
+    """
+    for number in range(2):  # memory is got once, caches are warm
+        _stretch(step, None)
+        begin(number)()
+    differences, durable = [], []
+    for number in range(2, 2 + PAIRS):
+        without = _stretch(step, None)
+        began = time.perf_counter()
+        waits: list[Callable[[], None]] = []
+        with_save = _stretch(step, lambda number=number, waits=waits: waits.append(begin(number)))
+        waits[0]()
+        durable.append(time.perf_counter() - began)
+        differences.append(with_save - without)
+    return {
+        "lost_ms": 1e3 * statistics.median(differences),
+        "step_ms": 1e3 * without / STRETCH,
+    }
+
+
+def _stretch(step: Callable[[], None], at_start: Callable[[], None] | None) -> float:
+    began = time.perf_counter()
+    if at_start is not None:
+        at_start()
+    for _ in range(STRETCH):
+        step()
+    return time.perf_counter() - began
+
+
+# --- contestants --------------------------------------------------------------------------------------------------
+
+
+def _in_call(write: Callable[[dict[str, Any], Path], None]) -> Callable[[Path], dict[str, float]]:
+    """A save that is done when its call returns."""
+
+    def contestant(folder: Path) -> dict[str, float]:
+        model, optimizer, step = bare()
+
+        def begin(number: int) -> Callable[[], None]:
+            write({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / str(number))
+            if number:
+                _remove(folder / str(number - 1))
+            return lambda: None
+
+        return lost(step, begin)
+
+    return contestant
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def nothing(folder: Path) -> dict[str, float]:
+    """What the stretches differ by when nothing is saved: the noise of the method."""
+    _, _, step = bare()
+    return lost(step, lambda number: lambda: None)
+
+
+def copies(folder: Path) -> dict[str, float]:
+    """Copies the bytes to memory that is there already, and that is all."""
+    import torch
+
+    model, optimizer, step = bare()
+    step()
+    tensors = [*model.parameters(), *(value for one in optimizer.state.values() for value in one.values())]
+    sources = [tensor.detach() for tensor in tensors]
+    targets = [torch.empty_like(tensor) for tensor in sources]
+
+    def begin(number: int) -> Callable[[], None]:
+        torch._foreach_copy_(targets, sources)
+        return lambda: None
+
+    return lost(step, begin)
+
+
+def _torch_save(state: dict[str, Any], path: Path) -> None:
+    import torch
+
+    torch.save(state, path)
+
+
+def _safetensors(state: dict[str, Any], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    moments = {
+        f"{index}.{name}": value
+        for index, entries in state["optimizer"]["state"].items()
+        for name, value in entries.items()
+    }
+    save_file({**state["model"], **moments}, path)
+
+
+def _dcp(state: dict[str, Any], path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def _dcp_async(staged: bool) -> Callable[[Path], dict[str, float]]:
+    def contestant(folder: Path) -> dict[str, float]:
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+        dist.init_process_group("gloo")
+        options = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_non_blocking_copy=False)
+        stager = DefaultStager(options) if staged else None
+        model, optimizer, step = bare()
+
+        def begin(number: int) -> Callable[[], None]:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            response = dcp.async_save(state, checkpoint_id=folder / str(number), async_stager=stager)
+            upload = response.upload_completion if staged else response
+            if staged:
+                response.staging_completion.result()  # before the next step changes what is being copied
+            if number:
+                _remove(folder / str(number - 1))
+            return upload.result
+
+        found = lost(step, begin)
+        dist.destroy_process_group()
+        return found
+
+    return contestant
+
+
+def lockstep(folder: Path) -> dict[str, float]:
+    """As a user's own loop saves: hashed, flushed, published whole, three kept."""
+    import lockstep
+    from lockstep.training.session import Session
+
+    with lockstep.session(_config(), **_given()) as session:
+        checkpoints = lockstep.checkpoints(session, folder)
+        batches = session.batches()
+
+        def step() -> None:
+            session.accumulate(next(batches))
+            session.commit()
+
+        def begin(number: int) -> Callable[[], None]:
+            checkpoints.save()
+
+            def done() -> None:
+                [*_, last] = checkpoints.finish()
+                assert last.failure is None, last.failure
+
+            return done
+
+        assert isinstance(session, Session)
+        return lost(step, begin)
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "batch": {"global_size": BATCH},
+        "optim": {"clip_norm": None, "lr": 1e-3},
+        "precision": {"compute": "fp32"},
+        "launch": {"device": "cpu"},
+        "run": {"steps": 10**9},
+    }
+
+
+def _given() -> dict[str, Any]:
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    return {
+        "model": make_model(),
+        "dataset": TensorDataset(*make_data()),
+        "objective": nn.CrossEntropyLoss(reduction="sum"),
+    }
+
+
+SAVERS: dict[str, Callable[[Path], dict[str, float]]] = {
+    "nothing": nothing,
+    "a copy in memory": copies,
+    "Lockstep": lockstep,
+    "torch.save": _in_call(_torch_save),
+    "safetensors": _in_call(_safetensors),
+    "dcp.save": _in_call(_dcp),
+    "dcp.async_save": _dcp_async(staged=False),
+    "dcp.async_save, its stager": _dcp_async(staged=True),
+}
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def load_with_torch(folder: Path) -> dict[str, float]:
+    """`torch.load`, then both `load_state_dict`; nothing is verified."""
+    import torch
+
+    model, optimizer, step = bare()
+    step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state")
+    times = []
+    for _ in range(LOADS):
+        began = time.perf_counter()
+        state = torch.load(folder / "state", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        times.append(time.perf_counter() - began)
+        del state
+    return {"load_ms": 1e3 * statistics.median(times)}
+
+
+def load_with_lockstep(folder: Path) -> dict[str, float]:
+    """The manifest checked, every byte hashed, all ranks agreed (one here), then restored."""
+    import lockstep
+    from lockstep.checkpoint.loading import load_newest
+    from lockstep.checkpoint.local import LocalStorage
+
+    with lockstep.session(_config(), **_given()) as session:
+        checkpoints = lockstep.checkpoints(session, folder)
+        session.accumulate(next(session.batches()))
+        session.commit()
+        checkpoints.save()
+        checkpoints.finish()
+        times = []
+        for _ in range(LOADS):
+            began = time.perf_counter()
+            found = load_newest(LocalStorage(folder), session.rooms.world.axis, session.state())
+            assert found is not None
+            session.restore(found.state)
+            times.append(time.perf_counter() - began)
+            del found
+    return {"load_ms": 1e3 * statistics.median(times)}
+
+
+LOADERS: dict[str, Callable[[Path], dict[str, float]]] = {
+    "load: torch.load": load_with_torch,
+    "load: Lockstep, all verified": load_with_lockstep,
+}
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Markdown, from what `measure` returned or results/saving.json holds."""
+    rows = {
+        name: {figure: value if isinstance(value, Spread) else Spread(**value) for figure, value in row.items()}
+        for name, row in results["rows"].items()
+    }
+    saving = [
+        [name, row["lost_ms"].text(), f"{row['step_ms'].median:.0f}"] for name, row in rows.items() if "lost_ms" in row
+    ]
+    loading = [[name.removeprefix("load: "), row["load_ms"].text()] for name, row in rows.items() if "load_ms" in row]
+    refused = [[name, f"did not run: {why}", ""] for name, why in results["refused"].items()]
+    return "\n\n".join(
+        [
+            markdown(["", "training lost per save, ms", "a step, ms"], [*saving, *refused]),
+            markdown(["", "load, ms"], loading),
+            provenance(results),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

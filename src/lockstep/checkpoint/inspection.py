@@ -1,0 +1,306 @@
+"""What there is to tell of checkpoints, to people and scripts, as values. No torch is needed.
+
+folder --> found, set aside    manifests alone
+       --> verified            every byte of one
+       --> pruned              what needn't stay is deleted, once one that stays has been verified
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.reading import Reader, by_step, read_manifest
+from lockstep.checkpoint.retention import Entry, best_of, superfluous
+from lockstep.checkpoint.storage import MANIFEST
+from lockstep.config.schema import Checkpoint
+from lockstep.core.errors import ConfigError, Distrust, GiveUp
+from lockstep.core.progress import Progress
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.storage import Storage
+
+_ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint, as its manifest has it.
+
+    Attributes:
+        damage: why there is no manifest; None if there is one.
+    """
+
+    name: str
+    step: int
+    manifest: Manifest | None
+    damage: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """What a run has put aside: no run goes on from it, and none deletes it.
+
+    Attributes:
+        size: bytes of its files.
+    """
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What reading every byte has shown.
+
+    Attributes:
+        size: bytes, as far as the manifest says.
+        fault: file, place in it, and what is wrong; None if all is what was written.
+    """
+
+    name: str
+    size: int
+    seconds: float
+    fault: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What was deleted, or would be.
+
+    Attributes:
+        deleted: and how many bytes each had.
+        read: needn't stay, but somebody reads them.
+        stay: all others.
+        trusted: the newest that was verified, byte by byte; None if there was nothing to delete.
+    """
+
+    deleted: Mapping[str, int]
+    read: tuple[str, ...]
+    stay: tuple[str, ...]
+    trusted: str | None
+
+
+# --- manifests alone ----------------------------------------------------------------------------------------------
+
+
+def manifest_of(storage: Storage, name: str) -> Manifest:
+    """Raises Damaged, also if it is another checkpoint's."""
+    manifest = read_manifest(storage, name)
+    for step in by_step([name]):
+        if step != manifest.step:
+            raise Damaged(MANIFEST, f"is that of step {manifest.step}")
+    return manifest
+
+
+@contextmanager
+def distrusting(storage: Storage, name: str) -> Iterator[None]:
+    """Raises Distrust, which says where, for a checkpoint that is Damaged."""
+    try:
+        yield
+    except Damaged as fault:
+        raise Distrust(f"{storage.place}/{name} is damaged: {fault}") from None
+
+
+def found_in(storage: Storage) -> list[Found]:
+    """All that a run could go on from, or could have, the oldest first."""
+    found = [_found(storage, name, step) for step, name in by_step(storage.names()).items()]
+    return [one for one in found if one.damage is None or _is_there(storage, one.name)]
+
+
+def _found(storage: Storage, name: str, step: int) -> Found:
+    try:
+        return Found(name, step, manifest_of(storage, name), None)
+    except Damaged as fault:
+        return Found(name, step, None, str(fault))
+
+
+def _is_there(storage: Storage, name: str) -> bool:
+    """Or a run that is under way has deleted it since it was listed."""
+    return name in storage.names()
+
+
+def aside_in(folder: Path) -> list[Aside]:
+    """In the order of their names."""
+    if not folder.is_dir():
+        return []
+    entries = sorted(entry for entry in folder.iterdir() if _ASIDE.fullmatch(entry.name) and entry.is_dir())
+    return [Aside(entry.name, _bytes_in(entry)) for entry in entries]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whole or damaged, in use or put aside."""
+    return path.is_dir() and ((path / MANIFEST).is_file() or bool(by_step([path.name])))
+
+
+def age(manifest: Manifest, now: float) -> float | None:
+    """Seconds since it was written; None if it doesn't say."""
+    try:
+        return max(0.0, now - calendar.timegm(time.strptime(manifest.written, "%Y-%m-%dT%H:%M:%SZ")))
+    except ValueError:
+        return None
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(entry.stat().st_size for entry in folder.rglob("*") if entry.is_file())
+
+
+# --- which stay, and why ------------------------------------------------------------------------------------------
+
+
+def section_of(found: Sequence[Found]) -> Checkpoint:
+    """What the run that has written them keeps, as its newest manifest has it.
+
+    Raises:
+        ConfigError: this Lockstep doesn't understand it.
+    """
+    known = [(one.name, one.manifest) for one in found if one.manifest is not None]
+    if not known:
+        return Checkpoint()
+    name, manifest = known[-1]
+    try:
+        return Checkpoint.model_validate(manifest.config.get("checkpoint", {}))
+    except ValidationError as error:
+        raise ConfigError(f"the section `checkpoint` in {name} can't be read: {error}") from None
+
+
+def reasons(found: Sequence[Found], section: Checkpoint) -> dict[int, tuple[str, ...]]:
+    """By step, why a checkpoint stays: `newest`, `best`, `kept for good`, `damaged`; nothing if it needn't.
+
+    Raises:
+        ConfigError: what stays is counted in epochs, and nothing says how long one is.
+    """
+    entries = _entries(found, section)
+    newest = sorted(entries)[-section.keep_last :]
+    for_now = section.model_copy(update={"keep_every": None})
+    for_good = {*superfluous(entries, for_now, 1)} - {*_superfluous(entries, section, found)}
+    best = best_of(entries, section)
+    return {
+        one.step: tuple(
+            reason
+            for reason, holds in (
+                ("damaged", one.manifest is None),
+                ("newest", one.step in newest),
+                ("best", one.step == best),
+                ("kept for good", one.step in for_good),
+            )
+            if holds
+        )
+        for one in found
+    }
+
+
+def _superfluous(entries: Mapping[int, Entry], section: Checkpoint, found: Sequence[Found]) -> list[int]:
+    """The steps that needn't stay. Raises ConfigError."""
+    epoch = _epoch_samples(found)
+    if epoch is None and entries and section.keep_every is not None and section.keep_every.unit == "epochs":
+        raise ConfigError(f"keep_every is {section.keep_every}, and no checkpoint here says how long an epoch is")
+    return superfluous(entries, section, epoch or 1)
+
+
+def _entries(found: Iterable[Found], section: Checkpoint) -> dict[int, Entry]:
+    return {
+        one.step: Entry(
+            Progress(one.step, one.manifest.samples, one.manifest.tokens),
+            one.manifest.metrics.get(section.best) if section.best else None,
+        )
+        for one in found
+        if one.manifest is not None
+    }
+
+
+def _epoch_samples(found: Sequence[Found]) -> int | None:
+    """Of the last attempt, as its ledger has it."""
+    states: list[Mapping[str, Any]] = [one.manifest.state for one in found if one.manifest is not None]
+    try:
+        return int(states[-1]["ledger"][-1]["order"]["epoch_samples"])
+    except (LookupError, TypeError):
+        return None
+
+
+# --- every byte ---------------------------------------------------------------------------------------------------
+
+
+def verify(storage: Storage, name: str) -> Verified:
+    """Reads and hashes all of it, up to the first fault; nobody deletes it meanwhile."""
+    began, size = time.perf_counter(), 0
+    fault: str | None = None
+    try:
+        with storage.reading(name):
+            manifest = manifest_of(storage, name)
+            size = manifest.size
+            with Reader(storage, name, manifest) as reader:
+                reader.verify()
+    except Damaged as found:
+        fault = str(found)
+    return Verified(name, size, time.perf_counter() - began, fault)
+
+
+def verify_all(storage: Storage) -> Iterator[Verified]:
+    """The oldest first."""
+    for name in by_step(storage.names()).values():
+        one = verify(storage, name)
+        if one.fault is None or _is_there(storage, name):
+            yield one
+
+
+def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
+    """Deletes what needn't stay, the oldest first; what is damaged stays.
+
+    Args:
+        dry: only tells what would be deleted; what somebody reads is among it.
+
+    Raises:
+        Distrust: none of them verifies: then none is deleted.
+        GiveUp: somebody is saving there, or it can't be deleted.
+    """
+    found = found_in(storage)
+    names = {one.step: one.name for one in found}
+    doomed = [names[step] for step in _superfluous(_entries(found, section), section, found)]
+    trusted = _newest_that_verifies(storage, found) if doomed else None
+    doomed = [name for name in doomed if name != trusted]
+    gone = doomed if dry else _delete(storage, doomed)
+    sizes = {one.name: one.manifest.size for one in found if one.manifest is not None}
+    return Pruned(
+        deleted={name: sizes[name] for name in gone},
+        read=tuple(name for name in doomed if name not in gone),
+        stay=tuple(name for name in names.values() if name not in doomed),
+        trusted=trusted,
+    )
+
+
+def prune_aside(storage: LocalStorage, *, dry: bool) -> dict[str, int]:
+    """Deletes what was put aside; returns names and bytes. Raises GiveUp, as `prune`."""
+    sizes = {one.name: one.size for one in aside_in(Path(storage.place))}
+    gone = list(sizes) if dry else _delete(storage, list(sizes))
+    return {name: sizes[name] for name in gone}
+
+
+def _newest_that_verifies(storage: Storage, found: Sequence[Found]) -> str:
+    """A manifest may be whole and a tensor not: then the run's only hope may be one that needn't stay."""
+    faults = []
+    for one in reversed(found):
+        verified = verify(storage, one.name)
+        if verified.fault is None:
+            return one.name
+        faults.append(f"\n  {one.name}: {verified.fault}")
+    raise Distrust(f"none of the checkpoints in {storage.place} is whole, so none was deleted:{''.join(faults)}")
+
+
+def _delete(storage: Storage, names: Sequence[str]) -> list[str]:
+    try:
+        if names and not storage.claim():
+            raise GiveUp(f"a run is saving to {storage.place}, and prunes by itself; --dry-run tells what would go")
+        return [name for name in names if storage.delete(name)]
+    except OSError as error:
+        raise GiveUp(f"can't delete from {storage.place}: {error.strerror or error}") from error

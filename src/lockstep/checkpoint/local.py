@@ -1,0 +1,237 @@
+"""Checkpoints in a folder of a file system.
+
+checkpoints/
+├── step-00000240/                   published: renamed once all in it was on the disk
+│   ├── manifest.json
+│   └── rank-00000.safetensors
+├── .draft-step-00000480/            being written
+└── broken-step-00000360/            set aside
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.checkpoint.storage import MANIFEST
+
+_LOCK = ".lock"
+_PUBLISHED, _DRAFT, _DELETED, _WITNESS = "step-", ".draft-", ".deleted-", ".witness-"
+
+
+class LocalStorage:
+    """A folder. It is made when it is first written to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def place(self) -> str:
+        return str(self._folder)
+
+    def names(self) -> list[str]:
+        if not self._folder.is_dir():
+            return []
+        return sorted(entry.name for entry in self._folder.iterdir() if entry.name.startswith(_PUBLISHED))
+
+    def begin(self, name: str) -> LocalDraft:
+        draft = self._folder / f"{_DRAFT}{name}"
+        if not self._folder.is_dir():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _flush_folder(self._folder.parent)
+        draft.mkdir(exist_ok=True)
+        return LocalDraft(draft, self._folder / name)
+
+    def open(self, name: str, file: str) -> LocalSource:
+        return LocalSource(self._folder / name / file)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        try:
+            handle = _open_file(self._folder / name / MANIFEST)
+        except OSError:  # who reads will say what is wrong
+            yield
+            return
+        try:
+            with contextlib.suppress(OSError):  # a file system that can't lock: then keep_last must be large enough
+                fcntl.flock(handle, fcntl.LOCK_SH)
+            yield
+        finally:
+            _close_what_was_read(handle)
+
+    def delete(self, name: str) -> bool:
+        path = self._folder / name
+        if _is_being_read(path / MANIFEST):
+            return False
+        gone = self._folder / f"{_DELETED}{name}"
+        _remove(gone)
+        path.rename(gone)
+        _remove(gone)
+        return True
+
+    def set_aside(self, name: str, why: str) -> str:
+        target, number = self._folder / f"{why}-{name}", 2
+        while target.exists():
+            target, number = self._folder / f"{why}-{name}-{number}", number + 1
+        (self._folder / name).rename(target)
+        _flush_folder(self._folder)
+        return str(target)
+
+    def claim(self) -> bool:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process's own, however often it asks
+        except (BlockingIOError, PermissionError):
+            os.close(handle)
+            return False
+        except OSError:  # a file system that can't lock: then nobody is kept out
+            pass
+        self._claimed = handle  # closing it would give the lock back
+        return True
+
+    def sweep(self) -> None:
+        with contextlib.suppress(OSError):
+            for entry in list(self._folder.iterdir()):
+                if entry.name.startswith((_DRAFT, _DELETED, _WITNESS)):
+                    _remove(entry)
+
+    @contextlib.contextmanager
+    def witness(self, token: str) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        left = self._folder / f"{_WITNESS}{token}"
+        left.touch()
+        try:
+            yield
+        finally:
+            left.unlink(missing_ok=True)
+
+    def sees(self, token: str) -> bool:
+        return (self._folder / f"{_WITNESS}{token}").exists()
+
+
+class LocalDraft:
+    """A folder beside the published ones, on the same file system, under a name that is no checkpoint's."""
+
+    def __init__(self, draft: Path, target: Path) -> None:
+        self._draft = draft
+        self._target = target
+
+    def create(self, file: str) -> LocalSink:
+        return LocalSink(self._draft / file)
+
+    def read(self, file: str) -> bytes:
+        return (self._draft / file).read_bytes()
+
+    def remove(self, file: str) -> None:
+        (self._draft / file).unlink()
+
+    def publish(self, manifest: bytes) -> None:
+        sink = LocalSink(self._draft / MANIFEST)
+        sink.write(memoryview(manifest))
+        sink.close()
+        _flush_folder(self._draft)
+        if self._target.exists():
+            raise FileExistsError(f"{self._target} exists")
+        self._draft.rename(self._target)
+        try:
+            _flush_folder(self._target.parent)
+        except OSError:  # it may be gone after a power failure, so it must not pass for one that is there
+            self._target.rename(self._draft)
+            raise
+
+    def discard(self) -> None:
+        _remove(self._draft)
+
+
+class LocalSink:
+    """A file, unbuffered; what a write before it left there is overwritten."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def write(self, data: memoryview) -> None:
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._handle, data[written:])
+        except BaseException:
+            os.close(self._handle)
+            raise
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._handle)
+        finally:
+            os.close(self._handle)
+
+
+class LocalSource:
+    """A file that is there already."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = _open_file(path)
+        self.size = os.fstat(self._handle).st_size
+
+    def read(self, offset: int, into: memoryview) -> None:
+        filled = 0
+        while filled < len(into):
+            got = os.preadv(self._handle, [into[filled:]], offset + filled)
+            if got == 0:
+                raise OSError(f"it ends at byte {offset + filled:,}, where {len(into) - filled:,} more should be")
+            filled += got
+
+    def close(self) -> None:
+        _close_what_was_read(self._handle)
+
+
+def _open_file(path: Path) -> int:
+    """To be read. Raises OSError, also for what is no file: a pipe would keep its reader waiting for ever."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise OSError("it is not a file")
+
+
+def _close_what_was_read(handle: int) -> None:
+    with contextlib.suppress(OSError):  # all that was wanted has been read
+        os.close(handle)
+
+
+def _is_being_read(manifest: Path) -> bool:
+    try:
+        handle = _open_file(manifest)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def _flush_folder(path: Path) -> None:
+    """A rename or a new name in it is on the disk only then."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

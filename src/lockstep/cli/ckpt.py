@@ -1,0 +1,308 @@
+"""lockstep ckpt ls | show | verify | diff | prune | audit | import
+
+Each takes the folder of a run, of checkpoints, or of one checkpoint. Only `diff` and `import` load torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli.words import Parser, add_json, step, whole
+from lockstep.config.closeness import close
+from lockstep.core.errors import ConfigError, Distrust, GiveUp
+
+if TYPE_CHECKING:
+    from lockstep.config.every import Every
+    from lockstep.config.schema import Checkpoint
+    from lockstep.training.places import Place
+
+_WAYS = {
+    "ls": ("RUN", "which there are, why each stays, and what was put aside"),
+    "show": ("RUN [--step N] [--tensors]", "what one holds"),
+    "verify": ("RUN [--step N | --all]", "read and hash every byte"),
+    "diff": ("A B, or RUN --steps N M", "in what two differ"),
+    "prune": ("RUN [--keep-last N] [--keep-every INTERVAL] [--aside] [--dry-run]", "delete what needn't stay"),
+    "audit": ("RUN [--step N]", "prove that it was trained on every sample once"),
+    "import": ("FILE FOLDER [--force]", "make weights of other programs a file for model.init_from"),
+}
+
+
+def run(words: Sequence[str]) -> int:
+    """Delegates to one of them."""
+    if not words or words[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {way} {usage}\n      {summary}" for way, (usage, summary) in _WAYS.items())
+        print(f"usage: lockstep ckpt {{{','.join(_WAYS)}}} ... [--json]\n\n{lines}")
+        return 0 if words else 2
+    way, *rest = words
+    if way in _RUN:
+        return _readable(_RUN[way], rest)
+    near = close(way, _WAYS)
+    meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
+    print(f"lockstep: ckpt can't {way}{meant}", file=sys.stderr)
+    return 2
+
+
+def _readable(verb: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """Raises GiveUp for what the system doesn't let us read or write."""
+    try:
+        return verb(words)
+    except BrokenPipeError:  # of our own output
+        raise
+    except OSError as error:
+        raise GiveUp(f"can't use {error.filename or 'a file'}: {error.strerror or error}") from error
+
+
+# --- looking ------------------------------------------------------------------------------------------------------
+
+
+def _ls(words: Sequence[str]) -> int:
+    asked = _parser("ls", "Lists checkpoints, reading nothing but their manifests.").parse_args(words)
+
+    from lockstep.checkpoint.inspection import aside_in, found_in, reasons
+    from lockstep.cli import ckpt_text
+
+    place = _all_of(asked.run, "ls lists")
+    found = found_in(place.storage)
+    why, aside = reasons(found, _section(place)), aside_in(place.folder)
+    _print(ckpt_text.listed(place.folder, found, why, aside))
+    if asked.json:
+        _print_json({"run": str(asked.run), **ckpt_text.listed_json(place.folder, found, why, aside)})
+    return 0
+
+
+def _show(words: Sequence[str]) -> int:
+    parser = _parser("show", "Shows what a checkpoint holds, as its manifest says.")
+    _add_step(parser)
+    parser.add_argument("--tensors", action="store_true", help="list each tensor: name, dtype, shape, size")
+    asked = parser.parse_args(words)
+
+    from lockstep.checkpoint.inspection import distrusting, manifest_of
+    from lockstep.cli import ckpt_text
+    from lockstep.training.places import choose, find
+
+    place = find(asked.run)
+    name = choose(place, asked.step)
+    with distrusting(place.storage, name):
+        manifest = manifest_of(place.storage, name)
+    _print(ckpt_text.shown(place.folder / name, manifest, tensors=asked.tensors))
+    if asked.json:
+        _print_json({"run": str(asked.run), **ckpt_text.shown_json(name, manifest, tensors=asked.tensors)})
+    return 0
+
+
+# --- trusting -----------------------------------------------------------------------------------------------------
+
+
+def _verify(words: Sequence[str]) -> int:
+    parser = _parser("verify", "Reads and hashes every byte. Exit code 3: one is not what was written.")
+    which = parser.add_mutually_exclusive_group()
+    _add_step(which)
+    which.add_argument("--all", action="store_true", help="every checkpoint there is")
+    asked = parser.parse_args(words)
+
+    from lockstep.checkpoint.inspection import verify, verify_all
+    from lockstep.cli import ckpt_text
+    from lockstep.training.places import choose, find
+
+    place = _all_of(asked.run, "--all verifies") if asked.all else find(asked.run)
+    chosen = choose(place, asked.step)
+    results = []
+    for one in verify_all(place.storage) if asked.all else [verify(place.storage, chosen)]:
+        results.append(one)
+        _print([ckpt_text.verified(one)])
+    faults = [one for one in results if one.fault is not None]
+    if asked.json:
+        _print_json({"run": str(asked.run), "ok": not faults, "checkpoints": [asdict(one) for one in results]})
+    if faults:
+        raise Distrust(ckpt_text.distrusted(place.folder, faults, len(results)))
+    return 0
+
+
+def _audit(words: Sequence[str]) -> int:
+    summary = (
+        "Proves from a checkpoint's ledger that the run was trained on every sample of its order, once.\n"
+        "Exit code 3: it was not, or the checkpoint is damaged."
+    )
+    parser = _parser("audit", summary)
+    _add_step(parser)
+    asked = parser.parse_args(words)
+
+    from lockstep.checkpoint.inspection import distrusting, manifest_of
+    from lockstep.cli import ckpt_text
+    from lockstep.training.audit import audit
+    from lockstep.training.places import choose, find
+
+    place = find(asked.run)
+    name = choose(place, asked.step)
+    with distrusting(place.storage, name):
+        manifest = manifest_of(place.storage, name)
+    try:
+        found = audit(manifest.state, manifest.samples)
+    except Distrust as error:
+        raise Distrust(f"{place.folder / name} can't be audited: {error}") from None
+    _print(ckpt_text.audited(manifest.step, found))
+    if asked.json:
+        _print_json({"run": str(asked.run), "step": manifest.step, **ckpt_text.audited_json(found)})
+    if not found.complete:
+        raise Distrust(f"{place.folder / name}: {ckpt_text.incomplete(found)}")
+    return 0
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------
+
+
+def _diff(words: Sequence[str]) -> int:
+    summary = (
+        "In what two checkpoints differ: tensors, config and state. Where they lie, in what time and in how many\n"
+        "attempts they were made doesn't count. Exit code 0: in nothing; 1: in something; 3: one is damaged."
+    )
+    parser = Parser("ckpt diff", summary, usage="A B | RUN --steps N M [--json]")
+    parser.add_argument(
+        "checkpoints", nargs="+", type=Path, metavar="PATH", help="two checkpoints (of a run, its newest)"
+    )
+    parser.add_argument("--steps", nargs=2, type=step, metavar=("N", "M"), help="two steps of one run")
+    add_json(parser)
+    asked = parser.parse_args(words)
+    if len(asked.checkpoints) != (2 if asked.steps is None else 1):
+        raise ConfigError("diff compares two: lockstep ckpt diff A B, or lockstep ckpt diff RUN --steps N M")
+
+    from lockstep.checkpoint.comparing import Side, compare
+    from lockstep.cli import ckpt_text
+    from lockstep.training.places import choose, find
+
+    paths = asked.checkpoints * (1 if asked.steps is None else 2)
+    places = [find(path) for path in paths]
+    names = [choose(place, at) for place, at in zip(places, asked.steps or (None, None), strict=True)]
+    with Side(places[0].storage, names[0]) as first, Side(places[1].storage, names[1]) as second:
+        found = compare(first, second)
+    shown = [str(place.folder / name) for place, name in zip(places, names, strict=True)]
+    _print(ckpt_text.compared(shown, found))
+    if asked.json:
+        _print_json({"checkpoints": shown, **ckpt_text.compared_json(found)})
+    return 0 if found.equal else 1
+
+
+# --- changing -----------------------------------------------------------------------------------------------------
+
+
+def _prune(words: Sequence[str]) -> int:
+    summary = (
+        "Deletes what the run's config wouldn't keep: all but checkpoint.keep_last, keep_every and best. The newest\n"
+        "that verifies stays, and so does what somebody reads. Exit code 3: none verifies, so none was deleted."
+    )
+    parser = _parser("prune", summary)
+    parser.add_argument("--keep-last", type=whole, metavar="N", help="in place of checkpoint.keep_last")
+    parser.add_argument("--keep-every", type=_every, metavar="INTERVAL", help="in place of checkpoint.keep_every")
+    parser.add_argument("--aside", action="store_true", help="delete too what was put aside (broken-*, superseded-*)")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    asked = parser.parse_args(words)
+
+    from lockstep.checkpoint.inspection import prune, prune_aside
+    from lockstep.cli import ckpt_text
+    from lockstep.training.places import at_rest
+
+    place = _all_of(asked.run, "prune deletes some of")
+    wanted = {"keep_last": asked.keep_last, "keep_every": asked.keep_every}
+    section = _section(place).model_copy(update={key: value for key, value in wanted.items() if value is not None})
+    with nullcontext() if asked.dry_run or place.run is None else at_rest(place.run):
+        pruned = prune(place.storage, section, dry=asked.dry_run)
+        aside = prune_aside(place.storage, dry=asked.dry_run) if asked.aside else {}
+    _print(ckpt_text.pruned(pruned, aside, dry=asked.dry_run))
+    if asked.json:
+        _print_json({"run": str(asked.run), **ckpt_text.pruned_json(pruned, aside, dry=asked.dry_run)})
+    return 0
+
+
+def _import(words: Sequence[str]) -> int:
+    summary = (
+        "Makes a file for `model.init_from` of weights that other programs have saved. Nothing in it is unpickled;\n"
+        "what isn't weights is left out, and named."
+    )
+    parser = Parser("ckpt import", summary)
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="of torch, Lightning or safetensors, or a folder of them"
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write to")
+    parser.add_argument("--force", action="store_true", help="replace what is there")
+    add_json(parser)
+    asked = parser.parse_args(words)
+
+    from lockstep.training.importing_weights import import_weights
+
+    made = import_weights(asked.file, asked.folder, force=asked.force)
+    print(made)
+    if asked.json:
+        _print_json({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
+    if asked.json:
+        _print_json({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
+    return 0
+
+
+_RUN: dict[str, Callable[[Sequence[str]], int]] = {
+    "ls": _ls,
+    "show": _show,
+    "verify": _verify,
+    "diff": _diff,
+    "prune": _prune,
+    "audit": _audit,
+    "import": _import,
+}
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def _parser(way: str, summary: str) -> Parser:
+    parser = Parser(f"ckpt {way}", summary)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
+    add_json(parser)
+    return parser
+
+
+def _add_step(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--step", type=step, metavar="N", help="the checkpoint of this step; by default the newest")
+
+
+def _every(text: str) -> Every:
+    """As `checkpoint.keep_every`."""
+    from lockstep.config.every import Every
+
+    try:
+        found = Every.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found.unit == "minutes":
+        raise argparse.ArgumentTypeError("it counts steps, samples, tokens or epochs; minutes aren't in a checkpoint")
+    return found
+
+
+def _all_of(path: Path, does: str) -> Place:
+    from lockstep.training.places import find
+
+    place = find(path)
+    if place.name is not None:
+        raise ConfigError(f"{does} the checkpoints of a run, and {path} is one of them; give {path.parent}")
+    return place
+
+
+def _section(place: Place) -> Checkpoint:
+    """What stays: as the run's config has it; if there is none, as its newest checkpoint has it."""
+    from lockstep.checkpoint.inspection import found_in, section_of
+
+    return place.config.checkpoint if place.config is not None else section_of(found_in(place.storage))
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _print_json(found: Any) -> None:
+    print(json.dumps(found, allow_nan=False), flush=True)

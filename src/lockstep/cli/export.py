@@ -1,0 +1,54 @@
+"""lockstep export RUN [--step N | --best] [--to FOLDER_OR_FILE] [--format auto|safetensors|torch|hf]"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli.words import Parser, add_json, add_trust, step
+from lockstep.core.arguments import ExportArguments
+
+_FORMATS = ("auto", "safetensors", "torch", "hf")
+
+
+def run(words: Sequence[str]) -> int:
+    """Every byte of the model is verified before anything is written."""
+    parser = Parser("export", "Writes the model of a run for other tools: out of a checkpoint, each byte verified.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=step, metavar="N", help="the checkpoint of this step; by default the newest")
+    which.add_argument("--best", action="store_true", help="the checkpoint that is best by checkpoint.best")
+    parser.add_argument("--to", type=Path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
+    parser.add_argument(
+        "--format", choices=_FORMATS, default="auto", help="hf: a folder for from_pretrained; torch: a state dict"
+    )
+    parser.add_argument("--force", action="store_true", help="replace what is there")
+    add_json(parser)
+    add_trust(parser)
+    parser.add_argument("--trust-run", action="store_true", help="let code run that the run's config names (for hf)")
+    asked = parser.parse_args(words)
+
+    from lockstep.training.exporting import export
+
+    made = export(
+        asked.run,
+        ExportArguments(
+            step=asked.step,
+            best=asked.best,
+            to=asked.to,
+            format=asked.format,
+            force=asked.force,
+            trust_remote_code=asked.trust_remote_code,
+            trust_run=asked.trust_run,
+        ),
+    )
+    for name, why in made.broken.items():
+        print(f"lockstep: {name} could not be used: {why}", file=sys.stderr)
+    print(f"{made.target}: step {made.step:,}, {made.tensors:,} tensors, {made.elements:,} elements ({made.form})")
+    if asked.json:
+        values = {"run": asked.run, "checkpoint": made.checkpoint, "step": made.step, "format": made.form}
+        values |= {"to": made.target, "tensors": made.tensors, "elements": made.elements, "broken": dict(made.broken)}
+        print(json.dumps(values, default=str))
+    return 0

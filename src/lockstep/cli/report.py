@@ -1,0 +1,27 @@
+"""lockstep report RUN"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli.words import Parser, add_json
+
+
+def run(words: Sequence[str]) -> int:
+    """One page that shows a run: finished, stopped or broken."""
+    parser = Parser("report", "Writes a run as one HTML page that needs nothing else: curves, figures, config.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="to write to; by default RUN/report.html")
+    add_json(parser)
+    asked = parser.parse_args(words)
+
+    from lockstep.monitor.folder import is_finished
+    from lockstep.monitor.report import write_report
+
+    written = write_report(asked.run, asked.output)
+    print(written)
+    if asked.json:
+        print(json.dumps({"run": str(asked.run), "report": str(written), "finished": is_finished(asked.run)}))
+    return 0

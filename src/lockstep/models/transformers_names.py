@@ -1,0 +1,81 @@
+"""The names that files of the transformers library have, where they aren't those of its modules.
+
+    model.layers.0.block_sparse_moe.experts.0.w1.weight  --.
+    model.layers.0.block_sparse_moe.experts.1.w1.weight  --+-->  model.layers.0.mlp.experts.gate_up_proj
+
+The library renames, joins and splits while it loads and, the other way round, while it saves; its own loader is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.initialization import generators_keyed
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether it is one of the library's models; told without importing it."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def translated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The tensors under the names of the model's own `state_dict`; what it has no place for stays as it is.
+
+    None if the library can't make anything of them.
+    """
+    try:
+        loaded, found = _loaded(model, tensors)
+    except (RuntimeError, ValueError, KeyError):
+        return None
+    absent = set(found["missing_keys"]) | {name for name, _, _ in found["mismatched_keys"]}
+    own = {name: tensor for name, tensor in loaded.state_dict().items() if name not in absent}
+    reshaped = {name: torch.empty(shape, device="meta") for name, shape, _ in found["mismatched_keys"]}
+    return {**own, **reshaped, **{name: tensors[name] for name in found["unexpected_keys"] if name in tensors}}
+
+
+def _loaded(model: Any, tensors: Mapping[str, Tensor]) -> tuple[nn.Module, Any]:
+    """Another model, and what the library says of it."""
+    with quiet(), generators_keyed(0, "names"):
+        loaded, found = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=dict(tensors),
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    return loaded, found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no reports: what matters is said by who asks."""
+    from transformers.utils import logging as reports
+
+    verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
+    reports.set_verbosity_error()
+    reports.disable_progress_bar()
+    deepspeed = logging.getLogger("DeepSpeed")  # saving imports it where it is installed, and it speaks on stdout
+    deepspeed.addFilter(_is_an_error)
+    try:
+        yield
+    finally:
+        deepspeed.removeFilter(_is_an_error)
+        reports.set_verbosity(verbosity)
+        if bars:
+            reports.enable_progress_bar()
+
+
+def _is_an_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

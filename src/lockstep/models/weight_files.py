@@ -1,0 +1,291 @@
+"""Weights as files have them, of whatever program: named tensors, and nothing else. Reading them executes nothing.
+
+    folder     model.safetensors | model.safetensors.index.json      of transformers, or RUN/model
+               pytorch_model.bin | pytorch_model.bin.index.json
+    RUN        its folder `model`
+    file       .safetensors | .pt .pth .bin .ckpt                    what torch.save wrote
+
+    {"epoch": 3, "state_dict": {"module.head.weight": tensor}}  -->  {"head.weight": tensor}, epoch skipped
+
+Tensors are mapped from the file where it can be, so that a rank copies only what it needs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import pickle
+import re
+import shlex
+import warnings
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError
+
+_IN_FOLDERS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_INDEX = ".index.json"
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_NESTS = ("model_state_dict", "MODEL_STATE", "state_dict", "model")
+"""Keys under which training programs keep a model's tensors beside those of an optimizer."""
+_DEEPEST = 4
+_WRAPPERS = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before a name."""
+_MOST_INDEX = 2**28  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Attributes:
+    place: the file or folder that was read.
+    tensors: on the CPU, dense, by name.
+    skipped: what else the files hold, by key.
+    """
+
+    place: Path
+    tensors: Mapping[str, Tensor]
+    skipped: tuple[str, ...] = ()
+
+
+def read_weights(place: Path) -> Weights:
+    """Raises ConfigError: nothing is there, it holds no tensors, or more than tensors would have to be unpickled."""
+    try:
+        where = _found(place.expanduser())
+        tensors, skipped = _read_sharded(where) if where.name.endswith(_INDEX) else _read(where)
+    except OSError as error:
+        raise ConfigError(f"{place} can't be read: {error.strerror or error}") from error
+    return Weights(where, _unwrapped(tensors), skipped)
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether one of the usual files is in it."""
+    return any((folder / name).is_file() for name in _IN_FOLDERS)
+
+
+def readable(name: str) -> str:
+    """A name out of a file, which may hold anything, for a terminal."""
+    return name if name.isprintable() else repr(name)
+
+
+# --- the place ----------------------------------------------------------------------------------------------------
+
+
+def _found(place: Path) -> Path:
+    """The file to begin with."""
+    if place.is_file():
+        return place
+    if not place.is_dir():
+        raise ConfigError(_not_there(place))
+    for folder in (place, place / "model"):
+        for name in _IN_FOLDERS:
+            if (folder / name).is_file():
+                return folder / name
+    raise ConfigError(_no_weights_in(place))
+
+
+def _not_there(place: Path) -> str:
+    if place.parent.is_dir():
+        near = difflib.get_close_matches(place.name, [entry.name for entry in place.parent.iterdir()], n=1)
+        if near:
+            return f"there is no {place}; did you mean {place.parent / near[0]}?"
+    hub = "" if place.is_absolute() or len(place.parts) > 2 else "; a name of the hub goes into model.pretrained"
+    return f"there is no {place}{hub}"
+
+
+def _no_weights_in(folder: Path) -> str:
+    if (folder / "manifest.json").is_file():
+        return f"{folder} is a checkpoint; `lockstep export {folder} --to FILE.safetensors` takes the weights out of it"
+    if any((entry / "manifest.json").is_file() for entry in folder.iterdir()):
+        return (
+            f"{folder} holds checkpoints; `lockstep export {folder} --to FILE.safetensors` takes the newest's weights"
+        )
+    if (folder / "config.yaml").is_file():
+        return (
+            f"the run in {folder} has left no weights yet (there is no {folder / 'model'}); "
+            f"`lockstep export {folder}` takes those of its newest checkpoint"
+        )
+    files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *_OF_TORCH))
+    holds = f"; it holds {', '.join(files[:4])}: give one of them by its name" if files else ""
+    return f"{folder} has none of {', '.join(_IN_FOLDERS)}{holds}"
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+Found = tuple[dict[str, Tensor], tuple[str, ...]]
+"""Tensors by name, and the keys of all else."""
+
+
+def _read(file: Path) -> Found:
+    if file.suffix == ".safetensors":
+        return _read_safetensors(file), ()
+    if file.suffix in _OF_TORCH:
+        return _state_dict(file, _read_torch(file))
+    raise ConfigError(
+        f"{file} is no file of weights, by its name: these are folders, .safetensors, "
+        f"and what torch.save wrote: {' '.join(_OF_TORCH)}"
+    )
+
+
+def _read_sharded(index: Path) -> Found:
+    """All files that an index names, which must lie beside it."""
+    tensors: dict[str, Tensor] = {}
+    skipped: list[str] = []
+    names = _index(index)
+    for file in sorted(set(names.values())):
+        if file != Path(file).name or not (index.parent / file).is_file():
+            raise ConfigError(f"{index} names a file {readable(file)} that is not beside it")
+        found, left = _read(index.parent / file)
+        twice = next((name for name in found if name in tensors), None)
+        if twice is not None:
+            raise ConfigError(f"{index.parent}: {readable(twice)} is in {file} and in a file before it")
+        tensors.update(found)
+        skipped += left
+    lost = [name for name in names if name not in tensors]
+    if lost:
+        raise ConfigError(f"{index} names {readable(lost[0])}, which is in none of its files ({len(lost)} such names)")
+    return tensors, tuple(skipped)
+
+
+def _index(file: Path) -> dict[str, str]:
+    try:
+        if file.stat().st_size > _MOST_INDEX:
+            raise ConfigError(f"{file} has {file.stat().st_size:,} bytes: that is no index")
+        names = json.loads(file.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} is no index of weights: {type(error).__name__}: {error}") from error
+    if not isinstance(names, dict) or not all(isinstance(value, str) for value in names.values()):
+        raise ConfigError(f"{file} is no index of weights: weight_map doesn't map names to files")
+    return names
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{file} is no safetensors file, or a damaged one: {error}") from error
+
+
+def _read_torch(file: Path) -> object:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of formats that it then refuses
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))
+    except pickle.UnpicklingError as error:
+        raise ConfigError(_refused(file, str(error))) from error
+    except Exception as error:  # whatever bytes that nobody wrote make torch say
+        raise ConfigError(_unreadable(file, error)) from error
+
+
+def _can_be_mapped(file: Path) -> bool:
+    """Not the older format, and not an archive that somebody has compressed: torch would map the compressed bytes."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def _refused(file: Path, message: str) -> str:
+    wanted = re.search(r"GLOBAL (\S+)", message)
+    if wanted is None:
+        reason = re.search(r"(Unsupported .*|Can only .*|Trying to .*)", message)
+        return f"{file} is no file of tensors that torch.save wrote: {reason[0][:200] if reason else 'it is malformed'}"
+    return (
+        f"{file} asks for {readable(wanted[1])} to be unpickled, which is more than tensors. Unpickling can run any "
+        f"code, so it is refused. Where you trust the file, this turns it into one of tensors alone:\n"
+        f"  {_conversion(file)}"
+    )
+
+
+def _conversion(file: Path) -> str:
+    """A line for a shell."""
+    program = (
+        "import torch; from safetensors.torch import save_file; "
+        f'found = torch.load({json.dumps(str(file))}, map_location="cpu", weights_only=False); '
+        "found = found.state_dict() if isinstance(found, torch.nn.Module) else found; "
+        f"found = next((found[key] for key in {json.dumps(_NESTS)} if key in found), found); "
+        "save_file({name: value.clone().contiguous() for name, value in found.items() "
+        f"if isinstance(value, torch.Tensor)}}, {json.dumps(str(file.with_suffix('.safetensors')))})"
+    )
+    return f"python -c {shlex.quote(program)}"
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    if "TorchScript" in str(error):
+        return f"{file} is a TorchScript archive, which holds code; save the module's state_dict() in its place"
+    reason = ": ".join(part for part in (type(error).__name__, str(error).partition(". ")[0][:200]) if part)
+    return f"{file} is no file that torch.save wrote, or a damaged one: {reason}"
+
+
+# --- what is in them ----------------------------------------------------------------------------------------------
+
+
+def _state_dict(file: Path, found: object) -> Found:
+    """Those of one model."""
+    skipped: list[str] = []
+    for _ in range(_DEEPEST):
+        nest = _nest(found)
+        if nest is None or not isinstance(found, Mapping):
+            break
+        skipped += [readable(str(key)) for key in found if key != nest]
+        found = found[nest]
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{file} holds a {type(found).__name__}, not tensors by name")
+    tensors = {key: value for key, value in found.items() if isinstance(key, str) and isinstance(value, Tensor)}
+    if not tensors:
+        keys = ", ".join(readable(str(key)) for key in list(found)[:8]) or "none"
+        raise ConfigError(
+            f"{file} holds no tensors by name, neither at its top nor under {_listed(_NESTS)}: it has {keys}"
+        )
+    for name, tensor in tensors.items():
+        _check(file, name, tensor)
+    skipped += [readable(str(key)) for key in found if key not in tensors]
+    return {name: tensor.detach() for name, tensor in tensors.items()}, tuple(skipped)
+
+
+def _nest(found: object) -> str | None:
+    if not isinstance(found, Mapping):
+        return None
+    return next((key for key in _NESTS if isinstance(found.get(key), Mapping) and found[key]), None)
+
+
+def _check(file: Path, name: str, tensor: Tensor) -> None:
+    """That it is a plain tensor whose elements are all in the file."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or tensor.device.type != "cpu":
+        kind = "quantized" if tensor.is_quantized else f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
+        raise ConfigError(f"{file}: {readable(name)} is no plain tensor ({kind})")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        shape = list(tensor.shape)
+        raise ConfigError(f"{file}: {readable(name)} says that it is {shape}, for which its bytes are too few")
+
+
+def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what wrappers have put before all names."""
+    while (wrapper := _common(tensors)) is not None:
+        tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _common(names: Collection[str]) -> str | None:
+    for wrapper in _WRAPPERS:
+        if all(name.startswith(wrapper) and name != wrapper for name in names):
+            return wrapper
+    return None
+
+
+def _listed(words: Sequence[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} or {last}"

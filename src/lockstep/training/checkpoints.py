@@ -1,0 +1,324 @@
+"""The saves of a run, and how it goes on from one.
+
+resume    is there a checkpoint that verifies? --> the same run? --> state back --> what lies beyond it put aside
+see       after each update: due? asked for? --> save, in the background
+finish    the last save exists, or the run says that it doesn't
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lockstep.checkpoint.loading import Loaded, load_newest, set_back
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.retention import Retention, is_better
+from lockstep.checkpoint.saving import Identity, Moment, Saver
+from lockstep.config.writing import to_plain
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
+from lockstep.monitor.folder import CHECKPOINTS
+from lockstep.monitor.jsonl import finite
+from lockstep.plan.schedule import is_due
+from lockstep.training.saved_state import check_state
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.manifest import Manifest
+    from lockstep.checkpoint.storage import Storage
+    from lockstep.config.schema import Config
+    from lockstep.core.progress import Progress
+    from lockstep.training.session import Session
+
+_log = logging.getLogger("lockstep.checkpoint")
+_NONE: tuple[Request, ...] = ()
+_SAVE = (Request.SAVE,)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a run begins.
+
+    Attributes:
+        fresh: anew, whatever was saved before.
+        step: from this checkpoint; None: from the newest.
+        origin: from a checkpoint that lies in this folder, another run's; None: from its own.
+        accept_changes: although data, model or seed are others than before.
+    """
+
+    fresh: bool = False
+    step: int | None = None
+    origin: Path | None = None
+    accept_changes: bool = False
+
+
+def storage_of(config: Config, run: Path) -> LocalStorage:
+    """Where a run's checkpoints lie."""
+    return LocalStorage(Path(config.checkpoint.folder or run / CHECKPOINTS).absolute())
+
+
+class Checkpoints:
+    """Of one run, on one rank; all ranks call the same methods at the same updates.
+
+    Attributes:
+        resumed_from: the step that this attempt went on from; None: it began anew.
+    """
+
+    def __init__(self, session: Session, storage: Storage, environment: Mapping[str, Any]) -> None:
+        config = session.rooms.config
+        self._session = session
+        self._storage = storage
+        self._axis = session.rooms.world.axis
+        self._section = config.checkpoint
+        self._environment = environment
+        self._retention = Retention(storage, config.checkpoint, session.rooms.plan.epoch_samples)
+        self._clock = Clock(config.checkpoint.every)
+        self._saver: Saver | None = None
+        self._saved_at: int | None = None
+        self._best: float | None = None
+        self.resumed_from: int | None = None
+
+    # --- at the start ---------------------------------------------------------------------------------------------
+
+    def begin(self, resume: Resume) -> list[str]:
+        """Goes on from a checkpoint, if there is one; returns what a person should know of it.
+
+        Raises:
+            ConfigError: it is another run's, or not all ranks see the same folder.
+            GiveUp: none can be read, or the one that was asked for isn't there; or nothing can be written there.
+        """
+        try:
+            return self._begin(resume)
+        except OSError as error:
+            where = error.filename or self._storage.place
+            raise GiveUp(f"checkpoints can't be kept in {where}: {error.strerror or error}") from error
+
+    def _begin(self, resume: Resume) -> list[str]:
+        self._all_see_it()
+        self._claim()
+        notes: list[str] = []
+        identity = uuid.uuid4().hex
+        if resume.fresh:
+            self._put_aside(-1, {}, notes)
+        else:
+            origin = LocalStorage(resume.origin) if resume.origin is not None else self._storage
+            check = partial(self._refuse_changes, resume)
+            found = load_newest(origin, self._axis, self._session.state(), resume.step, check)
+            if found is not None:
+                self._go_on(found, resume, notes)
+                identity = found.manifest.run if resume.origin is None else identity
+            elif resume.step is not None or resume.origin is not None:
+                raise GiveUp(f"there is no checkpoint in {origin.place}")
+        run = cast("str", self._axis.broadcast(identity))
+        written = finite(to_plain(self._session.rooms.config))
+        self._saver = Saver(
+            self._storage,
+            self._axis,
+            self._session.rooms.world.device,
+            Identity(run, written, self._environment),
+            self._retention.published,
+        )
+        self._session.standing = lambda: self._saver.standing  # type: ignore[union-attr]
+        return notes
+
+    def _refuse_changes(self, resume: Resume, manifest: Manifest) -> None:
+        check_state(manifest)
+        differences = changes(manifest.config, manifest.state, self._session)
+        if differences and not resume.accept_changes:
+            shown = "".join(f"\n  {one}" for one in differences)
+            raise ConfigError(
+                f"the checkpoint of step {manifest.step} is of a run with other data, model or seed:{shown}\n"
+                f"--accept-changes goes on from it all the same, --fresh begins anew"
+            )
+
+    def _go_on(self, found: Loaded, resume: Resume, notes: list[str]) -> None:
+        self._session.restore(found.state)
+        self._best = found.manifest.state.get("best")
+        self.resumed_from = self._saved_at = found.manifest.step
+        notes += [f"resumes from step {found.manifest.step:,} ({found.manifest.samples:,} samples)"]
+        notes += [f"{name} could not be used: {why}" for name, why in found.broken.items()]
+        changed = changes(found.manifest.config, found.manifest.state, self._session)
+        notes += [f"goes on although this changed: {one}" for one in changed]
+        if resume.origin is None:
+            self._put_aside(found.manifest.step, found.broken, notes)
+        else:
+            self._saved_at = None  # a fork begins with a checkpoint of its own
+            self._best = None  # and keeps none of its origin's
+
+    def _put_aside(self, step: int, broken: Mapping[str, str], notes: list[str]) -> None:
+        if self._axis.rank == 0:
+            for path in set_back(self._storage, step, broken):
+                notes.append(f"put aside: {path}")
+
+    def _claim(self) -> None:
+        """Two runs that save to one place would take each other's drafts for leftovers."""
+        free = self._storage.claim() if self._axis.rank == 0 else None
+        if not self._axis.broadcast(free):
+            raise GiveUp(f"another run saves to {self._storage.place}; give checkpoint.folder another one, or end it")
+        if self._axis.rank == 0:
+            self._storage.sweep()
+        self._axis.barrier()
+
+    def _all_see_it(self) -> None:
+        """A folder on each host's own disk would hold a part of each checkpoint."""
+        token = cast("str", self._axis.broadcast(uuid.uuid4().hex))
+        if self._axis.rank == 0:
+            with self._storage.witness(token):
+                self._axis.barrier()
+                seen = self._axis.gather(True)
+        else:
+            self._axis.barrier()
+            seen = self._axis.gather(self._storage.sees(token))
+        blind = [rank for rank, sees in enumerate(seen) if not sees]
+        if blind:
+            ranks = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
+            raise ConfigError(
+                f"ranks {ranks} don't see what rank 0 has written to {self._storage.place}; "
+                f"give checkpoint.folder one that all hosts share"
+            )
+
+    # --- while it runs --------------------------------------------------------------------------------------------
+
+    def requests(self) -> tuple[Request, ...]:
+        """What this rank asks for in the next vote."""
+        return _SAVE if self._clock.rings else _NONE
+
+    def hear(self, report: StepReport) -> list[SaveReport]:
+        """Takes what the vote said of saves; returns those that have ended, on the first rank."""
+        assert self._saver is not None, "begin() comes first"
+        _, settled, failed = report.tallies
+        self._saver.hear(settled, failed)
+        return self._saver.outcomes()
+
+    def is_due(self, before: Progress, report: StepReport) -> bool:
+        """Whether a save follows the update between `before` and the session's progress."""
+        if Request.SAVE in report.requests:
+            return True
+        every = self._section.every
+        if every is None or every.unit == "minutes":
+            return False
+        return is_due(every, before, self._session.progress, self._session.rooms.plan.epoch_samples)
+
+    def is_best(self, evaluations: Iterable[EvaluationReport]) -> bool:
+        """Whether the metric of `checkpoint.best` has never been better."""
+        name = self._section.best
+        metric = flat(evaluations).get(name) if name else None
+        if name is None or metric is None or metric != metric:
+            return False
+        if self._best is not None and not is_better(name, self._section.best_is)(metric, self._best):
+            return False
+        self._best = metric
+        return True
+
+    def save(self, evaluations: Iterable[EvaluationReport] = ()) -> None:
+        """Begins a save of the session as it is, unless it was saved at this very step."""
+        session, saver = self._session, self._saver
+        assert saver is not None, "begin() comes first"
+        progress = session.progress
+        if self._saved_at == progress.steps:
+            return
+        state = session.state()
+        values = {**state.values, "data": data_facts(session), "best": self._best}
+        metrics = {name: value if value == value else None for name, value in flat(evaluations).items()}
+        moment = Moment(progress.steps, progress.samples, progress.tokens, values, metrics)
+        session.hold(saver.start(state, moment))
+        self._saved_at = progress.steps
+        self._clock.restart()
+        if not self._section.asynchronous:
+            saver.finish()
+
+    def finish(self) -> list[SaveReport]:
+        """Waits for the save under way; returns those that have ended since the last `hear`, on all ranks."""
+        assert self._saver is not None, "begin() comes first"
+        self._saver.finish()
+        return cast("list[SaveReport]", self._axis.broadcast(self._saver.outcomes()))
+
+    def load_best(self) -> None:
+        """Puts the model of the checkpoint with the best metric into the session's; all ranks together."""
+        step = cast("int | None", self._axis.broadcast(self._retention.best if self._axis.rank == 0 else None))
+        if step is None or step == self._session.progress.steps:
+            return
+        found = load_newest(self._storage, self._axis, self._session.state(), step, check_state)
+        assert found is not None, "a checkpoint of a given step is there, or GiveUp is raised"
+        self._session.restore(found.state)
+
+
+class Clock:
+    """Minutes can't be counted in steps: the first rank to reach them asks for a save, and all make it."""
+
+    def __init__(self, every: Any) -> None:
+        self._seconds = every.number * 60 if every is not None and every.unit == "minutes" else None
+        self.restart()
+
+    def restart(self) -> None:
+        self._began = time.monotonic()
+
+    @property
+    def rings(self) -> bool:
+        return self._seconds is not None and time.monotonic() - self._began >= self._seconds
+
+
+def flat(evaluations: Iterable[EvaluationReport]) -> dict[str, float]:
+    """`set.metric` -> value."""
+    return {f"{report.name}.{name}": value for report in evaluations for name, value in report.metrics.items()}
+
+
+def data_facts(session: Session) -> dict[str, Any]:
+    """By what a run knows its data again."""
+    source = session.rooms.source
+    return {
+        "fingerprint": source.fingerprint,
+        "samples": source.facts.samples,
+        "epoch_samples": session.rooms.plan.epoch_samples,
+    }
+
+
+# --- the same run? ------------------------------------------------------------------------------------------------
+
+_DATA = {
+    "fingerprint": "the fingerprint of data.train",
+    "samples": "the samples of data.train",
+    "epoch_samples": "the samples of an epoch (those that fill batch.global_size, with data.drop_last)",
+}
+_THE_RUN = ("model", "objective", "data.train", "data.shuffle", "data.drop_last", "run.seed", "optim.name")
+
+
+def changes(config: Mapping[str, Any], state: Mapping[str, Any], session: Session) -> list[str]:
+    """What makes this another run than the one that was saved, one line each."""
+    here = finite(to_plain(session.rooms.config))
+    found = []
+    for place in _THE_RUN:
+        then, now = _at(config, place), _at(here, place)
+        if then != now:
+            found += _differences(place, then, now)
+    saved, mine = state.get("data", {}), data_facts(session)
+    if not any(line.startswith("data.") for line in found):
+        found += [
+            f"{_DATA[fact]}: {saved.get(fact)} then, {mine[fact]} now" for fact in mine if saved.get(fact) != mine[fact]
+        ]
+    return found
+
+
+def _at(config: Mapping[str, Any], place: str) -> Any:
+    value: Any = config
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _differences(place: str, then: Any, now: Any) -> list[str]:
+    """A key that wasn't there then has come with a newer version, as its default."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        return [
+            line
+            for key in then
+            if then[key] != now.get(key)
+            for line in _differences(f"{place}.{key}", then[key], now.get(key))
+        ]
+    return [f"{place}: {json.dumps(then)} then, {json.dumps(now)} now"]

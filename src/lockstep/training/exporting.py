@@ -1,0 +1,269 @@
+"""The model of a run, out of one of its checkpoints, in a form that other tools read.
+
+RUN --> checkpoint: newest that verifies | --step N | --best --> its model's tensors, each byte verified
+    --> safetensors    a file, under the model's own names
+    --> torch          a state dict that torch.load(weights_only=True) reads
+    --> hf             a folder that from_pretrained reads; for this alone the model is built
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.reading import Reader, Wanted, by_step, read_manifest
+from lockstep.checkpoint.retention import Retention
+from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError, Failure, GiveUp
+from lockstep.models.starting_weights import fit_weights
+from lockstep.models.transformers_names import is_of_transformers
+from lockstep.models.weight_files import Weights
+from lockstep.training.assemble import Given, make_model, open_sources
+from lockstep.training.places import Place, find
+from lockstep.training.publishing import whole_file
+from lockstep.training.weights import FILE, save_for_transformers, save_tensors, to_rebuild, tokenizer_of
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.storage import Storage
+    from lockstep.config.schema import Config
+    from lockstep.core.arguments import ExportArguments
+
+Form = Literal["safetensors", "torch", "hf"]
+_MODEL = "model."
+_EXPORTS = "export"
+_FORMS: Mapping[str, Form] = {
+    ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Attributes:
+    checkpoint: that it was taken from.
+    target: the file; with `hf` the folder.
+    elements: of all tensors.
+    broken: newer checkpoints that could not be used, and why.
+    """
+
+    checkpoint: Path
+    step: int
+    form: Form
+    target: Path
+    tensors: int
+    elements: int
+    broken: Mapping[str, str]
+
+
+def export(run: Path, arguments: ExportArguments) -> Exported:
+    """Writes whole or not at all.
+
+    Args:
+        run: its folder, that of its checkpoints, or one of them.
+
+    Raises:
+        ConfigError: what is asked can't be, something is there already, or code isn't trusted.
+        GiveUp: no checkpoint can be read, or the disk is full.
+    """
+    place = find(run)
+    step = _step(place, arguments)
+    config = _config_of(place)
+    form = _form(config, arguments)
+    if form == "hf":  # said before anything large is read
+        config = to_rebuild(config, trusted=arguments.trust_run)
+    if arguments.to is not None:
+        _refuse_to_overwrite(_target(None, form, "", arguments.to), form, force=arguments.force)
+    taken = _take(place.storage, step)
+    target = _target(run if place.run == run.absolute() else place.run, form, taken.name, arguments.to)
+    _refuse_to_overwrite(target, form, force=arguments.force)
+    try:
+        _write(taken, config, form, target, trust_remote_code=arguments.trust_remote_code)
+    except Failure:
+        raise
+    except Exception as error:  # torch and safetensors have exceptions of their own for a full disk
+        raise GiveUp(f"{target} could not be written: {_cause(error)}") from error
+    return Exported(
+        checkpoint=place.folder / taken.name,
+        step=taken.manifest.step,
+        form=form,
+        target=target,
+        tensors=len(taken.tensors),
+        elements=sum(tensor.numel() for tensor in taken.tensors.values()),
+        broken=taken.broken,
+    )
+
+
+# --- which checkpoint ---------------------------------------------------------------------------------------------
+
+
+def _step(place: Place, arguments: ExportArguments) -> int | None:
+    """None: the newest that verifies."""
+    steps = by_step(place.storage.names())
+    if not steps:
+        raise ConfigError(f"{place.folder} has no checkpoint")
+    if place.name is not None:
+        if arguments.best or arguments.step is not None:
+            raise ConfigError(f"{place.name} is one checkpoint; --step and --best choose one of a run's")
+        return next(step for step, name in steps.items() if name == place.name)
+    if arguments.step is not None and arguments.step not in steps:
+        there = ", ".join(map(str, steps))
+        raise ConfigError(f"{place.folder} has no checkpoint of step {arguments.step}; it has those of {there}")
+    if arguments.step is not None:
+        return arguments.step
+    config = _config_of(place)
+    if arguments.best or config.run.end_with == "best":
+        return _best(place, config)
+    return None
+
+
+def _best(place: Place, config: Config) -> int:
+    if config.checkpoint.best is None:
+        raise ConfigError("--best: this run's config doesn't say by which metric (checkpoint.best); give --step")
+    step = Retention(place.storage, config.checkpoint, epoch_samples=1).best
+    if step is None:
+        raise ConfigError(f"no checkpoint in {place.folder} has {config.checkpoint.best} in it; give --step")
+    return step
+
+
+def _config_of(place: Place) -> Config:
+    """Of the run; or, where checkpoints lie alone, of the newest of them."""
+    if place.config is not None:
+        return place.config
+    names = by_step(place.storage.names())
+    faults = []
+    for step in sorted(names, reverse=True):
+        try:
+            return validate(read_manifest(place.storage, names[step]).config).config
+        except Damaged as fault:
+            faults.append(f"\n  {names[step]}: {fault}")
+    raise GiveUp(f"{place.folder} has no checkpoint that can be used:{''.join(faults)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A checkpoint's model in memory.
+
+    Attributes:
+        tensors: under the model's own names, tied ones once.
+        tied: other names of them.
+        broken: as in `Exported`.
+    """
+
+    name: str
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+    tied: Mapping[str, str]
+    broken: Mapping[str, str]
+
+
+def _take(storage: Storage, step: int | None) -> _Taken:
+    names = by_step(storage.names())
+    wanted = [names[known] for known in sorted(names, reverse=True) if step in (None, known)]
+    broken: dict[str, str] = {}
+    for name in wanted:
+        try:
+            with storage.reading(name):
+                manifest = read_manifest(storage, name)
+                return _Taken(name, manifest, _read(storage, name, manifest), _tied(manifest), broken)
+        except Damaged as fault:
+            broken[name] = str(fault)
+    shown = "".join(f"\n  {name}: {why}" for name, why in broken.items())
+    raise GiveUp(f"{storage.place} has no checkpoint that can be used:{shown}")
+
+
+def _read(storage: Storage, name: str, manifest: Manifest) -> dict[str, Tensor]:
+    """Raises Damaged."""
+    entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(_MODEL)}
+    memory = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
+    with Reader(storage, name, manifest) as reader:
+        reader.read(Wanted(key, entry.kind.whole, memory[key]) for key, entry in entries.items())
+    return {key.removeprefix(_MODEL): tensor for key, tensor in memory.items()}
+
+
+def _tied(manifest: Manifest) -> dict[str, str]:
+    """Other names --> those that are saved."""
+    return dict(manifest.state.get("sharding", {}).get("tied", {}))
+
+
+# --- in which form, where to --------------------------------------------------------------------------------------
+
+
+def _form(config: Config, arguments: ExportArguments) -> Form:
+    """As asked; otherwise as the file is called; otherwise what suits the model."""
+    named = _FORMS.get(arguments.to.suffix) if arguments.to is not None and not arguments.to.is_dir() else None
+    asked = arguments.format
+    if asked == "auto":
+        return named or ("hf" if config.model.kind == "huggingface" else "safetensors")
+    if named is not None and named != asked:
+        raise ConfigError(f"--format {asked} doesn't go with a file called {arguments.to}; leave one of them out")
+    if asked == "hf" and config.model.kind not in ("huggingface", "custom"):
+        raise ConfigError(_not_of_transformers(f"a model of kind {config.model.kind}"))
+    return asked
+
+
+def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
+    """A file; with `hf` a folder."""
+    if to is not None and to.suffix in _FORMS and not to.is_dir():
+        return to
+    if to is None and run is None:
+        raise ConfigError(f"say with --to where to: {name} lies in no run's folder")
+    folder = to or cast("Path", run) / _EXPORTS / name
+    if form == "hf":
+        return folder
+    return folder / (FILE if form == "safetensors" else "model.pt")
+
+
+def _refuse_to_overwrite(target: Path, form: Form, *, force: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if form == "hf" and not target.is_dir():
+        raise ConfigError(f"{target} is a file, and --format hf writes a folder")
+    if not force:
+        raise ConfigError(f"{target} exists; --force replaces it")
+    if target.is_dir() and not _is_a_model(target):
+        raise ConfigError(f"{target} holds more than a model: --force doesn't delete it; give another folder")
+
+
+def _is_a_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and all(entry.is_file() for entry in folder.iterdir())
+
+
+def _write(taken: _Taken, config: Config, form: Form, target: Path, *, trust_remote_code: bool) -> None:
+    match form:
+        case "safetensors":
+            save_tensors(taken.tensors, target)
+        case "torch":
+            others = {other: taken.tensors[name] for other, name in taken.tied.items()}
+            with whole_file(target) as partial, partial.open("wb") as file:
+                torch.save({**taken.tensors, **others}, file)
+        case "hf":
+            save_for_transformers(_model(taken, config, trust_remote_code), target, tokenizer_of(config))
+
+
+def _cause(error: BaseException) -> str:
+    """What the disk said: torch's writer, when it is closed, complains in words of its own."""
+    before = error.__context__
+    while before is not None and not isinstance(error, OSError):
+        error, before = before, before.__context__
+    return str(error)
+
+
+def _model(taken: _Taken, config: Config, trust_remote_code: bool) -> nn.Module:
+    given = Given(trust_remote_code=trust_remote_code)
+    model: Any = make_model(config, open_sources(config, given)[0].facts, given)
+    if not is_of_transformers(model):
+        raise ConfigError(_not_of_transformers(f"a {type(model).__name__}"))
+    fit = fit_weights(model, Weights(Path(taken.name), taken.tensors))
+    if not fit.whole:
+        raise GiveUp(fit.complaint().rstrip())
+    fit.put()
+    return cast("nn.Module", model)
+
+
+def _not_of_transformers(what: str) -> str:
+    return f"--format hf is for models of the transformers library, and this is {what}: --format safetensors or torch"

@@ -1,0 +1,137 @@
+"""Which checkpoints a person means by a path; no torch is needed to find out.
+
+runs/digits                              a run            all of its checkpoints, wherever its config has put them
+runs/digits/checkpoints                  a folder of them
+runs/digits/checkpoints/step-00000480    one of them
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.checkpoint.inspection import aside_in, is_checkpoint
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.reading import by_step
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Checkpoints that somebody means.
+
+    Attributes:
+        folder: that they lie in.
+        run: folder of the run that they are of; None: only they were named.
+        config: of that run, if it has one.
+        name: of the one that was named; None: all of them were.
+    """
+
+    folder: Path
+    run: Path | None = None
+    config: Config | None = None
+    name: str | None = None
+
+    @property
+    def storage(self) -> LocalStorage:
+        return LocalStorage(self.folder)
+
+
+def find(path: Path) -> Place:
+    """Raises ConfigError: it is none of the three."""
+    where = path.absolute()
+    if is_run(where):
+        return _of_run(where)
+    if is_checkpoint(where):
+        around = _around(where.parent)
+        return Place(where.parent, around.run, around.config, where.name)
+    if _holds_checkpoints(where):
+        return _around(where)
+    if not path.exists():
+        raise ConfigError(f"{path} doesn't exist; give a run's folder, its folder of checkpoints, or one of them")
+    raise ConfigError(f"{path} is neither a run's folder, nor a folder of checkpoints, nor a checkpoint")
+
+
+def choose(place: Place, step: int | None) -> str:
+    """The name of the checkpoint of `step`; None: of the one that was named, or of the newest.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if place.name is not None:
+        if step is not None:
+            raise ConfigError(f"--step chooses among checkpoints, and {place.folder / place.name} is one")
+        return place.name
+    steps = by_step(place.storage.names())
+    if not steps:
+        raise ConfigError(f"there is no checkpoint in {place.folder}")
+    if step is None:
+        return steps[max(steps)]
+    if step not in steps:
+        near = min(steps, key=lambda known: abs(known - step))
+        raise ConfigError(f"{place.folder} has no checkpoint of step {step}; the nearest is that of step {near}")
+    return steps[step]
+
+
+def _of_run(run: Path) -> Place:
+    from lockstep.config.loading import load
+
+    file = run / CONFIG
+    config = load([file], environ={}).config if file.is_file() else None
+    folder = config.checkpoint.folder if config is not None else None
+    return Place(Path(folder).absolute() if folder is not None else run / CHECKPOINTS, run, config)
+
+
+def _around(folder: Path) -> Place:
+    """A folder of checkpoints, with the run that it is part of, if it is."""
+    if folder.name == CHECKPOINTS and is_run(folder.parent):
+        of_run = _of_run(folder.parent)
+        if of_run.folder == folder:
+            return of_run
+    return Place(folder)
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    return bool(by_step(LocalStorage(folder).names()) or aside_in(folder)) or folder.name == CHECKPOINTS
+
+
+@contextmanager
+def at_rest(run: Path) -> Iterator[None]:
+    """While the block runs, nobody trains this run.
+
+    Raises:
+        GiveUp: it is under way.
+    """
+    try:
+        handle = os.open(run / LOCK, os.O_RDWR)
+    except FileNotFoundError:  # nobody has started it with the command here, so there is nothing to hold
+        yield
+        return
+    try:
+        _take(handle, run)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _take(handle: int, run: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
+        raise GiveUp(
+            f"the run in {run} is under way ({holder}) and prunes by itself; --dry-run tells what would go"
+        ) from None
+    except OSError:  # a file system that can't lock: as when a run is started
+        pass

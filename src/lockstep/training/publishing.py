@@ -1,0 +1,73 @@
+"""Files and folders that appear whole or not at all.
+
+with whole_file(target) as partial: ...        written beside the target under another name, flushed, renamed
+with whole_folder(target) as partial: ...      the same for a folder, whose files are flushed first
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Yields where to write. Replaces what is there. Raises OSError."""
+    partial = _beside(target, "new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        _flush(partial)
+        partial.replace(target)
+        _flush(target.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yields an empty folder to write to. Replaces the folder that is there. Raises OSError."""
+    partial, old = _beside(target, "new"), _beside(target, "old")
+    try:
+        _remove(partial)
+        partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
+        _exchange(target, partial, old)
+        _flush(target.parent)
+    finally:
+        _remove(partial)
+        _remove(old)
+
+
+def _exchange(target: Path, new: Path, old: Path) -> None:
+    if not target.exists():
+        new.rename(target)
+        return
+    target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.{what}")
+
+
+def _flush(path: Path) -> None:
+    """A name in a folder is on the disk once the folder is."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,529 @@
+"""What somebody may put in the place of a checkpoint's parts: a table of names and what they do to a folder.
+
+    FILES       bytes, links, pipes, folders where the manifest or a shard should be
+    MANIFESTS   a manifest with a right hash that says what can't be, and the words of the refusal
+    STATES      the same of what it says of the run's state
+
+`Evil` canaries are pickles that would leave a mark (`CANARY`) if anybody unpickled them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import socket
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint import fingerprints
+
+MANIFEST, SHARD = "manifest.json", "rank-00000.safetensors"
+CANARY = "canary"
+Act = Callable[[Path], None]
+Change = Callable[[dict[str, Any]], Any]
+
+
+class Evil:
+    """Leaves the mark where `folder` is when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self._mark = folder / CANARY
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self._mark}",)
+
+
+# --- hashes that are right ----------------------------------------------------------------------------------------
+
+
+def sealed(text: str) -> bytes:
+    """A manifest's bytes, whatever it says."""
+    return f'{{"manifest":{text},"xxh3_128":"{fingerprints.of_bytes(text.encode())}"}}\n'.encode()
+
+
+def canonical(manifest: Any) -> str:
+    return json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+
+
+def said(folder: Path) -> dict[str, Any]:
+    """What the manifest says now."""
+    found: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())["manifest"]
+    return found
+
+
+def says(change: Change) -> Act:
+    """The manifest says something else, and its hash is right."""
+
+    def act(folder: Path) -> None:
+        manifest = said(folder)
+        changed = change(manifest)
+        (folder / MANIFEST).write_bytes(sealed(canonical(manifest if changed is None else changed)))
+
+    return act
+
+
+def text(change: Callable[[str], str]) -> Act:
+    """The same of its text."""
+
+    def act(folder: Path) -> None:
+        (folder / MANIFEST).write_bytes(sealed(change(canonical(said(folder)))))
+
+    return act
+
+
+def put(*path: Any) -> Act:
+    """At the path of keys before it, the last of these."""
+    *keys, value = path
+
+    def change(manifest: dict[str, Any]) -> None:
+        holder: Any = manifest
+        for key in keys[:-1]:
+            holder = holder[key]
+        holder[keys[-1]] = value
+
+    return says(change)
+
+
+def without(*keys: str) -> Act:
+    def change(manifest: dict[str, Any]) -> None:
+        holder: Any = manifest
+        for key in keys[:-1]:
+            holder = holder[key]
+        del holder[keys[-1]]
+
+    return says(change)
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------
+
+
+def _pickle(folder: Path) -> bytes:
+    return pickle.dumps(Evil(folder.parent))
+
+
+def _torch_zip(folder: Path) -> bytes:
+    data = io.BytesIO()
+    torch.save({"model.inner.weight": Evil(folder.parent)}, data)
+    return data.getvalue()
+
+
+def _numpy(folder: Path) -> bytes:
+    import numpy as np
+
+    data = io.BytesIO()
+    np.save(data, np.array([Evil(folder.parent)], dtype=object), allow_pickle=True)
+    return data.getvalue()
+
+
+def _tar(folder: Path) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        member = tarfile.TarInfo("../../escaped")
+        member.size = 3
+        archive.addfile(member, io.BytesIO(b"out"))
+    return data.getvalue()
+
+
+BYTES: dict[str, Callable[[Path], bytes]] = {
+    "nothing": lambda folder: b"",
+    "a newline": lambda folder: b"\n",
+    "zeros": lambda folder: bytes(4096),
+    "noise": lambda folder: bytes(range(256)) * 16,
+    "a pickle": _pickle,
+    "a torch zip": _torch_zip,
+    "a numpy array of objects": _numpy,
+    "a tar with a way out": _tar,
+    "a web page": lambda folder: b"<!DOCTYPE html><html><body>503 Service Unavailable</body></html>",
+    "an LFS pointer": lambda folder: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
+}
+
+JSONS: dict[str, bytes] = {
+    "null": b"null",
+    "a number": b"7",
+    "a text": b'"manifest"',
+    "a list": b"[]",
+    "an object": b"{}",
+    "lists in lists": b"[" * 100_000,
+    "objects in objects": b'{"manifest":' * 100_000,
+    "a number of a million digits": b"1" * 1_000_000,
+    "another encoding": "{}".encode("utf-16"),
+    "a mark of byte order": b"\xef\xbb\xbf{}",
+    "half a character": b'{"manifest":"\xff"}',
+}
+
+
+def _bytes(file: str, make: Callable[[Path], bytes]) -> Act:
+    return lambda folder: void((folder / file).write_bytes(make(folder)))
+
+
+def void(_: object) -> None:
+    """An act returns nothing."""
+
+
+def _gzipped(file: str) -> Act:
+    return lambda folder: void((folder / file).write_bytes(gzip.compress((folder / file).read_bytes())))
+
+
+def _header(length: int) -> Act:
+    """The shard says that its header has so many bytes."""
+
+    def act(folder: Path) -> None:
+        data = (folder / SHARD).read_bytes()
+        (folder / SHARD).write_bytes(length.to_bytes(8, "little") + data[8:])
+
+    return act
+
+
+# --- what is no file ----------------------------------------------------------------------------------------------
+
+
+def _link(file: str, target: str) -> Act:
+    def act(folder: Path) -> None:
+        (folder / file).unlink()
+        (folder / file).symlink_to(target)
+
+    return act
+
+
+def _folder(file: str) -> Act:
+    def act(folder: Path) -> None:
+        (folder / file).unlink()
+        (folder / file).mkdir()
+
+    return act
+
+
+def _pipe(file: str) -> Act:
+    def act(folder: Path) -> None:
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+
+    return act
+
+
+def _socket(file: str) -> Act:
+    def act(folder: Path) -> None:
+        (folder / file).unlink()
+        here = Path.cwd()
+        os.chdir(folder)  # the path of a socket must be short
+        try:
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(file)
+        finally:
+            os.chdir(here)
+
+    return act
+
+
+def _unreadable(file: str) -> Act:
+    return lambda folder: (folder / file).chmod(0)
+
+
+def _gone(file: str) -> Act:
+    return lambda folder: (folder / file).unlink()
+
+
+def _sparse(file: str, size: int) -> Act:
+    """So many zeros, which take no room on the disk."""
+
+    def act(folder: Path) -> None:
+        (folder / file).write_bytes(b"")
+        os.truncate(folder / file, size)
+
+    return act
+
+
+def _instead_of_it(make: Callable[[Path], object]) -> Act:
+    """Not a folder at all."""
+
+    def act(folder: Path) -> None:
+        folder.rename(folder.with_name("elsewhere"))
+        make(folder)
+
+    return act
+
+
+def _to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+NO_JSON = r"manifest\.json: is not a manifest"
+NO_FILE = "it is not a file"
+SHARDS = r"rank-00000\.safetensors: "
+OTHER_SIZE = f"{SHARDS}has [0-9,]+ bytes, and had [0-9,]+ when it was written"
+
+FILES: dict[str, tuple[Act, str]] = {
+    **{f"{name}, as manifest": (_bytes(MANIFEST, make), NO_JSON) for name, make in BYTES.items()},
+    **{f"{name}, as shard": (_bytes(SHARD, make), OTHER_SIZE) for name, make in BYTES.items()},
+    **{f"{name}, as manifest": (_bytes(MANIFEST, lambda _, data=data: data), NO_JSON) for name, data in JSONS.items()},
+    "a zipped manifest": (_gzipped(MANIFEST), NO_JSON),
+    "a zipped shard": (_gzipped(SHARD), OTHER_SIZE),
+    "no manifest": (_gone(MANIFEST), r"manifest\.json: No such file or directory"),
+    "no shard": (_gone(SHARD), f"{SHARDS}No such file or directory"),
+    **{
+        f"a header of {length:,} bytes": (_header(length), f"{SHARDS}its header .* is not what was written")
+        for length in (0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
+    },
+    "a manifest that is a link to passwords": (_link(MANIFEST, "/etc/passwd"), NO_JSON),
+    "a manifest that is a link to itself": (_link(MANIFEST, MANIFEST), r"manifest\.json: Too many levels"),
+    "a manifest that is a link to nothing": (_link(MANIFEST, "nowhere"), r"manifest\.json: No such file"),
+    "a manifest without an end": (_link(MANIFEST, "/dev/zero"), f"manifest.json: {NO_FILE}"),
+    "a manifest of random bytes without an end": (_link(MANIFEST, "/dev/urandom"), f"manifest.json: {NO_FILE}"),
+    "a manifest that is a terminal": (_link(MANIFEST, "/dev/tty"), r"manifest\.json: (No such device|it is not)"),
+    "a manifest that is a folder": (_folder(MANIFEST), f"manifest.json: {NO_FILE}"),
+    "a manifest that is a pipe": (_pipe(MANIFEST), f"manifest.json: {NO_FILE}"),
+    "a manifest that is a socket": (_socket(MANIFEST), r"manifest\.json: No such device or address"),
+    "a manifest of 2 GiB": (_sparse(MANIFEST, 2**31), r"manifest\.json: it has 2,147,483,648 bytes, where 1,073"),
+    "a manifest that nobody may read": (_unreadable(MANIFEST), r"manifest\.json: Permission denied"),
+    "a shard that nobody may read": (_unreadable(SHARD), f"{SHARDS}Permission denied"),
+    "a shard that is a link to passwords": (_link(SHARD, "/etc/passwd"), OTHER_SIZE),
+    "a shard that is a link to itself": (_link(SHARD, SHARD), f"{SHARDS}Too many levels"),
+    "a shard that is a link to nothing": (_link(SHARD, "nowhere"), f"{SHARDS}No such file"),
+    "a shard without an end": (_link(SHARD, "/dev/zero"), f"{SHARDS}{NO_FILE}"),
+    "a shard that is a folder": (_folder(SHARD), f"{SHARDS}{NO_FILE}"),
+    "a shard that is a pipe": (_pipe(SHARD), f"{SHARDS}{NO_FILE}"),
+    "a shard of 8 TiB": (_sparse(SHARD, 2**43), f"{SHARDS}has 8,796,093,022,208 bytes, and had"),
+    "a checkpoint that is an empty folder": (_instead_of_it(Path.mkdir), r"manifest\.json: No such file"),
+    "a checkpoint that is a file": (_instead_of_it(Path.touch), r"manifest\.json: Not a directory"),
+    "a checkpoint that is a pipe": (_instead_of_it(os.mkfifo), r"manifest\.json: Not a directory"),
+    "a checkpoint that is a link to itself": (_instead_of_it(_to_itself), r"manifest\.json: Too many levels"),
+}  # fmt: skip
+
+
+# --- what it says -------------------------------------------------------------------------------------------------
+
+WEIGHT = "model.inner.weight"  # float32 [8, 4]
+_PART = ("tensors", WEIGHT, "parts", 0)
+_NO_SENSE = r"manifest\.json: makes no sense: "
+_NOT_WHOLE = r"manifest\.json: its hash is not that of its contents"
+
+
+def _another_file(name: str) -> Act:
+    """Everything is said to lie in a file of this name."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"][name] = manifest["files"].pop(SHARD)
+        for entry in manifest["tensors"].values():
+            for part in entry["parts"]:
+                part["file"] = name
+
+    return says(change)
+
+
+def _moved(by: int) -> Act:
+    return says(lambda manifest: void(_part(manifest).update(at=_part(manifest)["at"] + by)))
+
+
+def _part(manifest: dict[str, Any]) -> dict[str, Any]:
+    part: dict[str, Any] = manifest["tensors"][WEIGHT]["parts"][0]
+    return part
+
+
+def _twice(manifest: dict[str, Any]) -> None:
+    entry = manifest["tensors"][WEIGHT]
+    entry["parts"] = entry["parts"] * 2
+
+
+def _halves_that_overlap(manifest: dict[str, Any]) -> None:
+    part = _part(manifest)
+    halves = [{**part, "offsets": [first, 0], "sizes": [4, 4]} for first in (0, 2)]
+    manifest["tensors"][WEIGHT]["parts"] = halves
+
+
+def _shaped(*shape: int) -> Act:
+    """The tensor and its part."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][WEIGHT]["shape"] = list(shape)
+        _part(manifest).update(sizes=list(shape), offsets=[0] * len(shape))
+
+    return says(change)
+
+
+def _of_a_tebibyte(folder: Path) -> None:
+    """A sparse shard has room for state that the optimizer does not know yet."""
+    manifest, size = said(folder), 2**40
+    at = manifest["files"][SHARD]["size"]
+    hashes = ["0" * 32] * (size // fingerprints.BLOCK)
+    part = {"file": SHARD, "at": at, "offsets": [0], "sizes": [size // 4], "blocks": hashes}
+    manifest["tensors"]["optimizer.more.inner.weight"] = {"dtype": "float32", "shape": [size // 4], "parts": [part]}
+    manifest["files"][SHARD]["size"] = at + size
+    (folder / MANIFEST).write_bytes(sealed(canonical(manifest)))
+    os.truncate(folder / SHARD, at + size)
+
+
+def _another_moment(manifest: dict[str, Any]) -> None:
+    tensors = manifest["tensors"]
+    tensors["optimizer.exp_avg.y"] = tensors.pop("optimizer.exp_avg.inner.weight")
+
+
+def _renamed(name: str) -> Act:
+    return says(lambda manifest: manifest["tensors"].update({name: manifest["tensors"].pop(WEIGHT)}))
+
+
+def _many(place: str, value: Any, number: int) -> Act:
+    return says(lambda manifest: manifest[place].update({f"key-{index}": value for index in range(number)}))
+
+
+def _nested(depth: int) -> Act:
+    return text(lambda said: said.replace('"state":{', '"state":{"deep":' + "[" * depth + "]" * depth + ",", 1))
+
+
+def _instead(old: str, new: str) -> Act:
+    def change(said: str) -> str:
+        assert old in said
+        return said.replace(old, new, 1)
+
+    return text(change)
+
+
+_SHARD_NAME = _NO_SENSE + r"(files|parts\.file): String should match pattern"
+_INTEGER = "Input should be (a valid integer|greater than or equal to|less than)"
+
+MANIFESTS: dict[str, tuple[Act, str]] = {
+    "format version 99": (put("format_version", 99), "has format version 99; this Lockstep reads 1"),
+    "format version '1'": (put("format_version", "1"), "has format version '1'"),
+    "no format version": (without("format_version"), "has format version None"),
+    "format version null": (put("format_version", None), "has format version None"),
+    "format version 1.0": (put("format_version", 1.0), "has format version 1.0"),
+    "format version true": (put("format_version", True), "has format version True"),
+    "a manifest that is a list": (says(lambda manifest: [manifest]), "has format version None"),
+    "a manifest that is null": (text(lambda said: "null"), "has format version None"),
+    "a manifest that is a number": (text(lambda said: "1"), "has format version None"),
+    "no run": (without("run"), _NO_SENSE + "run: Field required"),
+    "an empty run": (put("run", ""), _NO_SENSE + "run: String should have at least 1"),
+    "a run of a million letters": (put("run", "x" * 10**6), _NO_SENSE + "run: String should have at most 4096"),
+    "a run that is a number": (put("run", 7), _NO_SENSE + "run: Input should be a valid string"),
+    "step -1": (put("step", -1), _NO_SENSE + f"step: {_INTEGER}"),
+    "step '8'": (put("step", "8"), _NO_SENSE + f"step: {_INTEGER}"),
+    "step 1.5": (put("step", 1.5), _NO_SENSE + f"step: {_INTEGER}"),
+    "step 2^63": (put("step", 2**63), _NO_SENSE + f"step: {_INTEGER}"),
+    "step true": (put("step", True), _NO_SENSE + f"step: {_INTEGER}"),
+    "step 7, in the folder of step 8": (put("step", 7), "is that of step 7"),
+    "samples -1": (put("samples", -1), _NO_SENSE + f"samples: {_INTEGER}"),
+    "tokens of a thousand digits": (put("tokens", 10**1000), _NO_SENSE + f"tokens: {_INTEGER}|is not a manifest"),
+    "no ranks": (put("ranks", 0), _NO_SENSE + f"ranks: {_INTEGER}"),
+    "written in the year null": (put("written", None), _NO_SENSE + "written: Input should be a valid string"),
+    "more than a manifest has": (put("execute", "rm -rf /"), _NO_SENSE + "execute: Extra inputs"),
+    "no files": (put("files", {}), f"{WEIGHT} lies outside of its file|lies outside of its file"),
+    "files that are a list": (put("files", []), _NO_SENSE + "files: Input should be (an object|a valid dictionary)"),
+    "a shard above": (_another_file("../rank-00000.safetensors"), _SHARD_NAME),
+    "a shard of another step": (_another_file("../step-00000004/rank-00000.safetensors"), _SHARD_NAME),
+    "a shard at the root": (_another_file("/etc/passwd"), _SHARD_NAME),
+    "a shard in a folder": (_another_file("rank-00000.safetensors/x"), _SHARD_NAME),
+    "a shard with a NUL": (_another_file("rank-00000.safetensors\0"), _SHARD_NAME),
+    "a shard with a newline": (_another_file("rank-00000.safetensors\n"), _SHARD_NAME),
+    "a shard that is the manifest": (_another_file(MANIFEST), _SHARD_NAME),
+    "a shard in other digits": (_another_file("rank-٠٠٠٠٠.safetensors"), _SHARD_NAME),
+    "a shard of a rank that wasn't": (_another_file("rank-00001.safetensors"), r"rank-00001\.safetensors: No such"),
+    "a shard without bytes": (put("files", SHARD, "size", 0), "lies outside of its file"),
+    "a shard of -1 bytes": (put("files", SHARD, "size", -1), _NO_SENSE + "files"),
+    "a shard of 2^63 bytes": (put("files", SHARD, "size", 2**63), _NO_SENSE + "files"),
+    "a shard of 10^15 bytes": (put("files", SHARD, "size", 10**15), "bytes, of which [0-9,]+ are accounted for"),
+    "a header of -1 bytes": (put("files", SHARD, "header", -1), _NO_SENSE + "files"),
+    "a header without bytes": (put("files", SHARD, "header", 0), _NO_SENSE + "files"),
+    "a header of 2^62 bytes": (put("files", SHARD, "header", 2**62), _NO_SENSE + "files"),
+    "a header into the first tensor": (put("files", SHARD, "header", 10_000), "are two tensors' or none's"),
+    "a header's hash in capitals": (put("files", SHARD, "header_hash", "A" * 32), _NO_SENSE + "files"),
+    "another header's hash": (put("files", SHARD, "header_hash", "0" * 32), f"{SHARDS}its header"),
+    "no tensors": (put("tensors", {}), "bytes, of which [0-9,]+ are accounted for"),
+    "a tensor without a name": (_renamed(""), _NO_SENSE + "tensors"),
+    "a tensor with a name of 5,000 letters": (_renamed("x" * 5000), _NO_SENSE + "tensors"),
+    "dtype object": (put("tensors", WEIGHT, "dtype", "object"), _NO_SENSE + "tensors.*dtype"),
+    "dtype __class__": (put("tensors", WEIGHT, "dtype", "__class__"), _NO_SENSE + "tensors.*dtype"),
+    "dtype float64": (put("tensors", WEIGHT, "dtype", "float64"), "are two tensors' or none's|lies outside"),
+    "a shape of 10^15 elements": (_shaped(10**15), "lies outside of its file|other dims"),
+    "a shape of 2^62 x 2^62": (_shaped(2**62, 2**62), "lies outside of its file"),
+    "a shape without elements": (_shaped(0, 2**62), "are two tensors' or none's|hashes for 0 bytes"),
+    "a shape of ten thousand dims": (_shaped(*[1] * 10_000, 32), r"parts\.offsets: Tuple should have at most 64"),
+    "a shape that is a text": (put("tensors", WEIGHT, "shape", "8x4"), _NO_SENSE + "tensors"),
+    "a shape of fractions": (put("tensors", WEIGHT, "shape", [8.5, 4]), _NO_SENSE + "tensors"),
+    "a shape of -8 x -4": (put("tensors", WEIGHT, "shape", [-8, -4]), _NO_SENSE + "tensors"),
+    "a tensor without parts": (put("tensors", WEIGHT, "parts", []), "has no bytes anywhere"),
+    "a part twice": (says(_twice), "its parts don't make up the whole"),
+    "halves that overlap": (says(_halves_that_overlap), "its parts don't make up the whole"),
+    "a part at -1": (put(*_PART, "at", -1), _NO_SENSE + r"parts\.at: "),
+    "a part one byte later": (_moved(1), "are two tensors' or none's|lies outside"),
+    "a part at the header": (put(*_PART, "at", 0), "are two tensors' or none's"),
+    "a part at 2^62": (put(*_PART, "at", 2**62), "lies outside of its file"),
+    "a part at 2^64": (put(*_PART, "at", 2**64), _NO_SENSE + r"parts\.at: "),
+    "a part with other dims": (put(*_PART, "offsets", [0]), "has other dims"),
+    "a part outside of its tensor": (put(*_PART, "offsets", [1, 0]), "its parts don't make up the whole"),
+    "a part in another's file": (put(*_PART, "file", "rank-00009.safetensors"), "lies outside of its file rank-00009"),
+    "a part above": (put(*_PART, "file", "../../x"), _SHARD_NAME),
+    "no hashes": (put(*_PART, "blocks", []), "has 0 hashes for 128 bytes"),
+    "a hash too many": (put(*_PART, "blocks", ["0" * 32] * 2), "has 2 hashes for 128 bytes"),
+    "another hash": (put(*_PART, "blocks", ["0" * 32]), f"{SHARDS}bytes .* of {WEIGHT}, are not what was written"),
+    "a hash that is none": (put(*_PART, "blocks", ["x" * 32]), _NO_SENSE + r"parts\.blocks\.0: "),
+    "more than a part has": (put(*_PART, "loader", "os.system"), _NO_SENSE + r"parts\.loader: Extra inputs"),
+    "a moment of another parameter": (says(_another_moment), "of optimizer.exp_avg.y, are not what was written"),
+    "a tensor of a TiB, and room for it": (_of_a_tebibyte, "there is no memory|are not what was written"),
+    "config that is a list": (put("config", []), _NO_SENSE + "config"),
+    "environment that is null": (put("environment", None), _NO_SENSE + "environment"),
+    "metrics that are texts": (put("metrics", {"held-out.loss": "low"}), _NO_SENSE + "metrics"),
+    "state that is a list": (put("state", []), _NO_SENSE + "state"),
+    "state that is null": (put("state", None), _NO_SENSE + "state"),
+    "NaN": (_instead('"metrics":{', '"metrics":{"a":NaN,'), NO_JSON),
+    "infinity": (_instead('"metrics":{', '"metrics":{"a":-Infinity,'), NO_JSON),
+    "1e999": (_instead('"metrics":{', '"metrics":{"a":1e999,'), NO_JSON),
+    "a key twice": (_instead('"step":8', '"step":7,"step":8'), _NOT_WHOLE),
+    "everything twice": (text(lambda said: f"{said[:-1]},{said[1:]}"), _NOT_WHOLE),
+    "half of a pair": (_instead('"run":"', '"run":"\\ud800'), _NO_SENSE),
+    "a state a thousand lists deep": (_nested(1000), "is not a manifest: RecursionError|makes no sense"),
+    "a state a hundred thousand lists deep": (_nested(100_000), "is not a manifest: RecursionError"),
+    "a million keys too many": (says(lambda said: said.update(dict.fromkeys(map(str, range(10**6)), 0))), _NO_SENSE),
+    "200,000 tensors": (_many("tensors", {}, 200_000), _NO_SENSE),
+    "200,000 files": (_many("files", 0, 200_000), _NO_SENSE),
+    "200,000 metrics": (_many("metrics", "x", 200_000), _NO_SENSE),
+    "200,000 parts": (put("tensors", WEIGHT, "parts", [{}] * 200_000), _NO_SENSE),
+    "200,000 hashes": (put(*_PART, "blocks", [""] * 200_000), _NO_SENSE),
+    "200,000 fields of a part": (put(*_PART, dict.fromkeys(map(str, range(200_000)), 0)), _NO_SENSE),
+}  # fmt: skip
+
+_CONTRADICTS = r"its state contradicts it: Progress\(steps="
+
+STATES: dict[str, tuple[Act, str]] = {
+    "nothing at all": (put("state", {}), "progress: Field required"),
+    **{
+        f"no {key}": (without("state", key), f"{key}: Field required")
+        for key in ("progress", "loss_scale", "patience", "seconds", "ledger", "sharding", "data")
+    },
+    "progress of texts": (put("state", "progress", "steps", "8"), "progress.steps: Input should be a valid integer"),
+    "progress without samples": (without("state", "progress", "samples"), f"{_CONTRADICTS}8, samples=0"),
+    "more than progress has": (put("state", "progress", "epochs", 1), "unexpected keyword argument 'epochs'"),
+    "progress of another step": (put("state", "progress", "steps", 7), f"{_CONTRADICTS}7"),
+    "progress of -1 samples": (put("state", "progress", "samples", -1), f"{_CONTRADICTS}8, samples=-1"),
+    "a loss scale that is a list": (put("state", "loss_scale", []), "loss_scale: Input should be an object"),
+    "a loss scale of texts": (put("state", "loss_scale", {"scale": "x", "streak": 0}), "loss_scale.scale: Input"),
+    "patience that is null": (put("state", "patience", None), "patience: "),
+    "seconds that are a text": (put("state", "seconds", "7"), "seconds: Input should be a valid number"),
+    "a ledger that is an object": (put("state", "ledger", {}), "ledger: Input should be a valid"),
+    "a ledger of numbers": (put("state", "ledger", [1, 2]), "ledger.0: Input should be an object"),
+    "a ledger without order": (without("state", "ledger", 0, "order"), "ledger.0.order: Field required"),
+    "sharding that is a text": (put("state", "sharding", "ddp"), "sharding: Input should be"),
+    "an optimizer that is a list": (put("state", "sharding", "optimizer", []), "sharding.optimizer: Input should be"),
+    "an optimizer of numbers": (put("state", "sharding", "optimizer", {"inner.weight": 7}), "sharding.optimizer.inner"),
+    "no optimizer": (without("state", "sharding", "optimizer"), "sharding.optimizer: Field required"),
+    "groups that are null": (put("state", "sharding", "groups", None), "sharding.groups: Input should be a valid"),
+    "data that are a list": (put("state", "data", []), "data: Input should be an object"),
+    "data of null samples": (put("state", "data", "samples", None), "data.samples: Input should be a valid integer"),
+    "a best that is a text": (put("state", "best", "low"), "best: Input should be a valid number"),
+}  # fmt: skip
+
+# What can't be told from another run's: nothing is loaded, and nothing is put aside.
+REFUSED: dict[str, tuple[Act, str]] = {
+    "a tensor of another name": (_renamed("model.../../etc/passwd"), "it has no inner.weight"),
+    "a tensor too many": (_renamed("optimizer.exp_avg.x"), "it has no inner.weight"),
+    "a transposed tensor": (_shaped(4, 8), r"model.inner.weight is float32 \[4, 8\] there, and float32 \[8, 4\] here"),
+    "weights that are integers": (put("tensors", WEIGHT, "dtype", "int32"), "model.inner.weight is int32"),
+    "a config of numbers": (put("config", {"model": 7, "data": 7, "run": []}), "of a run with other data, model"),
+    "an optimizer of another model": (put("state", "sharding", "optimizer", {"x": {"momentum": 1.0}}), "also has x"),
+    "other data": (put("state", "data", "fingerprint", "x" * 99), "of a run with other data, model or seed"),
+}  # fmt: skip

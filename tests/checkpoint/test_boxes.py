@@ -1,0 +1,111 @@
+"""Any division of a tensor is written once and read back under any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.storing import Divided, rank_states, saved, state_of
+
+from lockstep.checkpoint.boxes import Box, Held, Kind, held, share_out
+from lockstep.checkpoint.manifest import ELEMENT_BYTES
+from lockstep.checkpoint.reading import Reader, Wanted
+from lockstep.core.errors import GiveUp
+
+
+@st.composite
+def divisions(draw: Any) -> tuple[tuple[int, ...], int, int, int, int]:
+    """A shape, and two ways of cutting it: into so many parts along a dim each."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    dims = st.integers(0, len(shape) - 1)
+    return shape, draw(st.integers(1, 4)), draw(dims), draw(st.integers(1, 4)), draw(dims)
+
+
+@settings(max_examples=60, deadline=None)
+@given(divisions())
+def test_what_some_ranks_wrote_others_read(tmp_path_factory: Any, division: Any) -> None:
+    shape, writers, written_dim, readers, read_dim = division
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    storage, name, manifest = saved(
+        tmp_path_factory.mktemp("boxes"), rank_states({"model.w": whole}, writers, written_dim)
+    )
+    for rank in range(readers):
+        part = Divided(whole, readers, rank, read_dim)
+        for box in held(part).boxes:
+            memory = torch.empty(box.sizes)
+            with Reader(storage, name, manifest) as reader:
+                reader.read([Wanted("model.w", box, memory)])
+            assert torch.equal(memory, part.to_local())
+
+
+def test_what_all_hold_is_written_once_and_evenly() -> None:
+    kind = Kind("float32", (100,))
+    holding = {f"model.{index}": Held(kind, (kind.whole,)) for index in range(12)}
+    shares = share_out([holding] * 3, ELEMENT_BYTES)
+    assert [len(share) for share in shares] == [4, 4, 4]
+    assert {piece.name for share in shares for piece in share} == set(holding)
+
+
+ROWS = Kind("float32", (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Box((0, 0), (2, 2)), Box((3, 0), (1, 2))),  # a gap
+        (Box((0, 0), (2, 2)), Box((1, 0), (3, 2))),  # an overlap
+        (Box((0, 0), (3, 2)), Box((2, 0), (1, 2))),  # both, of the right size
+        (Box((0, 0), (2, 2)), Box((2, 1), (2, 2))),  # outside
+    ],
+)
+def test_parts_that_do_not_make_up_the_whole_are_refused(first: Box, second: Box) -> None:
+    with pytest.raises(GiveUp, match="w: its parts don't make up the whole of float32"):
+        share_out([{"w": Held(ROWS, (first,))}, {"w": Held(ROWS, (second,))}], ELEMENT_BYTES)
+
+
+def test_ranks_that_hold_other_tensors_under_one_name_are_refused() -> None:
+    other = Kind("float32", (2, 4))
+    with pytest.raises(GiveUp, match=r"w is not the same tensor on all ranks: float32 \[2, 4\] and float32 \[4, 2\]"):
+        share_out([{"w": Held(ROWS, (ROWS.whole,))}, {"w": Held(other, (other.whole,))}], ELEMENT_BYTES)
+
+
+@dataclass
+class _Case:
+    tensor: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.0),
+        torch.zeros(0),
+        torch.zeros(3, 0),
+        torch.arange(6).view(2, 3).t(),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.arange(5, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.arange(7, dtype=torch.uint8),
+    ],
+)
+def test_tensors_of_any_kind_come_back(tmp_path: Path, tensor: torch.Tensor) -> None:
+    storage, name, manifest = saved(tmp_path, [state_of({"model.w": tensor, "model.other": torch.ones(3)})])
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    with Reader(storage, name, manifest) as reader:
+        reader.read([Wanted("model.w", held(tensor).kind.whole, memory)])
+        reader.verify()
+    assert torch.equal(memory, tensor)
+
+
+def test_the_files_are_safetensors(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = {"model.w": torch.randn(5, 3), "model.count": torch.tensor(7), "optimizer.x.w": torch.randn(5, 3).half()}
+    storage, name, _ = saved(tmp_path, [state_of(tensors)])
+    found = load_file(Path(storage.place) / name / "rank-00000.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[key], tensors[key]) for key in tensors)

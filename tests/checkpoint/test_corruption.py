@@ -1,0 +1,453 @@
+"""Whatever happens to the bytes of a checkpoint is found, nothing of it is used, and the one before it is.
+
+    step 4, whole --------------------------------------------> loaded, to the bit
+    step 8 --- one of 1,000 corruptions --- load_newest: found -'
+
+The list is drawn from seeds, so that what fails once fails again. Blocks are made small (4 KiB), so that a small model
+has many of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import small, worlds
+from kit.storing import Divided, Meeting, save, state_of, together
+from safetensors.torch import load_file
+
+import lockstep
+from lockstep.checkpoint import fingerprints, reading
+from lockstep.checkpoint.loading import Loaded, load_newest
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.cli.main import command
+from lockstep.core.errors import GiveUp
+from lockstep.core.records import TrainingState
+
+OLDER, NEWEST = 4, 8
+MANIFEST = "manifest.json"
+BLOCK = 4096
+FORKS = worlds._CONTEXT
+
+
+class Wide(torch.nn.Module):
+    """Tensors of several blocks, and some of less than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 64, bias=False)
+        self.middle = torch.nn.Linear(64, 64, bias=False)
+        self.head = torch.nn.Linear(64, 3)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.middle(torch.tanh(self.inner(points)))))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one world has saved twice, and what is known of it.
+
+    Attributes:
+        older: state at the older step, as every rank held it.
+        whole: bytes of the newest checkpoint's files.
+        before: those of the older one; other: those of the same step of another run.
+    """
+
+    storage: LocalStorage
+    folder: Path
+    older: TrainingState
+    whole: dict[str, bytes]
+    before: dict[str, bytes]
+    other: dict[str, bytes]
+
+    @property
+    def shards(self) -> list[str]:
+        return sorted(set(self.whole) - {MANIFEST})
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["written by 1 rank", "written by 2 ranks"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprints, "BLOCK", BLOCK)
+        patch.setattr(reading, "BLOCK", BLOCK)
+        yield _saved_twice(tmp_path_factory.mktemp("whole"), request.param)
+
+
+def _saved_twice(folder: Path, writers: int) -> Place:
+    """A model trained with Adam, which gave it moments, saved after 4 updates and after 8; and so another run's."""
+    ours, others = LocalStorage(folder / "ours"), LocalStorage(folder / "others")
+    _train(ours, writers, "one run", seed=1)
+    _train(others, writers, "another", seed=2)
+    older, newest = f"step-{OLDER:08d}", f"step-{NEWEST:08d}"
+    return Place(
+        ours,
+        folder / "ours" / newest,
+        _state(folder / "ours" / older),
+        _files(folder / "ours" / newest),
+        _files(folder / "ours" / older),
+        _files(folder / "others" / newest),
+    )
+
+
+def _train(storage: LocalStorage, writers: int, run: str, seed: int) -> None:
+    config = small.config(run={"steps": NEWEST, "seed": seed})
+    config["model"] = {"kind": "custom", "target": "test_corruption:Wide"}
+    with lockstep.session(config) as session:
+        for report in lockstep.steps(session):
+            if report.step in (OLDER, NEWEST):
+                assert save(storage, [session.state()] * writers, report.step, run) == []
+
+
+def _state(folder: Path) -> TrainingState:
+    """What others than Lockstep read in a checkpoint that nobody has touched."""
+    shards = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return state_of({name: tensor for shard in shards for name, tensor in shard.items()})
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- the corruptions ----------------------------------------------------------------------------------------------
+
+Files = dict[str, bytes]
+Corruption = Callable[[Place, random.Random], Files]
+
+
+def _flipped_bit(place: Place, rng: random.Random) -> Files:
+    file = rng.choice(place.shards)
+    return {file: _flip(place.whole[file], rng.randrange(8 * len(place.whole[file])))}
+
+
+def _flipped_bit_of_a_header(place: Place, rng: random.Random) -> Files:
+    file = rng.choice(place.shards)
+    header = 8 + int.from_bytes(place.whole[file][:8], "little")
+    return {file: _flip(place.whole[file], rng.randrange(8 * header))}
+
+
+def _flipped_bit_of_the_manifest(place: Place, rng: random.Random) -> Files:
+    return {MANIFEST: _flip(place.whole[MANIFEST], rng.randrange(8 * len(place.whole[MANIFEST])))}
+
+
+def _hole(place: Place, rng: random.Random) -> Files:
+    file = rng.choice(list(place.whole))
+    data = bytearray(place.whole[file])
+    start = rng.randrange(len(data))
+    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+    return {file: bytes(data)}
+
+
+def _page_of_another_place(place: Place, rng: random.Random) -> Files:
+    """A write that went astray."""
+    file, source = rng.choice(place.shards), rng.choice(place.shards)
+    data, other = bytearray(place.whole[file]), place.whole[source]
+    size = rng.choice([512, 4096])
+    start, from_ = rng.randrange(len(data) - size), rng.randrange(len(other) - size)
+    data[start : start + size] = other[from_ : from_ + size]
+    return {file: bytes(data)}
+
+
+def _truncation(place: Place, rng: random.Random) -> Files:
+    file = rng.choice(list(place.whole))
+    return {file: place.whole[file][: rng.randrange(len(place.whole[file]))]}
+
+
+def _appended_bytes(place: Place, rng: random.Random) -> Files:
+    file = rng.choice(list(place.whole))
+    return {file: place.whole[file] + rng.randbytes(rng.choice([1, 8, 4096]))}
+
+
+def _an_empty_file(place: Place, rng: random.Random) -> Files:
+    return {rng.choice(list(place.whole)): b""}
+
+
+def _zeros(place: Place, rng: random.Random) -> Files:
+    """As after a power failure on some file systems: the size is right."""
+    file = rng.choice(list(place.whole))
+    return {file: bytes(len(place.whole[file]))}
+
+
+def _swapped_blocks(place: Place, rng: random.Random) -> Files:
+    """Two blocks of one tensor change places, or two of the same size of different ones."""
+    file = rng.choice(place.shards)
+    spans = _blocks(place, file)
+    size = rng.choice([size for size in spans if len(spans[size]) > 1])
+    one, two = rng.sample(spans[size], 2)
+    data = bytearray(place.whole[file])
+    data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
+    return {file: bytes(data)}
+
+
+def _a_stale_shard(place: Place, rng: random.Random) -> Files:
+    file = rng.choice(place.shards)
+    return {file: place.before[file]}
+
+
+def _a_shard_of_another_run(place: Place, rng: random.Random) -> Files:
+    file = rng.choice(place.shards)
+    return {file: place.other[file]}
+
+
+def _a_stale_block(place: Place, rng: random.Random) -> Files:
+    """A write that never reached the disk."""
+    file = rng.choice(place.shards)
+    start = 4096 * rng.randrange(-(-len(place.whole[file]) // 4096))
+    data = bytearray(place.whole[file])
+    data[start : start + 4096] = place.before[file][start : start + 4096]
+    return {file: bytes(data)}
+
+
+def _a_stale_manifest(place: Place, rng: random.Random) -> Files:
+    return {MANIFEST: rng.choice([place.before, place.other])[MANIFEST]}
+
+
+def _a_deleted_file(place: Place, rng: random.Random) -> Files:
+    gone = rng.choice(list(place.whole))
+    return {gone: GONE}
+
+
+def _swapped_shards(place: Place, rng: random.Random) -> Files:
+    """On one rank: the shard and the manifest."""
+    one, two = rng.sample(place.shards if len(place.shards) > 1 else list(place.whole), 2)
+    return {one: place.whole[two], two: place.whole[one]}
+
+
+def _edited_manifest(place: Place, rng: random.Random) -> Files:
+    """Its JSON is fine, and its seal the old one."""
+    outer = json.loads(place.whole[MANIFEST])
+    _edit(outer["manifest"], rng)
+    return {MANIFEST: (json.dumps(outer, sort_keys=True, separators=(",", ":")) + "\n").encode()}
+
+
+def _reformatted_manifest(place: Place, rng: random.Random) -> Files:
+    """It says the same in other bytes: nobody but Lockstep writes manifests."""
+    outer = json.loads(place.whole[MANIFEST])
+    return {MANIFEST: json.dumps(outer, indent=rng.choice([1, 2, 4])).encode()}
+
+
+def _garbage(place: Place, rng: random.Random) -> Files:
+    return {rng.choice(list(place.whole)): rng.randbytes(rng.choice([1, 100, 10_000]))}
+
+
+GONE = b"no such file"
+
+CORRUPTIONS: dict[Corruption, int] = {
+    _flipped_bit: 100,
+    _flipped_bit_of_a_header: 40,
+    _flipped_bit_of_the_manifest: 80,
+    _hole: 60,
+    _page_of_another_place: 30,
+    _truncation: 60,
+    _appended_bytes: 20,
+    _an_empty_file: 3,
+    _zeros: 3,
+    _swapped_blocks: 40,
+    _a_stale_shard: 2,
+    _a_shard_of_another_run: 2,
+    _a_stale_block: 20,
+    _a_stale_manifest: 2,
+    _a_deleted_file: 3,
+    _swapped_shards: 2,
+    _edited_manifest: 40,
+    _reformatted_manifest: 3,
+    _garbage: 10,
+}
+
+
+def test_there_are_a_thousand_of_them() -> None:
+    assert 2 * sum(CORRUPTIONS.values()) >= 1000
+
+
+def _flip(data: bytes, bit: int) -> bytes:
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
+
+
+def _blocks(place: Place, file: str) -> dict[int, list[int]]:
+    """Where the hashed blocks of a shard lie, by their sizes."""
+    found: dict[int, list[int]] = {}
+    for entry in json.loads(place.whole[MANIFEST])["manifest"]["tensors"].values():
+        for part in entry["parts"]:
+            size = torch.Size(part["sizes"]).numel() * 4
+            for start in range(0, size if part["file"] == file else 0, BLOCK):
+                found.setdefault(min(BLOCK, size - start), []).append(part["at"] + start)
+    return found
+
+
+def _edit(manifest: dict[str, Any], rng: random.Random) -> None:
+    """One number or text somewhere in it becomes another one."""
+    places = list(_leaves(manifest))
+    holder, key = rng.choice(places)
+    value = holder[key]
+    holder[key] = value + 1 if isinstance(value, int) else f"{value}0"
+
+
+def _leaves(holder: Any) -> Iterator[tuple[Any, Any]]:
+    items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+    for key, value in items:
+        if isinstance(value, dict | list):
+            yield from _leaves(value)
+        else:
+            yield holder, key
+
+
+# --- found, by whoever reads --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS, ids=lambda kind: kind.__name__.strip("_"))
+def test_each_is_found_and_the_checkpoint_before_it_is_used(place: Place, kind: Corruption) -> None:
+    rng = random.Random(kind.__name__)
+    for number in range(CORRUPTIONS[kind]):
+        files = kind(place, rng)
+        while all(place.whole[name] == data for name, data in files.items()):
+            files = kind(place, rng)  # zeros over zeros
+        with _put(place, files):
+            what = f"{kind.__name__} {number}: {sorted(files)}"
+            _assert_found(place, len(place.shards), what)
+            _assert_found_by_parts(place, len(place.shards) + 1, f"{what}, in parts")
+
+
+def test_what_is_whole_is_loaded(place: Place) -> None:
+    for ranks in (1, 2):
+        for found in _loaded(place, [place.older] * ranks):
+            assert (found.manifest.step, found.broken) == (NEWEST, {})
+
+
+def test_with_nothing_before_it_the_reason_is_told(place: Place) -> None:
+    file = place.shards[-1]
+    with _put(place, {file: _flip(place.whole[file], 8 * len(place.whole[file]) - 1)}), pytest.raises(GiveUp) as caught:
+        load_newest(place.storage, Meeting(1).axis(0), place.older, NEWEST)
+    assert re.search(
+        rf"step-{NEWEST:08d}: {file}: bytes [\d,]+ to [\d,]+, of .*, are not what was written", str(caught.value)
+    )
+
+
+@contextmanager
+def _put(place: Place, files: Files) -> Iterator[None]:
+    for name, data in files.items():
+        (place.folder / name).write_bytes(data)
+        if data is GONE:
+            (place.folder / name).unlink()
+    try:
+        yield
+    finally:
+        for name in files:
+            (place.folder / name).write_bytes(place.whole[name])
+
+
+def _assert_found(place: Place, ranks: int, what: str) -> None:
+    for found in _loaded(place, [place.older] * ranks):
+        _assert_older(found, what)
+        assert found.state.tensors.keys() == place.older.tensors.keys(), what
+        for name, tensor in place.older.tensors.items():
+            assert torch.equal(found.state.tensors[name], tensor), f"{what}: {name}"
+
+
+def _assert_found_by_parts(place: Place, ranks: int, what: str) -> None:
+    """Each rank reads no more than its own rows."""
+    states = [
+        state_of({name: _part(tensor, ranks, rank) for name, tensor in place.older.tensors.items()})
+        for rank in range(ranks)
+    ]
+    for found, mine in zip(_loaded(place, states), states, strict=True):
+        _assert_older(found, what)
+        for name, tensor in mine.tensors.items():
+            part = tensor.to_local() if isinstance(tensor, Divided) else tensor
+            assert torch.equal(found.state.tensors[name].view(-1), part.reshape(-1)), f"{what}: {name}"
+
+
+def _part(tensor: torch.Tensor, ranks: int, rank: int) -> Any:
+    return Divided(tensor, ranks, rank, 0) if tensor.dim() else tensor
+
+
+def _assert_older(found: Loaded, what: str) -> None:
+    assert found.manifest.step == OLDER, f"{what}: not found"
+    assert list(found.broken) == [f"step-{NEWEST:08d}"], what
+    assert found.broken[f"step-{NEWEST:08d}"], what
+
+
+def _loaded(place: Place, states: list[TrainingState]) -> list[Loaded]:
+    meeting, found = Meeting(len(states)), {}
+
+    def rank(number: int) -> None:
+        found[number] = load_newest(place.storage, meeting.axis(number), states[number])
+
+    together(len(states), rank)
+    return [found[number] for number in range(len(states))]
+
+
+# --- through the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that has saved at steps 4 and 8 and is to go on to step 10; and what it comes to."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = small.config(run={"steps": 8}, checkpoint={"every": "4 steps"})
+    (folder / "points.json").write_text(json.dumps(config))
+    code, text = _command(folder, "train", "points.json", "--ranks", "2", "--run.folder", "run")
+    assert code == 0, text
+    return folder / "run"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "kind",
+    [_flipped_bit, _truncation, _a_deleted_file, _a_stale_shard, _edited_manifest],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_run_says_so_and_goes_on_from_the_one_before(
+    finished: Path, tmp_path: Path, kind: Corruption, ranks: int
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    saves = run / "checkpoints"
+    newest, before = _files(saves / "step-00000008"), _files(saves / "step-00000004")
+    place = Place(LocalStorage(saves), saves / "step-00000008", state_of({}), newest, before, before)
+    damaged = kind(place, random.Random(ranks))
+    for name, data in damaged.items():
+        (place.folder / name).unlink()
+        if data is not GONE:
+            (place.folder / name).write_bytes(data)
+    code, text = _command(tmp_path, "train", "run", "--run.steps", "10", "--ranks", str(ranks))
+    assert code == 0, text
+    assert "resumes from step 4 (40 samples)" in text
+    assert f"step-00000008 could not be used: {next(iter(damaged))}: " in text
+    assert f"put aside: {saves}/broken-step-00000008" in text
+    assert _files(saves / "broken-step-00000008") == {
+        name: data for name, data in {**newest, **damaged}.items() if data is not GONE
+    }
+    assert sorted(path.name for path in saves.glob("step-*")) == ["step-00000004", "step-00000008", "step-00000010"]
+    losses = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert losses == [2, 4, 6, 8, 10]
+
+
+def _command(folder: Path, *words: str) -> tuple[int, str]:
+    """`lockstep` in a process of its own, which need not import torch again; its exit code and what it said."""
+    said = folder / "said.txt"
+    process = FORKS.Process(target=_lockstep, args=(folder, said, words))
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None, "it hangs"
+    return process.exitcode, said.read_text()
+
+
+def _lockstep(folder: Path, said: Path, words: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["lockstep", *words]
+    command()

@@ -1,0 +1,175 @@
+"""A checkpoint may hold anything: nothing of it is executed, nothing hangs, and the refusal says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from evil import CANARY, FILES, MANIFESTS, REFUSED, STATES
+from kit import small
+from kit.storing import Meeting, state_of
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.checkpoint.inspection import verify
+from lockstep.checkpoint.loading import load_newest
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.training.checkpoints import Checkpoints, Resume
+
+pytestmark = pytest.mark.timeout(60)
+
+OLDER, NEWEST = "step-00000004", "step-00000008"
+CONFIG = small.config(run={"steps": 8}, checkpoint={"every": "4 steps"})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sound checkpoints of a run."""
+    folder = tmp_path_factory.mktemp("whole")
+    with lockstep.session(CONFIG) as session:
+        checkpoints = Checkpoints(session, LocalStorage(folder), {})
+        checkpoints.begin(Resume())
+        for report in lockstep.steps(session):
+            checkpoints.hear(report)
+            if report.step in (4, 8):
+                checkpoints.save()
+        checkpoints.finish()
+    return folder
+
+
+@pytest.fixture
+def saves(whole: Path, tmp_path: Path) -> Path:
+    for name in (OLDER, NEWEST):
+        shutil.copytree(whole / name, tmp_path / name)
+    return tmp_path
+
+
+def _begin(folder: Path) -> tuple[int | None, list[str]]:
+    """Where a run goes on from, and what it says of it; two more updates show that it can."""
+    config = {**CONFIG, "run": {"steps": 10}}
+    with lockstep.session(config) as session:
+        checkpoints = Checkpoints(session, LocalStorage(folder), {})
+        notes = checkpoints.begin(Resume())
+        assert [report.step for report in lockstep.steps(session)][-1] == 10
+        return checkpoints.resumed_from, notes
+
+
+@pytest.fixture
+def harmless(tmp_path: Path) -> Iterator[None]:
+    yield
+    assert not list(tmp_path.rglob(CANARY)), "it was executed"
+    assert not (tmp_path.parent / "escaped").exists()
+
+
+BROKEN = {**FILES, **MANIFESTS, **{f"state with {name}": evil for name, evil in STATES.items()}}
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(BROKEN) + len(REFUSED) >= 100
+
+
+@pytest.mark.usefixtures("harmless")
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_checkpoint_is_put_aside_and_the_one_before_used(saves: Path, name: str) -> None:
+    if "nobody may read" in name and os.geteuid() == 0:
+        pytest.skip("the superuser may")
+    evil, words = BROKEN[name]
+    evil(saves / NEWEST)
+    fault = verify(LocalStorage(saves), NEWEST).fault
+    assert fault is None or re.search(words, fault, re.DOTALL), fault
+    step, notes = _begin(saves)
+    assert step == 4
+    [note] = [note for note in notes if note.startswith(f"{NEWEST} could not be used: ")]
+    assert re.search(words, note, re.DOTALL), note
+    assert len(note) < 1000
+    assert LocalStorage(saves).names() == [OLDER]
+    assert f"broken-{NEWEST}" in {entry.name for entry in saves.iterdir()}
+
+
+@pytest.mark.usefixtures("harmless")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_may_be_another_runs_stays_and_is_refused(saves: Path, name: str) -> None:
+    evil, words = REFUSED[name]
+    evil(saves / NEWEST)
+    with pytest.raises((GiveUp, ConfigError), match=words):
+        _begin(saves)
+
+
+@pytest.mark.usefixtures("harmless")
+@pytest.mark.parametrize("name", [name for name in FILES if re.match("a (manifest|checkpoint) that is", name)])
+def test_an_older_one_may_be_anything(saves: Path, name: str) -> None:
+    """Retention looks at all of them, and deletes what it understands."""
+    FILES[name][0](saves / OLDER)
+    config = {**CONFIG, "run": {"steps": 12}, "checkpoint": {"every": "1 steps", "keep_last": 1}}
+    with lockstep.session(config) as session:
+        checkpoints = Checkpoints(session, LocalStorage(saves), {})
+        checkpoints.begin(Resume())
+        assert checkpoints.resumed_from == 8
+        for report in lockstep.steps(session):
+            checkpoints.save()
+            assert [one.failure for one in checkpoints.finish()] == [None], report.step
+    assert LocalStorage(saves).names() == [OLDER, "step-00000012"]
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+GREEDY = [
+    "lists in lists, as manifest",
+    "objects in objects, as manifest",
+    "a number of a million digits, as manifest",
+    "a manifest of 2 GiB",
+    "a shard of 8 TiB",
+    "a shard without an end",
+    "a manifest without an end",
+    "a shape of 10^15 elements",
+    "a shape of 2^62 x 2^62",
+    "a shard of 10^15 bytes",
+    "a header of 2^62 bytes",
+    "a tensor of a TiB, and room for it",
+    "a state a hundred thousand lists deep",
+    "a million keys too many",
+    "200,000 tensors",
+    "200,000 files",
+    "200,000 metrics",
+    "200,000 parts",
+    "200,000 hashes",
+    "200,000 fields of a part",
+]
+
+
+def _appetite(folder: str) -> tuple[str, int]:
+    """What is found, and by how many bytes this process has grown meanwhile, at most."""
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again from here
+    before = _peak()
+    storage, axis = LocalStorage(Path(folder)), Meeting(1).axis(0)
+    found = load_newest(storage, axis, state_of({name: torch.zeros(shape) for name, shape in SHAPES.items()}))
+    assert found is not None
+    return found.broken[NEWEST], _peak() - before
+
+
+def _peak() -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
+
+
+SHAPES = {"model.inner.weight": (8, 4), "model.inner.bias": (8,), "model.head.weight": (3, 8), "model.head.bias": (3,)}
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory can't be measured")
+@pytest.mark.parametrize("name", GREEDY)
+def test_none_takes_much_memory(saves: Path, name: str) -> None:
+    evil, words = BROKEN[name]
+    evil(saves / NEWEST)
+    manifest = saves / NEWEST / "manifest.json"
+    size = manifest.stat().st_size if manifest.is_file() else 0
+    [(found, grown)] = in_world(1, _appetite, str(saves))
+    assert re.search(words, found), found
+    assert grown < 64 * 2**20 + 24 * (size if size < 2**30 else 0)

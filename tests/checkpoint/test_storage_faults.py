@@ -1,0 +1,353 @@
+"""A disk may fail at any call of a save, a load or a deletion: one whole checkpoint is there before and after.
+
+step 4, whole | saving step 8: mkdir, create, write, fsync, ... rename, fsync
+                               ^ ends here; or no space left here; or an I/O error here: for each of them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disk_faults import EIO, ENOSPC, Disk, ends, raises
+from kit import small
+from kit.storing import Meeting, save, state_of, together
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.checkpoint.loading import Loaded, load_newest
+from lockstep.checkpoint.local import LocalDraft, LocalStorage
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving import Identity, Moment, Saver
+from lockstep.config.schema import Checkpoint
+from lockstep.core.errors import GiveUp
+from lockstep.core.records import TrainingState
+from lockstep.training.checkpoints import Checkpoints, Resume
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `End` ends threads
+
+OLDER, NEWEST, NEXT = 4, 8, 9
+RANKS = [1, 2]
+
+
+def _state(step: int) -> TrainingState:
+    """Which step it is of can be seen in every tensor."""
+    return state_of({f"model.{name}": torch.full((8, 4), float(step)) for name in "abcd"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of checkpoints; a sound one of the older step is in it."""
+    assert save(LocalStorage(tmp_path / "checkpoints"), [_state(OLDER)], OLDER) == []
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk(folder, monkeypatch)
+    yield disk
+    disk.restart()
+
+
+def _calls_of_a_save(disk: Disk, folder: Path, ranks: int) -> list[str]:
+    """All that a sound save asks for; ranks in threads ask in another order each time, so it is sorted."""
+    assert save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST) == []
+    calls = sorted(disk.calls)
+    _begin_again(disk, folder)
+    return calls
+
+
+def _begin_again(disk: Disk, folder: Path) -> None:
+    """The older checkpoint alone."""
+    disk.restart()
+    for entry in folder.iterdir():
+        if entry.name != f"step-{OLDER:08d}":
+            shutil.rmtree(entry)
+    disk.forget()
+
+
+def _assert_whole(folder: Path, ranks: int, what: str) -> int:
+    """Ranks that start anew find a whole checkpoint, the same on all; returns its step."""
+    found = _load(LocalStorage(folder), ranks)
+    steps = {one.manifest.step for one in found}
+    assert len(steps) == 1, f"{what}: ranks go on from different steps"
+    step = steps.pop()
+    for one in found:
+        assert one.broken == {}, f"{what}: a checkpoint that was never whole is visible"
+        assert all(bool((tensor == step).all()) for tensor in one.state.tensors.values()), what
+    return step
+
+
+def _load(storage: LocalStorage, ranks: int) -> list[Loaded]:
+    meeting, found = Meeting(ranks), {}
+
+    def rank(number: int) -> None:
+        found[number] = load_newest(storage, meeting.axis(number), _state(0))
+
+    together(ranks, rank)
+    return [found[number] for number in range(ranks)]
+
+
+def _assert_goes_on(folder: Path, ranks: int, what: str) -> None:
+    """A next save succeeds, and nothing is left lying about."""
+    storage = LocalStorage(folder)
+    storage.sweep()
+    assert save(storage, [_state(NEXT)] * ranks, NEXT) == [], what
+    assert _assert_whole(folder, ranks, what) == NEXT
+    assert {entry.name for entry in folder.iterdir()} == set(storage.names()), f"{what}: leftovers"
+
+
+# --- a save -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("power", ["stays", "fails, bytes are lost", "fails, names are lost too"])
+def test_a_save_that_ends_at_any_call_costs_nothing_else(disk: Disk, folder: Path, ranks: int, power: str) -> None:
+    found = set()
+    for call in _calls_of_a_save(disk, folder, ranks):
+        disk.fault = ends(call)
+        with contextlib.suppress(BaseException):
+            save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST)
+        assert call in disk.calls, f"{call} was not reached"
+        if power != "stays":
+            disk.lose_power(names="names" in power)
+        disk.restart()
+        found.add(_assert_whole(folder, ranks, f"ended at {call}"))
+        _assert_goes_on(folder, ranks, f"ended at {call}")
+        _begin_again(disk, folder)
+    assert found == {OLDER, NEWEST}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("number", "words"), [(ENOSPC, "No space left on device"), (EIO, "Input/output error")])
+def test_a_save_that_fails_at_any_call_says_so(disk: Disk, folder: Path, ranks: int, number: int, words: str) -> None:
+    for call in _calls_of_a_save(disk, folder, ranks):
+        disk.fault = raises(call, number)
+        failures = save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST)
+        assert call in disk.calls, f"{call} was not reached"
+        disk.restart()
+        if _assert_whole(folder, ranks, call) == OLDER:
+            assert len(failures) == 1, f"{call}: it is not there, and nobody says so"
+            others = ranks == 2 and "rank-00000" not in call and "another rank" in failures[0]
+            assert words in failures[0] or others, call
+        else:
+            assert failures == [], f"{call}: it is there, and is said to have failed"
+        _assert_goes_on(folder, ranks, call)
+        _begin_again(disk, folder)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_is_said_to_be_saved_outlives_a_power_failure(disk: Disk, folder: Path, ranks: int) -> None:
+    assert save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST) == []
+    disk.lose_power(names=True)
+    assert _assert_whole(folder, ranks, "power failure") == NEWEST
+
+
+def test_the_reason_of_another_rank_is_told(disk: Disk, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk.fault = raises(f"write .draft-step-{NEWEST:08d}/rank-00001.safetensors #1", ENOSPC)
+    [failure] = save(LocalStorage(folder), [_state(NEWEST)] * 2, NEWEST)
+    assert "No space left on device" in failure + caplog.text
+
+
+def test_what_a_failed_save_has_written_is_gone_at_once(disk: Disk, folder: Path) -> None:
+    """Where the disk is full, what is left would make the next save fail too."""
+    disk.fault = raises(f"write .draft-step-{NEWEST:08d}/rank-00000.safetensors #1", ENOSPC)
+    assert len(save(LocalStorage(folder), [_state(NEWEST)] * 2, NEWEST)) == 1
+    assert [entry.name for entry in folder.iterdir()] == [f"step-{OLDER:08d}"]
+
+
+def test_nor_is_anything_left_where_the_first_rank_could_not_begin(folder: Path) -> None:
+    class Full(LocalStorage):
+        """For the first rank, at first."""
+
+        def begin(self, name: str) -> LocalDraft:
+            if axes[0] is not None:
+                axes[0] = None
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+            return super().begin(name)
+
+    meeting = Meeting(2)
+    axes = [meeting.axis(0), meeting.axis(1)]
+    savers = [
+        Saver(storage, axis, torch.device("cpu"), Identity("run", {}, {}))
+        for storage, axis in zip([Full(folder), LocalStorage(folder)], axes, strict=True)
+    ]
+
+    def rank(number: int) -> None:
+        savers[number].start(_state(NEWEST), Moment(NEWEST, 0, 0, {}))
+        savers[number].finish()
+
+    together(2, rank)
+    [outcome] = savers[0].outcomes()
+    assert outcome.failure == "No space left on device"
+    assert [entry.name for entry in folder.iterdir()] == [f"step-{OLDER:08d}"]
+
+
+class HeardAtOnce(Saver):
+    """The vote that tells of a settled save is over before the thread that settled it goes on."""
+
+    @property
+    def _settled(self) -> int:
+        return self._count
+
+    @_settled.setter
+    def _settled(self, count: int) -> None:
+        self._count = count
+        if count:
+            self.hear(float(count), 0.0)
+
+
+def test_a_save_that_is_heard_of_at_once_is_published_once(folder: Path) -> None:
+    saver = HeardAtOnce(LocalStorage(folder), Meeting(1).axis(0), torch.device("cpu"), Identity("run", {}, {}))
+    for step in range(NEWEST, NEWEST + 10):
+        saver.start(_state(step), Moment(step, 0, 0, {}))
+        saver.finish()
+        assert [(one.step, one.failure) for one in saver.outcomes()] == [(step, None)]
+        assert _assert_whole(folder, 1, "heard at once") == step
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_writes_may_be_short(disk: Disk, folder: Path, ranks: int) -> None:
+    disk.most = 100
+    assert save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST) == []
+    assert sum(call.startswith("write") for call in disk.calls) > 10
+    assert _assert_whole(folder, ranks, "short writes") == NEWEST
+
+
+def test_signals_interrupt_nothing(folder: Path) -> None:
+    heard = []
+    before = signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        for step in range(NEWEST, NEWEST + 20):
+            assert save(LocalStorage(folder), [_state(step)], step) == []
+            assert _assert_whole(folder, 1, "signals") == step
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(heard) > 20
+
+
+# --- a load -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_load_that_fails_at_any_call_goes_one_back_on_all_ranks(disk: Disk, folder: Path, ranks: int) -> None:
+    storage = LocalStorage(folder)
+    assert save(storage, [_state(NEWEST)] * 2, NEWEST) == []
+    disk.forget()
+    _load(storage, ranks)
+    calls, steps = sorted(disk.calls), set()
+    for call in calls:
+        disk.forget()
+        disk.fault = raises(call, EIO)
+        if call == "list . #1":
+            with pytest.raises(GiveUp, match=f"can't look into {folder}: Input/output error"):
+                _load(storage, ranks)
+            continue
+        found = _load(storage, ranks)
+        steps |= {one.manifest.step for one in found}
+        assert len({one.manifest.step for one in found}) == 1, f"{call}: ranks go on from different steps"
+        for one in found:
+            assert all(bool((tensor == one.manifest.step).all()) for tensor in one.state.tensors.values()), call
+            if one.manifest.step == OLDER:
+                assert one.broken[f"step-{NEWEST:08d}"].endswith(": Input/output error"), call
+    assert steps == {OLDER, NEWEST}, "a lock that can't be had is no fault, a byte that can't be read is"
+
+
+# --- a deletion ---------------------------------------------------------------------------------------------------
+
+
+def _retention(folder: Path) -> Retention:
+    return Retention(LocalStorage(folder), Checkpoint(keep_last=1), 100)
+
+
+def _save_and_delete(folder: Path) -> None:
+    """The older one needn't stay once there is a newer one."""
+    storage = LocalStorage(folder)
+    _retention(folder).published(read_manifest(storage, f"step-{NEWEST:08d}"))
+
+
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_deletion_that_stops_at_any_call_leaves_what_stays(
+    disk: Disk, folder: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = folder.parent / "kept"
+    shutil.copytree(folder, kept)
+    assert save(LocalStorage(folder), [_state(NEWEST)] * 2, NEWEST) == []
+    disk.forget()
+    _save_and_delete(folder)
+    calls = sorted(disk.calls)
+    assert LocalStorage(folder).names() == [f"step-{NEWEST:08d}"]
+    assert any(call.startswith("rename") for call in calls)
+    for call in calls:
+        disk.restart()
+        shutil.rmtree(folder / f"step-{OLDER:08d}", ignore_errors=True)
+        shutil.copytree(kept / f"step-{OLDER:08d}", folder / f"step-{OLDER:08d}")
+        disk.forget()
+        disk.fault = ends(call) if how == "ends" else raises(call, EIO)
+        with contextlib.suppress(BaseException):
+            _save_and_delete(folder)
+        assert call in disk.calls
+        disk.restart()
+        assert _assert_whole(folder, 2, call) == NEWEST
+        for name in LocalStorage(folder).names():
+            assert read_manifest(LocalStorage(folder), name).step in (OLDER, NEWEST)
+        _assert_goes_on(folder, 2, call)
+        shutil.rmtree(folder / f"step-{NEXT:08d}")
+    if how == "fails":
+        assert "could not be deleted: [Errno 5] Input/output error" in caplog.text
+
+
+# --- a run --------------------------------------------------------------------------------------------------------
+
+
+def _run_on_a_bad_disk(config: dict[str, Any], folder: str, rank: int, verb: str, number: int) -> dict[str, Any]:
+    """Trains 8 updates and saves after 2, 5 and at the end; the call that `verb` begins fails in the save after 5."""
+    with pytest.MonkeyPatch.context() as patch, lockstep.session(config) as session:
+        disk = Disk(Path(folder), patch)
+        mine = session.rooms.world.rank == rank
+        checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
+        checkpoints.begin(Resume())
+        ended, steps = [], []
+        for report in lockstep.steps(session):
+            steps.append(report.step)
+            ended += checkpoints.hear(report)
+            if report.step in (2, 5):
+                disk.fault = _fails_in_the_second_save(verb, number) if mine else lambda call: None
+                checkpoints.save()
+        checkpoints.save()
+        ended += checkpoints.finish() if session.rooms.world.rank == 0 else checkpoints.finish()[:0]
+        return {"steps": steps, "ended": [(one.step, one.failure) for one in ended], "last": session.progress.steps}
+
+
+def _fails_in_the_second_save(verb: str, number: int) -> Any:
+    def fault(call: str) -> None:
+        if call.startswith(f"{verb} .draft-step-00000005"):
+            raise OSError(number, os.strerror(number))
+
+    return fault
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("verb", "number"), [("write", ENOSPC), ("fsync", EIO), ("rename", EIO)])
+def test_a_run_outlives_a_save_that_fails_on_one_rank(tmp_path: Path, rank: int, verb: str, number: int) -> None:
+    if verb == "rename" and rank == 1:
+        pytest.skip("the first rank alone publishes")
+    config = small.config(run={"steps": 8}, checkpoint={"every": None})
+    found = in_world(2, _run_on_a_bad_disk, config, str(tmp_path), rank, verb, number)
+    assert found[0]["steps"] == found[1]["steps"] == list(range(1, 9))
+    (two, fine), (five, failure), (eight, fine_too) = found[0]["ended"]
+    assert (two, fine, five, eight, fine_too) == (2, None, 5, 8, None)
+    assert os.strerror(number) in failure or (rank == 1 and "another rank" in failure)
+    assert found[1]["ended"] == []
+    assert LocalStorage(tmp_path).names() == ["step-00000002", "step-00000008"]
+    assert not list(tmp_path.glob(".draft-*"))

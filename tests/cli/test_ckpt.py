@@ -1,0 +1,834 @@
+"""`lockstep ckpt`: what people and scripts are told of checkpoints, and what they can't do to them by mistake."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+from kit.storing import Meeting, rank_states, save, saved, state_of
+from torch import Tensor
+
+import lockstep
+from lockstep.checkpoint.comparing import apart
+from lockstep.checkpoint.inspection import found_in, verify_all
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.manifest import Manifest, to_bytes
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.saving import Identity, Moment, Saver
+from lockstep.cli.main import main
+from lockstep.training.checkpoints import Checkpoints, Resume
+
+
+@dataclass
+class Answer:
+    code: int
+    lines: list[str]
+    error: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.lines[-1])
+
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    """lockstep ckpt ..., in this process."""
+
+    def ask(*words: object) -> Answer:
+        code = main(["ckpt", *map(str, words)])
+        captured = capsys.readouterr()
+        return Answer(code, captured.out.splitlines(), captured.err)
+
+    return ask
+
+
+def _save(folder: Path, step: int, tensors: dict[str, Tensor] | None = None, **of: Any) -> Path:
+    """One checkpoint of one rank; returns where it lies."""
+    axis = Meeting(1).axis(0)
+    saver = Saver(
+        LocalStorage(folder), axis, torch.device("cpu"), Identity(of.get("run", "run"), of.get("config", {}), {})
+    )
+    values = {"sharding": {}, **of.get("state", {})}
+    moment = Moment(step, 10 * step, 100 * step, values, of.get("metrics", {}))
+    saver.start(state_of({"model.a": torch.arange(6.0)} if tensors is None else tensors), moment)
+    saver.finish()
+    assert [outcome.failure for outcome in saver.outcomes()] == [None]
+    return folder / f"step-{step:08d}"
+
+
+def _flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 updates that saved every second one."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    checkpoint = {"every": "2 steps", "keep_last": 2, "keep_every": "4 steps", "best": "held-out.loss"}
+    lockstep.train(
+        small.config(checkpoint=checkpoint, evaluation={"every": "4 steps"}, run={"steps": 8, "folder": str(folder)})
+    )
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def _names(run: Path) -> list[str]:
+    return sorted(entry.name for entry in (run / "checkpoints").iterdir() if entry.is_dir())
+
+
+# --- ls -----------------------------------------------------------------------------------------------------------
+
+
+def test_ls_says_what_there_is_and_why_it_stays(ask: Ask, run: Path) -> None:
+    found = ask("ls", run, "--json")
+    assert found.code == 0
+    place, head, *rows = found.lines[:-1]
+    assert place == str(run / "checkpoints")
+    assert head.split() == ["step", "samples", "written", "size", "stays", "as", "metrics"]
+    assert [row.split()[:2] for row in rows] == [["4", "40"], ["6", "66"], ["8", "80"]]
+    assert all(" s ago  " in row or " min " in row for row in rows)
+    assert "kept for good" in rows[0]
+    assert "held-out: loss " in rows[0]
+    assert rows[1].endswith("newest")
+    assert "newest, best" in rows[2]
+    one = found.json["checkpoints"][0]
+    assert (one["name"], one["step"], one["samples"], one["ranks"], one["damaged"]) == ("step-00000004", 4, 40, 1, None)
+    assert one["stays"] == ["kept for good"]
+    assert set(one["metrics"]) == {"held-out.loss", "held-out.accuracy"}
+    assert one["size"] == (run / "checkpoints/step-00000004/rank-00000.safetensors").stat().st_size
+    assert (found.json["run"], found.json["folder"], found.json["aside"]) == (str(run), place, [])
+
+
+def test_ls_reads_manifests_alone(ask: Ask, run: Path) -> None:
+    before = ask("ls", run, "--json").json
+    for shard in run.rglob("*.safetensors"):
+        shard.unlink()
+    assert ask("ls", run, "--json").json == before
+
+
+def test_ls_marks_what_is_damaged_and_what_was_put_aside(ask: Ask, run: Path) -> None:
+    checkpoints = run / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000004", checkpoints / "superseded-step-00000010")
+    shutil.copytree(checkpoints / "step-00000004", checkpoints / "broken-step-00000010-2")
+    (checkpoints / ".draft-step-00000012").mkdir()
+    _flip(checkpoints / "step-00000006/manifest.json", 40)
+    found = ask("ls", run, "--json")
+    assert found.code == 0
+    assert "step-00000006 is damaged: manifest.json: its hash is not that of its contents" in found.lines
+    assert [line.rpartition(",")[0] for line in found.lines if line.startswith("put aside: ")] == [
+        "put aside: broken-step-00000010-2",
+        "put aside: superseded-step-00000010",
+    ]
+    assert [one["stays"] for one in found.json["checkpoints"]] == [["newest"], ["damaged"], ["newest", "best"]]
+    assert found.json["checkpoints"][1] == {
+        "name": "step-00000006",
+        "step": 6,
+        "damaged": "manifest.json: its hash is not that of its contents",
+        "stays": ["damaged"],
+    }
+    assert found.json["aside"][1]["name"] == "superseded-step-00000010"
+    assert found.json["aside"][1]["size"] > found.json["checkpoints"][0]["size"]
+
+
+def test_ls_of_a_run_that_has_saved_nothing(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "run.lock").touch()
+    text = "model: {kind: image-classifier}\ndata: {train: {kind: digits}}\nbatch: {global_size: 8}\nrun: {epochs: 1}\n"
+    (tmp_path / "config.yaml").write_text(f"{text}checkpoint: {{keep_every: 1 epoch}}\n")
+    found = ask("ls", tmp_path, "--json")
+    assert (found.code, found.lines[0]) == (0, f"there is no checkpoint in {tmp_path / 'checkpoints'}")
+    assert found.json["checkpoints"] == []
+    assert ask("prune", tmp_path).lines == ["deleted none (0 B); 0 stay"]
+
+
+def test_what_may_go_is_said(ask: Ask, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        _save(tmp_path, step)
+    rows = ask("ls", tmp_path).lines[2:]
+    assert ["(may go)" in row for row in rows] == [True, False, False, False]
+
+
+# --- which are meant ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_and_its_folder_of_checkpoints_are_the_same(ask: Ask, run: Path) -> None:
+    there = ask("ls", run, "--json").json
+    assert {**ask("ls", run / "checkpoints", "--json").json, "run": str(run)} == there
+
+
+def test_checkpoints_lie_where_the_config_says(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lockstep.train(small.config(checkpoint={"folder": "elsewhere"}, run={"steps": 2, "folder": "run"}))
+    assert not Path("run/checkpoints").exists()
+    found = ask("ls", "run", "--json").json
+    assert found["folder"] == str(tmp_path / "elsewhere")
+    assert [one["step"] for one in found["checkpoints"]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ls nowhere", "nowhere doesn't exist; give a run's folder, its folder of checkpoints, or one of them"),
+        ("ls run/logs", "run/logs is neither a run's folder, nor a folder of checkpoints, nor a checkpoint"),
+        (
+            "verify run/config.yaml",
+            "run/config.yaml is neither a run's folder, nor a folder of checkpoints, nor a checkpoint",
+        ),
+        ("show run --step 5", "HERE/run/checkpoints has no checkpoint of step 5; the nearest is that of step 4"),
+        ("audit run --step 99", "HERE/run/checkpoints has no checkpoint of step 99; the nearest is that of step 8"),
+        ("diff run --steps 4 7", "HERE/run/checkpoints has no checkpoint of step 7; the nearest is that of step 6"),
+        (
+            "show run/checkpoints/step-00000004 --step 4",
+            "--step chooses among checkpoints, and HERE/run/checkpoints/step-00000004 is one",
+        ),
+        (
+            "ls run/checkpoints/step-00000004",
+            "ls lists the checkpoints of a run, and run/checkpoints/step-00000004 is one of them; give run/checkpoints",
+        ),
+        (
+            "prune run/checkpoints/step-00000004",
+            "prune deletes some of the checkpoints of a run, and run/checkpoints/step-00000004 is one of them; "
+            "give run/checkpoints",
+        ),
+        ("diff run", "diff compares two: lockstep ckpt diff A B, or lockstep ckpt diff RUN --steps N M"),
+        (
+            "diff run run --steps 4 6",
+            "diff compares two: lockstep ckpt diff A B, or lockstep ckpt diff RUN --steps N M",
+        ),
+        ("show empty", "there is no checkpoint in HERE/empty/checkpoints"),
+        ("lst run", "ckpt can't lst; did you mean ls?"),
+        ("purge run", "ckpt can't purge; did you mean prune?"),
+        ("prune run --keep-last 0", "--keep-last: '0' is not a whole number above 0"),
+        (
+            "prune run --keep-every 5min",
+            "--keep-every: it counts steps, samples, tokens or epochs; minutes aren't in a checkpoint",
+        ),
+        ("prune run --keep-every often", "--keep-every: 'often' is not an interval; write a number of steps (100)"),
+        ("verify run --step 4 --all", "--all: not allowed with argument --step"),
+    ],
+)
+def test_a_slip_is_answered(ask: Ask, run: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str) -> None:
+    monkeypatch.chdir(run.parent)
+    Path("empty").mkdir()
+    Path("empty/run.lock").touch()
+    before = _names(run)
+    found = ask(*words.split())
+    assert found.code == 2
+    assert found.error.startswith(f"lockstep: {message.replace('HERE', str(run.parent))}")
+    assert _names(run) == before
+
+
+def test_a_config_that_was_broken_says_where(ask: Ask, run: Path) -> None:
+    (run / "config.yaml").write_text("run: {steps: many}\n")
+    found = ask("ls", run)
+    assert found.code == 2
+    assert f"{run}/config.yaml:1:14: run.steps: 'many' is not a whole number" in found.error
+
+
+def test_help_names_every_way(ask: Ask) -> None:
+    text = "\n".join(ask("--help").lines)
+    for way in ("ls", "show", "verify", "diff", "prune", "audit", "import"):
+        assert f"\n  {way} " in text
+        assert ask(way, "--help").code == 0
+    assert ask().code == 2
+
+
+# --- show ---------------------------------------------------------------------------------------------------------
+
+
+def test_show_tells_what_one_holds(ask: Ask, run: Path) -> None:
+    found = ask("show", run, "--json")
+    text = "\n".join(found.lines[:-1])
+    told = found.json
+    manifest = read_manifest(LocalStorage(run / "checkpoints"), "step-00000008")
+    assert found.lines[0] == str(run / "checkpoints/step-00000008")
+    assert f"\nrun       {manifest.run}\n" in text
+    for line in ("    steps: 8\n", "  progress.steps      8\n", "\nledger: 1 segment\n  attempt 1, digest "):
+        assert line in text
+    assert text.endswith("\ntensors: 16: model 4 (268 B), optimizer 12 (552 B)")
+    assert f"torch {torch.__version__}" in text
+    assert told["environment"]["packages"]["torch"] == torch.__version__
+    assert (told["run_id"], told["step"], told["samples"], told["ranks"]) == (manifest.run, 8, 80, 1)
+    assert told["config"] == manifest.config
+    assert told["state"] == manifest.state
+    assert (told["tensor_count"], told["tensor_bytes"]) == (16, 268 + 552)
+    assert "tensors" not in told
+
+
+def test_show_lists_tensors(ask: Ask, tmp_path: Path) -> None:
+    _save(tmp_path, 3, {"model.a": torch.zeros(2, 3), "model.b": torch.zeros((), dtype=torch.bfloat16)})
+    found = ask("show", tmp_path, "--tensors", "--json")
+    assert [line.split() for line in found.lines[-3:-1]] == [
+        ["model.a", "float32", "[2,", "3]", "24", "B"],
+        ["model.b", "bfloat16", "[]", "2", "B"],
+    ]
+    assert found.json["tensors"]["model.b"] == {"dtype": "bfloat16", "shape": [], "size": 2}
+
+
+def test_show_chooses_by_step_or_path(ask: Ask, run: Path) -> None:
+    by_step = ask("show", run, "--step", 4, "--json").json
+    by_path = ask("show", run / "checkpoints/step-00000004", "--json").json
+    assert by_step["step"] == 4
+    assert {**by_path, "run": str(run)} == by_step
+
+
+# --- verify -------------------------------------------------------------------------------------------------------
+
+
+def test_verify_reads_every_byte(ask: Ask, tmp_path: Path) -> None:
+    tensors = {"model.a": torch.randn(5, 3), "model.b": torch.arange(4)}
+    saved(tmp_path, rank_states(tensors, 2, 0))
+    for file in sorted((tmp_path / "step-00000007").iterdir()):
+        whole = file.read_bytes()
+        for at in range(len(whole)):
+            _flip(file, at)
+            assert ask("verify", tmp_path).code == 3, (file.name, at)
+            file.write_bytes(whole)
+    assert ask("verify", tmp_path).code == 0
+
+
+def _shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a tensor": (
+        lambda folder: _flip(folder / "rank-00000.safetensors", -1),
+        "rank-00000.safetensors: bytes 128 to 152, of model.a, are not what was written",
+    ),
+    "a header": (
+        lambda folder: _flip(folder / "rank-00000.safetensors", 9),
+        "rank-00000.safetensors: its header (bytes 0 to 128) is not what was written",
+    ),
+    "an end": (
+        lambda folder: _shorten(folder / "rank-00000.safetensors"),
+        "rank-00000.safetensors: has 151 bytes, and had 152 when it was written",
+    ),
+    "a file": (
+        lambda folder: (folder / "rank-00000.safetensors").unlink(),
+        "rank-00000.safetensors: No such file or directory",
+    ),
+    "a manifest's contents": (
+        lambda folder: _flip(folder / "manifest.json", 60),
+        "manifest.json: its hash is not that of its contents",
+    ),
+    "a manifest": (
+        lambda folder: _empty(folder / "manifest.json"),
+        "manifest.json: is not a manifest: JSONDecodeError",
+    ),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: No such file or directory"),
+    "another's": (
+        lambda folder: shutil.copy(folder.parent / "step-00000001/manifest.json", folder),
+        "manifest.json: is that of step 1",
+    ),
+    "another's tensor": (
+        lambda folder: shutil.copy(folder.parent / "step-00000001/rank-00000.safetensors", folder),
+        "rank-00000.safetensors: bytes 128 to 152, of model.a, are not what was written",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(ask: Ask, tmp_path: Path, damage: str) -> None:
+    _save(tmp_path, 1, {"model.a": torch.arange(6.0) + 1})
+    folder = _save(tmp_path, 2)
+    do, message = DAMAGES[damage]
+    do(folder)
+    found = ask("verify", tmp_path, "--json")
+    assert found.code == 3
+    assert found.lines[0].startswith(f"step-00000002  damaged: {message}")
+    assert found.error.startswith(f"lockstep: {folder} is damaged: {message}")
+    assert found.json["ok"] is False
+    assert found.json["checkpoints"][0]["fault"].startswith(message)
+    assert ask("verify", folder).code == 3
+    assert ask("verify", tmp_path, "--step", 1).code == 0
+    assert ask("diff", tmp_path, "--steps", 1, 2).code == 3
+
+
+def test_verify_all_goes_on_after_a_fault(ask: Ask, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _save(tmp_path, step)
+    _flip(tmp_path / "step-00000001/rank-00000.safetensors", -1)
+    _flip(tmp_path / "step-00000002/manifest.json", -3)
+    found = ask("verify", tmp_path, "--all", "--json")
+    assert found.code == 3
+    assert [line.split(":")[0] for line in found.lines[:-1]] == [
+        "step-00000001  damaged",
+        "step-00000002  damaged",
+        "step-00000003  whole",
+    ]
+    assert [one["fault"] is None for one in found.json["checkpoints"]] == [False, False, True]
+    assert found.error.startswith(f"lockstep: 2 of 3 checkpoints in {tmp_path} are damaged:\n  step-00000001: rank-")
+
+
+def test_what_was_put_aside_can_be_verified(ask: Ask, tmp_path: Path) -> None:
+    _save(tmp_path, 1).rename(tmp_path / "superseded-step-00000001-2")
+    assert ask("verify", tmp_path / "superseded-step-00000001-2").code == 0
+    assert ask("show", tmp_path / "superseded-step-00000001-2").code == 0
+    assert ask("verify", tmp_path).error == f"lockstep: there is no checkpoint in {tmp_path}\n"
+
+
+# --- diff ---------------------------------------------------------------------------------------------------------
+
+
+def test_equal_ones_are_equal(ask: Ask, tmp_path: Path) -> None:
+    """However many ranks have written them."""
+    tensors = {"model.a": torch.randn(5, 3), "model.nan": torch.tensor([float("nan"), 1.0])}
+    saved(tmp_path / "one", [state_of(tensors)])
+    save(LocalStorage(tmp_path / "other"), rank_states(tensors, 3, 0), 7, run="another")
+    found = ask("diff", tmp_path / "one", tmp_path / "other", "--json")
+    assert (found.code, found.lines[0], found.error) == (0, "equal: 2 tensors, config and state", "")
+    assert found.json["equal"] is True
+
+
+def test_diff_says_what_differs(ask: Ask, tmp_path: Path) -> None:
+    a = _save(
+        tmp_path / "a",
+        7,
+        {
+            "model.a": torch.tensor([1.0, 2.0, 4.0]),
+            "model.b": torch.zeros(2),
+            "model.c": torch.zeros(3),
+            "model.d": torch.ones(1),
+        },
+        config={"optim": {"lr": 0.1}, "run": {"folder": "a", "steps": 9}},
+        state={"best": 0.5, "seconds": 3.0, "ledger": [1]},
+    )
+    b = _save(
+        tmp_path / "b",
+        7,
+        {
+            "model.a": torch.tensor([1.0, 2.5, 3.0]),
+            "model.b": torch.zeros(2).half(),
+            "model.c": torch.zeros(3, 1),
+            "model.e": torch.ones(1),
+        },
+        config={"optim": {"lr": 0.2}, "run": {"folder": "b", "steps": 9, "seed": 7}},
+        state={"best": 0.25, "seconds": 4.0, "ledger": [2]},
+    )
+    found = ask("diff", a, b, "--json")
+    assert found.code == 1
+    assert found.lines[:-1] == [
+        f"A  {a}",
+        f"B  {b}",
+        "1 tensor only in A:",
+        "  model.d",
+        "1 tensor only in B:",
+        "  model.e",
+        "2 tensors of another shape or dtype:",
+        "  model.b: float32 [2] in A, float16 [2] in B",
+        "  model.c: float32 [3] in A, float32 [3, 1] in B",
+        "1 tensor of other values (0 are the same):",
+        "  model.a: 2 of 3 elements, by 1 at most (0.25 of the value)",
+        "2 values of the config:",
+        "  optim.lr: 0.1 in A, 0.2 in B",
+        "  run.seed: nothing in A, 7 in B",
+        "1 value of the state:",
+        "  best: 0.5 in A, 0.25 in B",
+    ]
+    assert found.json == {
+        "checkpoints": [str(a), str(b)],
+        "equal": False,
+        "only_in": [["model.d"], ["model.e"]],
+        "kinds": {
+            "model.b": [{"dtype": "float32", "shape": [2]}, {"dtype": "float16", "shape": [2]}],
+            "model.c": [{"dtype": "float32", "shape": [3]}, {"dtype": "float32", "shape": [3, 1]}],
+        },
+        "values": {"model.a": {"elements": 3, "differing": 2, "absolute": 1.0, "relative": 0.25, "not_finite": 0}},
+        "same": 0,
+        "config": {"optim.lr": [0.1, 0.2], "run.seed": [None, 7]},
+        "state": {"best": [0.5, 0.25]},
+    }
+
+
+def test_diff_by_steps(ask: Ask, run: Path) -> None:
+    found = ask("diff", run, "--steps", 4, 8, "--json")
+    assert found.code == 1
+    assert found.json["state"]["progress.steps"] == [4, 8]
+    assert "model.head.weight" in found.json["values"]
+    assert ask("diff", run, "--steps", 4, 4).code == 0
+    assert ask("diff", run, run / "checkpoints/step-00000008").code == 0
+
+
+def test_many_differences_are_not_all_shown(ask: Ask, tmp_path: Path) -> None:
+    a = _save(tmp_path, 1, {f"model.{index:02d}": torch.zeros(1) for index in range(20)})
+    b = _save(tmp_path, 2, {f"model.{index:02d}": torch.ones(1) for index in range(20)})
+    lines = ask("diff", a, b).lines
+    assert lines[2] == "20 tensors of other values (0 are the same):"
+    assert lines[-1] == "  and 8 more"
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([1.0, NAN], [1.0, NAN], None),
+        ([0.0], [-0.0], (1, 0.0, 0.0, 0)),
+        ([1.0, NAN], [1.0, 2.0], (1, None, None, 1)),
+        ([1.0, INF, 4.0], [2.0, 1.0, 4.0], (2, 1.0, 0.5, 1)),
+        ([-1.0], [1.0], (1, 2.0, 2.0, 0)),
+    ],
+)
+def test_how_far_apart(one: list[float], other: list[float], expected: tuple[Any, ...] | None) -> None:
+    found = apart("a", torch.tensor(one), torch.tensor(other))
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.differing, found.absolute, found.relative, found.not_finite) == expected
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    ],
+    ids=str,
+)
+def test_tensors_of_every_dtype_are_compared(ask: Ask, tmp_path: Path, dtype: torch.dtype) -> None:
+    one, other = torch.tensor([0.0, 1.0, 1.0]).to(dtype), torch.tensor([0.0, 0.0, 1.0]).to(dtype)
+    a = _save(tmp_path, 1, {"model.a": one, "model.scalar": one[1], "model.empty": one[:0]})
+    b = _save(tmp_path, 2, {"model.a": other, "model.scalar": other[1], "model.empty": other[:0]})
+    values = ask("diff", a, b, "--json").json["values"]
+    assert values["model.a"] == {"elements": 3, "differing": 1, "absolute": 1.0, "relative": 1.0, "not_finite": 0}
+    assert values["model.scalar"]["elements"] == 1
+    assert "model.empty" not in values
+
+
+def test_large_tensors_are_compared_in_parts() -> None:
+    one = torch.zeros(2**20 + 5)
+    other = one.clone()
+    other[0], other[-1] = 0.5, -3.0
+    found = apart("a", one, other)
+    assert found is not None
+    assert (found.elements, found.differing, found.absolute, found.relative) == (2**20 + 5, 2, 3.0, 1.0)
+
+
+def test_a_run_that_was_cut_is_the_one_that_was_not(ask: Ask, tmp_path: Path) -> None:
+    """Other attempts, another time, and another place don't count."""
+
+    def train(folder: Path, until: int) -> None:
+        with lockstep.session(small.config(run={"steps": 9, "folder": str(folder)})) as session:
+            checkpoints = Checkpoints(session, LocalStorage(folder), {})
+            checkpoints.begin(Resume())
+            for report in lockstep.steps(session):
+                if report.step == until:
+                    checkpoints.save()
+                    checkpoints.finish()
+                    return
+
+    for until in (5, 9):
+        train(tmp_path / "cut", until)
+    train(tmp_path / "uncut", 9)
+    found = ask("diff", tmp_path / "cut", tmp_path / "uncut")
+    assert (found.code, found.error) == (0, ""), found.lines
+
+
+# --- prune --------------------------------------------------------------------------------------------------------
+
+
+def test_prune_keeps_what_the_config_says(ask: Ask, run: Path) -> None:
+    added = _save(run / "checkpoints", 5)
+    _save(run / "checkpoints", 7)
+    sizes = [(one / "rank-00000.safetensors").stat().st_size for one in (added, added.with_name("step-00000006"))]
+    assert ask("prune", run, "--json").json == {
+        "run": str(run),
+        "dry_run": False,
+        "deleted": ["step-00000005", "step-00000006"],
+        "aside": [],
+        "bytes": sum(sizes),
+        "read": [],
+        "stay": ["step-00000004", "step-00000007", "step-00000008"],
+        "verified": "step-00000008",
+    }
+    assert _names(run) == ["step-00000004", "step-00000007", "step-00000008"]
+
+
+def test_flags_take_the_place_of_the_config(ask: Ask, run: Path) -> None:
+    found = ask("prune", run, "--keep-last", 1, "--keep-every", "6 steps")
+    assert found.code == 0
+    assert _names(run) == ["step-00000006", "step-00000008"]
+    assert found.lines[0].startswith("deleted step-00000004, ")
+    assert found.lines[1].startswith("deleted 1 (")
+    assert found.lines[1].endswith("); 2 stay; step-00000008 is whole")
+
+
+def test_a_dry_run_deletes_nothing(ask: Ask, run: Path) -> None:
+    before = _names(run)
+    found = ask("prune", run, "--keep-last", 1, "--keep-every", "1000 steps", "--dry-run", "--json")
+    assert [line.split(",")[0] for line in found.lines[:2]] == [
+        "would delete step-00000004",
+        "would delete step-00000006",
+    ]
+    assert found.json["deleted"] == ["step-00000004", "step-00000006"]
+    assert found.json["dry_run"] is True
+    assert _names(run) == before
+
+
+def test_without_a_run_the_newest_manifest_says_what_stays(ask: Ask, tmp_path: Path) -> None:
+    for step in range(1, 6):
+        metrics = {"held-out.loss": abs(step - 2.0)}
+        _save(tmp_path, step, metrics=metrics, config={"checkpoint": {"keep_last": 2, "best": "held-out.loss"}})
+    assert ask("prune", tmp_path, "--json").json["stay"] == ["step-00000002", "step-00000004", "step-00000005"]
+    _save(tmp_path, 6, config={"checkpoint": {"keep_lots": 2}})
+    found = ask("prune", tmp_path)
+    assert found.code == 2
+    assert "the section `checkpoint` in step-00000006 can't be read" in found.error
+
+
+def test_epochs_are_those_of_the_ledger(ask: Ask, tmp_path: Path) -> None:
+    order = {"seed": 1, "shuffle": True, "samples": 25, "epoch_samples": 25, "fingerprint": ""}
+    ledger = [{"attempt": 1, "ranks": 1, "first": 0, "last": 10, "digest": 0, "order": order}]
+    for step in range(1, 7):
+        _save(tmp_path, step, state={"ledger": ledger})
+    stay = ask("prune", tmp_path, "--keep-last", 1, "--keep-every", "1 epoch", "--json").json["stay"]
+    assert stay == ["step-00000003", "step-00000005", "step-00000006"]
+    _save(tmp_path, 7)
+    found = ask("prune", tmp_path, "--keep-every", "1 epoch")
+    assert (found.code, found.error) == (
+        2,
+        "lockstep: keep_every is 1 epoch, and no checkpoint here says how long an epoch is\n",
+    )
+
+
+def test_a_run_that_is_under_way_is_left_alone(ask: Ask, run: Path) -> None:
+    before = _names(run)
+    with open(run / "run.lock", "w") as lock:
+        lock.write("process 7 on here\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in (run, run / "checkpoints"):
+            found = ask("prune", path, "--keep-last", 1)
+            assert found.code == 1
+            assert found.error == (
+                f"lockstep: the run in {run} is under way (process 7 on here) and prunes by itself; "
+                "--dry-run tells what would go\n"
+            )
+        assert ask("prune", run, "--keep-last", 1, "--keep-every", 100, "--dry-run", "--json").json["deleted"]
+    assert _names(run) == before
+    assert ask("prune", run, "--keep-last", 1).code == 0
+
+
+def test_a_folder_that_somebody_saves_to_is_left_alone(ask: Ask, tmp_path: Path) -> None:
+    """A loop of one's own, without a run's folder."""
+    for step in (1, 2):
+        _save(tmp_path, step)
+    _save(tmp_path, 3).rename(tmp_path / "broken-step-00000003")
+    program = (
+        "import pathlib, sys\n"
+        "from lockstep.checkpoint.local import LocalStorage\n"
+        "print(LocalStorage(pathlib.Path(sys.argv[1])).claim(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as saving:
+        assert saving.stdout is not None
+        assert saving.stdout.readline() == "True\n"
+        for words in (["--keep-last", 1], ["--aside"]):
+            found = ask("prune", tmp_path, *words)
+            assert (found.code, found.error) == (
+                1,
+                f"lockstep: a run is saving to {tmp_path}, and prunes by itself; --dry-run tells what would go\n",
+            )
+        assert ask("prune", tmp_path, "--keep-last", 1, "--dry-run", "--json").json["deleted"] == ["step-00000001"]
+        saving.communicate()
+    assert ask("prune", tmp_path, "--keep-last", 1, "--aside", "--json").json["deleted"] == ["step-00000001"]
+
+
+def test_a_lock_that_is_none_is_no_traceback(ask: Ask, run: Path) -> None:
+    (run / "run.lock").unlink()
+    assert ask("prune", run).code == 0
+    (run / "run.lock").mkdir()
+    found = ask("prune", run)
+    assert (found.code, found.error) == (1, f"lockstep: can't use {run / 'run.lock'}: Is a directory\n")
+
+
+class _Vanishing(LocalStorage):
+    """A run that is under way deletes a checkpoint once it was listed."""
+
+    def names(self) -> list[str]:
+        found = super().names()
+        shutil.rmtree(Path(self.place) / "step-00000001", ignore_errors=True)
+        return found
+
+
+def test_what_a_run_deletes_meanwhile_is_not_damaged(tmp_path: Path) -> None:
+    for look in (found_in, verify_all):
+        for step in (1, 2):
+            shutil.rmtree(tmp_path / f"step-{step:08d}", ignore_errors=True)
+            _save(tmp_path, step)
+        assert [one.name for one in look(_Vanishing(tmp_path))] == ["step-00000002"]
+
+
+def test_the_newest_that_verifies_stays(ask: Ask, tmp_path: Path) -> None:
+    """The three newest are damaged, each in its own way: then what was superfluous is the only hope."""
+    for step in range(1, 6):
+        _save(tmp_path, step)
+    _flip(tmp_path / "step-00000005/rank-00000.safetensors", -1)
+    (tmp_path / "step-00000004/rank-00000.safetensors").unlink()
+    _flip(tmp_path / "step-00000003/manifest.json", 9)
+    found = ask("prune", tmp_path, "--keep-last", 1, "--json").json
+    assert found["verified"] == "step-00000002"
+    assert found["deleted"] == ["step-00000001", "step-00000004"]
+    assert found["stay"] == ["step-00000002", "step-00000003", "step-00000005"]
+
+
+def test_if_none_verifies_none_is_deleted(ask: Ask, tmp_path: Path) -> None:
+    for step in (1, 2):
+        _flip(_save(tmp_path, step) / "rank-00000.safetensors", -1)
+    _save(tmp_path, 3).rename(tmp_path / "superseded-step-00000003")
+    found = ask("prune", tmp_path, "--keep-last", 1, "--aside")
+    assert found.code == 3
+    assert found.error.startswith(
+        f"lockstep: none of the checkpoints in {tmp_path} is whole, so none was deleted:\n"
+        "  step-00000002: rank-00000.safetensors: bytes "
+    )
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_somebody_reads_stays(ask: Ask, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _save(tmp_path, step)
+    with LocalStorage(tmp_path).reading("step-00000001"):
+        found = ask("prune", tmp_path, "--keep-last", 1, "--json")
+    assert (found.json["deleted"], found.json["read"]) == (["step-00000002"], ["step-00000001"])
+    assert "step-00000001 needn't stay, but is being read" in found.lines
+    assert (tmp_path / "step-00000001").is_dir()
+
+
+def test_what_was_put_aside_goes_if_asked(ask: Ask, tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    _save(tmp_path, 2).rename(tmp_path / "broken-step-00000002")
+    _save(tmp_path, 3).rename(tmp_path / "superseded-step-00000003-2")
+    (tmp_path / "mine-step").mkdir()
+    assert ask("prune", tmp_path, "--json").json["aside"] == []
+    assert ask("prune", tmp_path, "--aside", "--dry-run").lines[0].startswith("would delete broken-step-00000002, ")
+    found = ask("prune", tmp_path, "--aside", "--json").json
+    assert found["aside"] == ["broken-step-00000002", "superseded-step-00000003-2"]
+    assert found["bytes"] > 2 * 152
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["mine-step", "step-00000001"]
+
+
+# --- audit --------------------------------------------------------------------------------------------------------
+
+
+def test_audit_proves_a_run(ask: Ask, run: Path) -> None:
+    found = ask("audit", run, "--json")
+    assert (found.code, found.error) == (0, "")
+    assert found.lines[1].split()[:4] == ["1", "1", "0", "80"]
+    assert found.lines[-2] == "step 8, 80 samples: complete, each sample of the order once"
+    told = found.json
+    assert {key: told[key] for key in ("run", "step", "samples", "complete", "gaps", "repeats", "mismatches")} == {
+        "run": str(run), "step": 8, "samples": 80, "complete": True, "gaps": [], "repeats": [], "mismatches": [],
+    }  # fmt: skip
+    [segment] = told["segments"]
+    assert segment["digest"] == segment["expected"]
+    assert ask("audit", run, "--step", 4, "--json").json["samples"] == 40
+    assert ask("audit", run / "checkpoints/step-00000006").code == 0
+
+
+def _with_ledger(checkpoint: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """As if the run had gone so."""
+    manifest = read_manifest(LocalStorage(checkpoint.parent), checkpoint.name)
+    body = manifest.model_dump(mode="json")
+    change(body["state"]["ledger"])
+    (checkpoint / "manifest.json").write_bytes(to_bytes(Manifest.model_validate_json(json.dumps(body))))
+
+
+@pytest.mark.parametrize(
+    ("change", "lists", "message"),
+    [
+        ({"first": 13}, {"gaps": [[0, 13]]}, "no update had the samples at 0 to 13; other samples than the order says"),
+        ({"digest": 5}, {"mismatches": [[0, 80]]}, "other samples than the order says were used at 0 to 80"),
+        ({"last": 93}, {"repeats": [[80, 93]]}, "more than one update had those at 80 to 93; other samples than"),
+    ],
+)
+def test_audit_says_what_is_wrong(
+    ask: Ask, run: Path, change: dict[str, int], lists: dict[str, Any], message: str
+) -> None:
+    checkpoint = run / "checkpoints/step-00000008"
+    _with_ledger(checkpoint, lambda ledger: ledger[0].update(change))
+    found = ask("audit", run, "--json")
+    assert found.code == 3
+    assert found.error.startswith(f"lockstep: {checkpoint}: {message}")
+    assert found.lines[-2].startswith("step 8, 80 samples: NOT complete: ")
+    assert found.json["complete"] is False
+    for name, spans in lists.items():
+        assert found.json[name] == spans
+
+
+def test_audit_of_what_proves_nothing(ask: Ask, run: Path) -> None:
+    checkpoint = run / "checkpoints/step-00000008"
+    _with_ledger(checkpoint, lambda ledger: ledger.clear())
+    found = ask("audit", run)
+    assert (found.code, found.error) == (
+        3,
+        f"lockstep: {checkpoint} can't be audited: it has no ledger: nothing says which samples it was trained on\n",
+    )
+    (checkpoint / "manifest.json").unlink()
+    found = ask("audit", run, "--json")
+    assert (found.code, found.lines, found.error) == (
+        3,
+        [],
+        f"lockstep: {checkpoint} is damaged: manifest.json: No such file or directory\n",
+    )
+
+
+# --- import, and what is not imported -------------------------------------------------------------------------------
+
+
+def test_import_makes_a_file_of_weights(ask: Ask, tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.ones(2), "b": torch.zeros(3)}, "epoch": 4}, tmp_path / "model.ckpt")
+    found = ask("import", tmp_path / "model.ckpt", tmp_path / "there", "--json")
+    assert (found.code, found.error) == (0, "")
+    assert found.json["tensors"] == 2
+    assert found.json["skipped"] == ["epoch"]
+    assert Path(found.json["file"]).is_file()
+    assert found.lines[0].startswith(f"{found.json['file']}: 2 tensors")
+    again = ask("import", tmp_path / "model.ckpt", tmp_path / "there")
+    assert (again.code, again.error) == (2, f"lockstep: {found.json['file']} exists; --force replaces it\n")
+    assert ask("import", tmp_path / "model.ckpt", tmp_path / "there", "--force").code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["ls"], ["show", "--tensors"], ["verify", "--all"], ["prune", "--keep-last", "1"], ["audit"]],
+    ids=lambda words: words[0],
+)
+def test_looking_needs_no_torch(run: Path, words: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from lockstep.cli.main import main\n"
+        f"code = main({['ckpt', words[0], str(run), *words[1:]]!r})\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

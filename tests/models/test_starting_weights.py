@@ -1,0 +1,469 @@
+"""Weights from files into models: every kind of file and of name; what doesn't fit is told; nothing is executed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+from safetensors.torch import save_file
+from torch import nn
+
+import lockstep
+from lockstep.config.schema import CustomModel
+from lockstep.core.errors import ConfigError
+from lockstep.models.starting_weights import start_weights
+from lockstep.models.weight_files import read_weights
+from lockstep.training.assemble import run_facts
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+
+
+def made(seed: int, kind: type[nn.Module] = small.WithBatchNorm) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def started(model: nn.Module, place: Path | str, partial: bool = False) -> tuple[str, ...]:
+    return start_weights(model, CustomModel(kind="custom", target="a:b", init_from=str(place), init_partial=partial))
+
+
+def refusal(model: nn.Module, place: Path | str, partial: bool = False) -> str:
+    """The message; and nothing of the model may have changed."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ConfigError) as refused:
+        started(model, place, partial)
+    assert_same(model, before)
+    message = str(refused.value)
+    assert message.startswith("model.init_from: ")
+    return message
+
+
+def assert_same(model: nn.Module, tensors: Any) -> None:
+    mine = model.state_dict()
+    assert mine.keys() == tensors.keys()
+    different = [name for name in mine if not torch.equal(mine[name], tensors[name])]
+    assert different == []
+
+
+# --- every kind of file and name --------------------------------------------------------------------------------------
+
+NESTINGS: dict[str, Any] = {
+    "plain": lambda state: state,
+    "ordered": OrderedDict,
+    "model_state_dict": lambda state: {"epoch": 3, "model_state_dict": state, "optimizer": {"state": {0: {}}}},
+    "MODEL_STATE": lambda state: {"MODEL_STATE": state, "EPOCHS_RUN": 2},
+    "state_dict": lambda state: {"state_dict": state, "optimizer_states": [{"lr": 0.1}], "loops": {"fit": {"a": 1}}},
+    "model": lambda state: {"model": state, "step": torch.tensor(7)},
+    "model/state_dict": lambda state: {"model": {"state_dict": state, "name": "net"}, "version": "2"},
+}
+PREFIXES = ("", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module.")
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_every_nesting_and_prefix(tmp_path: Path, nesting: str, prefix: str) -> None:
+    source, model = made(1), made(2)
+    state = {prefix + name: tensor for name, tensor in source.state_dict().items()}
+    torch.save(NESTINGS[nesting](state), tmp_path / "weights.pt")
+    assert started(model, tmp_path / "weights.pt") == ()
+    assert_same(model, source.state_dict())
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
+@pytest.mark.parametrize("zipped", [True, False], ids=["new", "old"])
+def test_every_kind_of_torch_file(tmp_path: Path, suffix: str, zipped: bool) -> None:
+    source, model, file = made(1), made(2), tmp_path / f"weights{suffix}"
+    torch.save(source.state_dict(), file, _use_new_zipfile_serialization=zipped)
+    assert started(model, file) == ()
+    assert_same(model, source.state_dict())
+
+
+def test_an_archive_that_was_compressed(tmp_path: Path) -> None:
+    """Its bytes can't be mapped: they would be taken for values."""
+    source, model = made(1), made(2)
+    torch.save(source.state_dict(), tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert started(model, tmp_path / "packed.pt") == ()
+    assert_same(model, source.state_dict())
+
+
+def test_safetensors_and_a_runs_folder(tmp_path: Path) -> None:
+    source = made(1)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    file = tmp_path / "run" / "model" / "model.safetensors"
+    save_file(source.state_dict(), file)
+    for place in (file, tmp_path / "run", tmp_path / "run" / "model"):
+        model = made(2)
+        assert started(model, place) == ()
+        assert_same(model, source.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_folder_of_shards(tmp_path: Path, kind: str) -> None:
+    source, model = made(1), made(2)
+    shards = _shards(source, tmp_path, kind)
+    assert len(shards) == 2
+    assert started(model, tmp_path) == ()
+    assert_same(model, source.state_dict())
+    shards[1].unlink()
+    assert "names a file" in refusal(made(2), tmp_path)
+
+
+def _shards(model: nn.Module, folder: Path, kind: str) -> list[Path]:
+    stem = "model" if kind == "safetensors" else "pytorch_model"
+    files, names = [], {}
+    items = list(model.state_dict().items())
+    for number, part in enumerate((items[:3], items[3:])):
+        file = folder / f"{stem}-0000{number}.{kind}"
+        (save_file if kind == "safetensors" else torch.save)(dict(part), file)
+        names |= {name: file.name for name, _ in part}
+        files.append(file)
+    (folder / f"{stem}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return files
+
+
+def test_wrappers_within_names_and_in_the_model(tmp_path: Path) -> None:
+    """A part that was compiled; a model whose own names begin like a wrapper's."""
+
+    class Wrapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = small.Net()
+
+    source, model, wrapping = made(1, small.Net), made(2, small.Net), made(2, Wrapping)
+    state = source.state_dict()
+    torch.save({name.replace(".", "._orig_mod.", 1): tensor for name, tensor in state.items()}, tmp_path / "inner.pt")
+    assert started(model, tmp_path / "inner.pt") == ()
+    assert_same(model, state)
+    assert started(wrapping, tmp_path / "inner.pt") == ()
+    assert_same(wrapping.module, state)
+    torch.save(wrapping.state_dict(), tmp_path / "wrapping.pt")
+    assert started(made(3, Wrapping), tmp_path / "wrapping.pt") == ()
+    assert started(made(3, small.Net), tmp_path / "wrapping.pt") == ()
+
+
+def test_one_prefix_for_all_names(tmp_path: Path) -> None:
+    """As in a .ckpt of Lightning, where the net is an attribute of its module."""
+    source, model = made(1, small.Net), made(2, small.Net)
+    state = {f"net.body.{name}": tensor for name, tensor in source.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "last.ckpt")
+    [note] = started(model, tmp_path / "last.ckpt")
+    assert note == f"the names in {tmp_path / 'last.ckpt'} were taken without the net.body. before them"
+    assert_same(model, source.state_dict())
+    torch.save({"state_dict": {**state, "loss.weight": torch.ones(3)}}, tmp_path / "more.ckpt")
+    assert "left over: loss.weight [3]" in refusal(made(2, small.Net), tmp_path / "more.ckpt")
+    assert len(started(made(2, small.Net), tmp_path / "more.ckpt", partial=True)) == 2
+
+
+def test_two_prefixes_that_would_do(tmp_path: Path) -> None:
+    state = made(1, small.Net).state_dict()
+    both = {f"{who}.{name}": tensor for who in ("student", "teacher") for name, tensor in state.items()}
+    torch.save(both, tmp_path / "both.pt")
+    assert "has none of the model's 4 tensors" in refusal(made(2, small.Net), tmp_path / "both.pt", partial=True)
+
+
+# --- what doesn't fit -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def misfit(tmp_path: Path) -> Path:
+    """A name misspelt, a tensor too many, a shape."""
+    state = made(1, small.Net).state_dict()
+    state["haed.weight"] = state.pop("head.weight")
+    state["inner.weight"] = torch.ones(16, 4)
+    state["spare"] = torch.ones(2)
+    torch.save(state, tmp_path / "misfit.pt")
+    return tmp_path / "misfit.pt"
+
+
+def test_all_that_does_not_fit_is_told_at_once(misfit: Path) -> None:
+    assert refusal(made(2, small.Net), misfit) == (
+        f"model.init_from: {misfit} doesn't have the weights of this model\n"
+        "  missing: head.weight [3, 8]\n"
+        "  left over: haed.weight [3, 8], spare [2] (is it haed.weight for head.weight?)\n"
+        "  of another shape: inner.weight [16, 4] where the model has [8, 4]\n"
+        "model.init_partial: true starts what is missing or has another shape with its usual first weights"
+    )
+
+
+def test_partial_takes_what_fits(misfit: Path) -> None:
+    source, model, usual = made(1, small.Net), made(2, small.Net), made(2, small.Net)
+    notes = started(model, misfit, partial=True)
+    assert notes == (
+        f"{misfit} lacks 1 tensor of the model, left at the usual first weights: head.weight",
+        f"{misfit} has 1 tensor in another shape, left at the usual first weights: "
+        "inner.weight [16, 4] where the model has [8, 4]",
+        f"{misfit} has 2 tensors that the model lacks: haed.weight, spare",
+    )
+    expected = {**source.state_dict(), **{name: usual.state_dict()[name] for name in ("head.weight", "inner.weight")}}
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_nothing_that_fits_is_an_error_always(tmp_path: Path, partial: bool) -> None:
+    torch.save({"inner_weight": torch.ones(8, 4)}, tmp_path / "other.pt")
+    message = refusal(made(2, small.Net), tmp_path / "other.pt", partial)
+    assert "has none of the model's 4 tensors" in message
+    assert "the model has: inner.weight, inner.bias, head.weight, head.bias" in message
+    assert "the file has: inner_weight (is it inner_weight for inner.weight?)" in message
+    torch.save({"inner.weight": torch.ones(2)}, tmp_path / "shapes.pt")
+    assert "inner.weight [2] where the model has [8, 4]" in refusal(made(2, small.Net), tmp_path / "shapes.pt", partial)
+
+
+def test_a_missing_buffer_is_missing(tmp_path: Path) -> None:
+    state = made(1).state_dict()
+    del state["norm.running_mean"]
+    torch.save(state, tmp_path / "weights.pt")
+    assert "missing: norm.running_mean [4]" in refusal(made(2), tmp_path / "weights.pt")
+
+
+def test_dtypes_are_the_models(tmp_path: Path) -> None:
+    source, model = made(1), made(2)
+    torch.save({name: t.bfloat16() if t.is_floating_point() else t for name, t in source.state_dict().items()},
+               tmp_path / "half.pt")  # fmt: skip
+    assert started(model, tmp_path / "half.pt") == ()
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+    expected = {n: t.bfloat16().float() if t.is_floating_point() else t for n, t in source.state_dict().items()}
+    assert_same(model, expected)
+    torch.save({**source.state_dict(), "norm.num_batches_tracked": torch.tensor(1.5)}, tmp_path / "float.pt")
+    assert "num_batches_tracked is torch.float32" in refusal(made(2), tmp_path / "float.pt")
+
+
+@pytest.mark.parametrize("kept", [("embedding.weight",), ("head.weight",), ("embedding.weight", "head.weight")])
+def test_tied_weights_by_one_name_or_both(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    source, model = made(1, Tied), made(2, Tied)
+    state = {n: t.clone() for n, t in source.state_dict().items() if n in (*kept, "head.bias")}
+    torch.save(state, tmp_path / "tied.pt")
+    assert started(model, tmp_path / "tied.pt") == ()
+    assert_same(model, source.state_dict())
+    assert model.head.weight is model.embedding.weight
+
+
+def test_tied_weights_that_differ_are_no_choice(tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in made(1, Tied).state_dict().items()}
+    state["head.weight"] += 1
+    torch.save(state, tmp_path / "untied.pt")
+    message = refusal(made(2, Tied), tmp_path / "untied.pt", partial=True)
+    assert "embedding.weight and head.weight are one tensor in this model, and differ in" in message
+
+
+# --- what isn't there -------------------------------------------------------------------------------------------------
+
+
+def test_wrong_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = made(1, small.Net)
+    torch.save(model.state_dict(), "weights.pt")
+    assert "there is no wieghts.pt; did you mean weights.pt?" in refusal(model, "wieghts.pt")
+    assert "a name of the hub goes into model.pretrained" in refusal(model, "google/bert")
+    Path("folder").mkdir()
+    Path("folder/unet.safetensors").touch()
+    assert "it holds unet.safetensors: give one of them by its name" in refusal(model, "folder")
+    Path("run/checkpoints/step-00000002").mkdir(parents=True)
+    Path("run/config.yaml").touch()
+    assert "has left no weights yet" in refusal(model, "run")
+    Path("run/checkpoints/step-00000002/manifest.json").touch()
+    assert "`lockstep export run/checkpoints --to" in refusal(model, "run/checkpoints")
+    assert "is a checkpoint; `lockstep export" in refusal(model, "run/checkpoints/step-00000002")
+    Path("notes.txt").touch()
+    assert "is no file of weights, by its name" in refusal(model, "notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is no file that torch.save wrote, or a damaged one: EOFError"),
+        (b"these are words, not weights", "is no file that torch.save wrote, or a damaged one"),
+        (pickle.dumps({"a": 1}, protocol=4), "is no file of tensors that torch.save wrote: Unsupported operand"),
+        ([1, 2], "holds a list, not tensors by name"),
+        ({"weights": {"a": torch.ones(2)}, "epoch": 3}, "it has weights, epoch"),
+        ({"a": torch.ones(1).expand(10**6, 10**6)}, "a says that it is [1000000, 1000000], for which its bytes are"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "a is no plain tensor"),
+        ({"a": torch.ones(2, device="meta")}, "a is no plain tensor"),
+        ({"a\x1b[2J": torch.ones(2, 2).to_sparse()}, r"'a\x1b[2J' is no plain tensor"),
+    ],
+)
+def test_what_holds_no_named_tensors(tmp_path: Path, content: object, said: str) -> None:
+    file = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    assert said in refusal(made(1, small.Net), file)
+
+
+def test_a_torn_file(tmp_path: Path) -> None:
+    for name, save in (("weights.pt", torch.save), ("weights.safetensors", save_file)):
+        save(made(1, small.Net).state_dict(), tmp_path / name)
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2])
+        assert "or a damaged one" in refusal(made(1, small.Net), tmp_path / name)
+
+
+@pytest.mark.parametrize("named", ["../weights.pt", "/etc/passwd", "pytorch_model.bin.index.json", "gone.bin", "."])
+def test_an_index_names_weights_beside_it(tmp_path: Path, named: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    torch.save(made(1, small.Net).state_dict(), tmp_path / "weights.pt")
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"inner.weight": named}}))
+    message = refusal(made(1, small.Net), folder)
+    assert "that is not beside it" in message or "is no file of weights" in message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": 3}'])
+def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert "is no index of weights" in refusal(made(1, small.Net), tmp_path)
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Unpickling it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._mark}",)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["new", "old"])
+def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path, zipped: bool) -> None:
+    mark, file = tmp_path / "executed", tmp_path / "weights.pt"
+    state = {**made(1, small.Net).state_dict(), "hidden": Hostile(mark)}
+    torch.save(state, file, _use_new_zipfile_serialization=zipped)
+    message = refusal(made(2, small.Net), file, partial=True)
+    assert "asks for posix.system to be unpickled, which is more than tensors" in message
+    assert not mark.exists()
+    torch.load(file, weights_only=False)
+    assert mark.exists(), "the file does what it is refused for"
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["beside", "a pickled module"])
+def test_the_line_that_converts_does(tmp_path: Path, whole: bool) -> None:
+    source, model = made(1, small.Net), made(2, small.Net)
+    found = source if whole else {"state_dict": source.state_dict(), "args": argparse.Namespace(lr=1)}
+    torch.save(found, tmp_path / "it's.pt")
+    message = refusal(model, tmp_path / "it's.pt")
+    assert ("kit.small.Net" if whole else "argparse.Namespace") in message
+    program, *words = shlex.split(message.splitlines()[-1])
+    assert program == "python"
+    subprocess.run([sys.executable, *words], check=True, cwd=Path(small.__file__).parents[1])
+    assert started(model, tmp_path / "it's.safetensors") == ()
+    assert_same(model, source.state_dict())
+
+
+def test_torchscript_is_code(tmp_path: Path) -> None:
+    torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
+    assert "is a TorchScript archive, which holds code" in refusal(made(1, small.Net), tmp_path / "script.pt")
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 20}
+
+
+def _of_transformers(kind: str, seed: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    special = {"mixtral": {"num_key_value_heads": 1, "num_local_experts": 2}, "gpt2": {"n_embd": 16, "n_head": 2}}
+    config = transformers.AutoConfig.for_model(kind, **{**SHAPE, **special.get(kind, {})})
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize("size", ["50GB", "10KB"], ids=["one file", "shards"])
+def test_folders_of_transformers(tmp_path: Path, kind: str, size: str) -> None:
+    """Also where the library's files have other names than its modules: mixtral's experts."""
+    source, model = _of_transformers(kind, 1), _of_transformers(kind, 2)
+    source.save_pretrained(tmp_path, max_shard_size=size)
+    assert (tmp_path / "model.safetensors").exists() == (size == "50GB")
+    renamed = set(read_weights(tmp_path).tensors) - set(source.state_dict())
+    assert bool(renamed) == (kind == "mixtral")
+    assert started(model, tmp_path) == ()
+    assert_same(model, source.state_dict())
+
+
+def test_names_that_only_transformers_knows(tmp_path: Path) -> None:
+    """As in the files of the first GPT-2: without the base's prefix, with masks that are no weights any more."""
+    source, model = _of_transformers("gpt2", 1), _of_transformers("gpt2", 2)
+    old = {name.removeprefix("transformer."): t for name, t in source.state_dict().items() if name != "lm_head.weight"}
+    torch.save({**old, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "pytorch_model.bin")
+    assert started(model, tmp_path) == ()
+    assert_same(model, source.state_dict())
+    old["h.0.mlp.c_fc.wieght"] = old.pop("h.0.mlp.c_fc.weight")
+    torch.save(old, tmp_path / "pytorch_model.bin")
+    generators = torch.get_rng_state()
+    message = refusal(model, tmp_path)
+    assert torch.equal(torch.get_rng_state(), generators), "a generator of the process was advanced"
+    assert "missing: transformer.h.0.mlp.c_fc.weight [16, 64]" in message
+    assert "c_fc.wieght [16, 64]" in message
+
+
+# --- in a run -----------------------------------------------------------------------------------------------------
+
+
+def _config(place: Path, **section: Any) -> dict[str, Any]:
+    config = small.config()
+    config["model"] |= {"init_from": str(place), **section}
+    return config
+
+
+def test_a_session_starts_from_them(tmp_path: Path) -> None:
+    source = made(1, small.Net)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    with lockstep.session(_config(tmp_path / "weights.pt", freeze=["head.*"])) as session:
+        assert_same(session.rooms.sharding.bare, source.state_dict())
+        assert run_facts(session, "run", "").notes == ()
+        trained = [name for name, p in session.rooms.sharding.bare.named_parameters() if p.requires_grad]
+        assert trained == ["inner.weight", "inner.bias"]
+
+
+def test_what_is_missing_is_noted_at_the_start(tmp_path: Path) -> None:
+    torch.save({"inner.weight": torch.ones(8, 4)}, tmp_path / "weights.pt")
+    with lockstep.session(_config(tmp_path / "weights.pt", init_partial=True)) as session:
+        [note] = run_facts(session, "run", "").notes
+    assert "lacks 3 tensors of the model" in note
+    with pytest.raises(ConfigError, match=r"(?s)model\.init_from: .*missing: inner\.bias \[8\]"):
+        open_and_close(_config(tmp_path / "weights.pt"))
+
+
+def open_and_close(config: dict[str, Any]) -> None:
+    with lockstep.session(config):
+        pass
+
+
+def test_a_module_that_is_handed_over_starts_from_them_too(tmp_path: Path) -> None:
+    source, model = made(1, small.Net), made(2, small.Net)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    with lockstep.session(_config(tmp_path / "weights.pt"), model=model):
+        assert_same(model, source.state_dict())
+
+
+def test_partial_of_nothing_is_refused() -> None:
+    config = small.config()
+    config["model"]["init_partial"] = True
+    with pytest.raises(ConfigError, match="give init_from too"):
+        open_and_close(config)
