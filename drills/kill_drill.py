@@ -15,20 +15,17 @@ Where a kill has hit is what lies on the disk afterwards. Prints tables, writes 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,16 +33,22 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from attempts import (
+    Attempt,
+    damage,
+    history,
+    manifest_of,
+    newest,
+    nobody_left_behind,
+    size_of,
+    state_hash,
+    weights_hash,
+)
 
-from lockstep.checkpoint.inspection import verify
-from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.reading import Reader, Wanted, by_step, read_manifest
-from lockstep.checkpoint.saving import name_of
+from lockstep.checkpoint.reading import by_step
 from lockstep.training.audit import audit
 
 RESULTS = Path(__file__).parent / "results"
-PATIENCE = 180.0  # seconds, after which a run hangs
 SHORT: Mapping[str, Sequence[str]] = {
     "stdlib-lm": (
         "--model.layers=2", "--model.width=64", "--model.heads=2", "--data.train.length=64",
@@ -70,7 +73,7 @@ def main() -> None:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=asked.where, prefix=f"drill-{name}-") as folder, nobody_left_behind():
             found = drills[name](asked, Path(folder))
-        found = {"command": " ".join(["python", "drills/kill_drill.py", *sys.argv[1:]]), "machine": machine(), **found}
+        found = {"command": command(name, asked), "machine": machine(), **found}
         found["seconds"] = round(time.perf_counter() - began, 1)
         asked.results.mkdir(parents=True, exist_ok=True)
         (asked.results / f"kill_drill_{name}.json").write_text(json.dumps(found, indent=2) + "\n")
@@ -95,14 +98,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextmanager
-def nobody_left_behind() -> Iterator[None]:
-    """Whoever interrupts a drill ends its runs too."""
-    try:
-        yield
-    finally:
-        if Attempt.last is not None:
-            Attempt.last.kill()
+def _tell(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)
+
+
+def command(name: str, asked: argparse.Namespace) -> str:
+    """That does the same again."""
+    words = {"kills": asked.kills, "ranks": asked.ranks, "seed": asked.seed}
+    if name == "runs":
+        words |= {"recipe": asked.recipe, "steps": asked.steps, "then": asked.then}
+    given = [f"--{flag} {value}" for flag, value in words.items() if value not in (None, "")]
+    return " ".join(["python drills/kill_drill.py", name, *given])
 
 
 def machine() -> dict[str, Any]:
@@ -113,126 +119,6 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "load": os.getloadavg()[0],
     }
-
-
-# --- a run, from outside ------------------------------------------------------------------------------------------
-
-
-class Attempt:
-    """`lockstep train` in a process group of its own."""
-
-    last: Attempt | None = None
-
-    def __init__(self, run: Path, words: Sequence[str]) -> None:
-        Attempt.last = self
-        self.run = run
-        self._log = run.with_name(f"{run.name}.log")
-        common = ["--monitor.progress=none", "--monitor.tensorboard=false", "--launch.device=cpu"]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep", "train", *words, f"--run.folder={run}", *common],
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=run.parent, start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    @property
-    def lives(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> bool:
-        """All its processes, at once; whether it was alive."""
-        lived = self.lives
-        if lived:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._wait_for_ranks()
-        return lived
-
-    def end(self) -> None:
-        """Waits until it is done."""
-        code = self._process.wait(PATIENCE)
-        if code != 0:
-            raise SystemExit(f"a run failed with exit code {code}:\n{self.said[-3000:]}")
-
-    def wait(self, moment: Callable[[], bool], pause: float = 0.01) -> bool:
-        """Until it has come, or the run is over; whether it has come."""
-        deadline = time.monotonic() + PATIENCE
-        while not moment():
-            if not self.lives:
-                return False
-            if time.monotonic() > deadline:
-                self.kill()
-                raise SystemExit(f"a run hangs:\n{self.said[-3000:]}")
-            time.sleep(pause)
-        return True
-
-    def _wait_for_ranks(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while any(_group_of(pid) == self._process.pid for pid in os.listdir("/proc") if pid.isdecimal()):
-            assert time.monotonic() < deadline, "ranks outlive SIGKILL"
-            time.sleep(0.001)
-
-
-def _group_of(pid: str) -> int | None:
-    """None for what is dead already."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[2])
-
-
-# --- what lies on the disk ----------------------------------------------------------------------------------------
-
-
-def saves_of(run: Path) -> LocalStorage:
-    return LocalStorage(run / "checkpoints")
-
-
-def newest(run: Path) -> int:
-    """Step of the newest checkpoint; 0 if there is none."""
-    return max(by_step(saves_of(run).names()), default=0)
-
-
-def damage(run: Path) -> list[str]:
-    """What is wrong with what was published."""
-    return [
-        f"{name}: {verified.fault}"
-        for name in saves_of(run).names()
-        if (verified := verify(saves_of(run), name)).fault is not None
-    ]
-
-
-def state_hash(run: Path) -> str:
-    """Of every tensor of the newest checkpoint, whoever wrote which part of it."""
-    storage, name = saves_of(run), name_of(newest(run))
-    manifest = read_manifest(storage, name)
-    found = hashlib.sha256()
-    with Reader(storage, name, manifest) as reader:
-        for key, entry in sorted(manifest.tensors.items()):
-            memory = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            reader.read([Wanted(key, entry.kind.whole, memory)])
-            found.update(f"{key} {entry.kind}".encode())
-            found.update(memory.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def weights_hash(run: Path) -> str:
-    """Of the model that a finished run left."""
-    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
-
-
-def history(run: Path) -> list[tuple[int, float]]:
-    """Step and loss, as written down over all attempts."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines]
-
-
-def manifest_of(run: Path) -> Manifest:
-    return read_manifest(saves_of(run), name_of(newest(run)))
 
 
 # --- (a) runs -----------------------------------------------------------------------------------------------------
@@ -251,77 +137,82 @@ class Kill:
     step: int
 
 
+@dataclass
+class Killer:
+    """Attributes:
+    kills: to be made.
+    seconds: that an undisturbed run takes.
+    made: so far.
+    lost: what should be there and isn't, one line each.
+    """
+
+    rng: random.Random
+    kills: int
+    seconds: float
+    made: list[Kill] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def live(self, run: Path, words: list[str]) -> None:
+        """One run, started again after each kill until it is done."""
+        while True:
+            before, began = newest(run), time.perf_counter()
+            attempt = Attempt(run, words)
+            if len(self.made) < self.kills:
+                self._wait(attempt)
+            if len(self.made) >= self.kills or not attempt.kill():
+                attempt.end()
+                return
+            kill = Kill(round(time.perf_counter() - began, 2), _doing(run, attempt), newest(run))
+            self.made.append(kill)
+            _tell(f"kill {len(self.made)} of {self.kills}: {kill.phase}, step {kill.step}")
+            self.lost += damage(run)
+            if kill.step < before:
+                self.lost.append(f"kill {len(self.made)}: step {before} was there, and is gone")
+
+    def _wait(self, attempt: Attempt) -> None:
+        """One kill in six falls into the start, the others somewhere between the first step and the end."""
+        if self.rng.random() < 1 / 6:
+            delay = self.rng.uniform(0, self.seconds / 2)
+        else:
+            lines = attempt.run / "metrics.jsonl"
+            seen = size_of(lines)
+            attempt.wait(lambda: size_of(lines) not in (0, seen))
+            delay = self.rng.uniform(0, self.seconds / 3)
+        until = time.perf_counter() + delay
+        attempt.wait(lambda: time.perf_counter() >= until, pause=0.001)
+
+
 def drill_runs(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    rng, kills = random.Random(asked.seed), 5 if asked.kills is None else asked.kills
     words = [asked.recipe, *SHORT[asked.recipe], "--monitor.every=1", "--checkpoint.every=4 steps"]
-    then = [int(ranks) for ranks in asked.then.split(",") if ranks]
-    undisturbed, lost = folder / "undisturbed", []
-    began = time.perf_counter()
-    Attempt(undisturbed, [*words, f"--run.steps={asked.steps}", f"--ranks={asked.ranks}"]).end()
+    as_asked = [*words, f"--run.steps={asked.steps}", f"--ranks={asked.ranks}"]
+    undisturbed, began = folder / "undisturbed", time.perf_counter()
+    Attempt(undisturbed, as_asked).end()
     seconds = time.perf_counter() - began
-    made: list[Kill] = []
-    lives = []
-    while len(made) < kills or not lives:
-        run = folder / f"killed-{len(lives)}"
-        _live([*words, f"--run.steps={asked.steps}", f"--ranks={asked.ranks}"], run, kills, made, rng, seconds, lost)
-        lives.append(run)
-        lost += compared(run, undisturbed)
+    killer = Killer(random.Random(asked.seed), 5 if asked.kills is None else asked.kills, seconds)
+    runs: list[Path] = []
+    while len(killer.made) < killer.kills or not runs:
+        runs.append(folder / f"killed-{len(runs)}")
+        killer.live(runs[-1], as_asked)
+        killer.lost += compared(runs[-1], undisturbed)
+    then = [int(ranks) for ranks in asked.then.split(",") if ranks]
     steps = asked.steps
     for ranks in then:
         steps += max(4, asked.steps // 5)
-        for run in (undisturbed, lives[-1]):
+        for run in (undisturbed, runs[-1]):
             Attempt(run, [*words, f"--run.steps={steps}", f"--ranks={ranks}"]).end()
-        lost += [f"on {ranks} ranks: {one}" for one in compared(lives[-1], undisturbed)]
+        killer.lost += [f"on {ranks} ranks: {one}" for one in compared(runs[-1], undisturbed)]
+    last = manifest_of(runs[-1])
     return {
         "recipe": asked.recipe,
         "ranks": [asked.ranks, *then],
         "steps": steps,
         "undisturbed_seconds": round(seconds, 1),
-        "runs": len(lives),
-        "kills": [vars(kill) for kill in made],
-        "attempts_in_the_ledger": len(manifest_of(lives[-1]).state["ledger"]),
-        "samples": manifest_of(lives[-1]).samples,
-        "lost": lost,
+        "runs": len(runs),
+        "kills": [vars(kill) for kill in killer.made],
+        "attempts_in_the_ledger": len(last.state["ledger"]),
+        "samples": last.samples,
+        "lost": killer.lost,
     }
-
-
-def _live(
-    words: list[str], run: Path, kills: int, made: list[Kill], rng: random.Random, seconds: float, lost: list[str]
-) -> None:
-    """One run, started again after each kill until it is done; `made` and `lost` grow."""
-    while True:
-        attempt, began = Attempt(run, words), time.perf_counter()
-        if len(made) >= kills:
-            attempt.end()
-            return
-        before = newest(run)
-        _moment(attempt, rng, seconds)
-        if not attempt.kill():
-            attempt.end()
-            return
-        made.append(Kill(round(time.perf_counter() - began, 2), _doing(run, attempt), newest(run)))
-        lost += damage(run)
-        if newest(run) < before:
-            lost.append(f"kill {len(made)}: the newest checkpoint was of step {before}, and is of {newest(run)}")
-
-
-def _moment(attempt: Attempt, rng: random.Random, seconds: float) -> None:
-    """One in six falls into the start, the others somewhere between the first step and the end."""
-    if rng.random() < 1 / 6:
-        delay = rng.uniform(0, seconds / 2)
-    else:
-        seen = _size(attempt.run / "metrics.jsonl")
-        attempt.wait(lambda: _size(attempt.run / "metrics.jsonl") not in (0, seen))
-        delay = rng.uniform(0, seconds / 3)
-    until = time.perf_counter() + delay
-    attempt.wait(lambda: time.perf_counter() >= until, pause=0.001)
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
 
 
 def _doing(run: Path, attempt: Attempt) -> str:
@@ -402,7 +293,7 @@ class Disk:
         names = self._names(draft)
         if "manifest.json" in names:
             return "manifest"
-        sizes = {name: _size(draft / name) for name in names if name.endswith(".safetensors")}
+        sizes = {name: size_of(draft / name) for name in names if name.endswith(".safetensors")}
         if not any(sizes.values()):
             return "begun"
         return "flush" if sizes == self.full else "bytes"
@@ -433,6 +324,7 @@ def drill_saves(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         phase = _kill_at(attempt, disk, aim, passing=rng.randrange(3), rng=rng)
         hits.update([phase] if phase else [])
         missed += phase is None
+        _tell(f"kill {sum(hits.values())} of {kills}: aimed at {aim}, hit {phase or 'nothing'}, step {newest(run)}")
         lost += [f"kill {number}, at {aim}: {one}" for one in damage(run)]
         if newest(run) < before:
             lost.append(f"kill {number}, at {aim}: step {before} was there, and is gone")
@@ -462,7 +354,7 @@ def _kill_at(attempt: Attempt, disk: Disk, aim: str, *, passing: int, rng: rando
     if aim in ("bytes", "flush"):
         time.sleep(rng.uniform(0, 0.05))
     if not attempt.kill():
-        raise SystemExit(f"a run ended by itself:\n{attempt.said[-3000:]}")
+        raise SystemExit(f"a run ended by itself, with exit code {attempt.code}:\n{attempt.said[-3000:]}")
     phase = disk.phase()
     return None if phase == "renamed" and _heard(attempt, disk.newest()) else phase
 

@@ -118,6 +118,22 @@ def test_an_older_one_may_be_anything(saves: Path, name: str) -> None:
     assert LocalStorage(saves).names() == [OLDER, "step-00000012"]
 
 
+@pytest.mark.parametrize("name", ["step-8", "step-000000008", "step-0000000٨", "step-", "step-x", "step-00000009"])
+def test_no_other_name_hides_a_checkpoint(saves: Path, name: str) -> None:
+    shutil.copytree(saves / OLDER, saves / name)
+    step, notes = _begin(saves)
+    assert step == 8
+    told = [note for note in notes if "could not be used" in note]
+    assert told == (["step-00000009 could not be used: manifest.json: is that of step 4"] if name[-1] == "9" else [])
+
+
+def test_a_place_that_cannot_hold_checkpoints_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with lockstep.session(CONFIG) as session, pytest.raises(GiveUp) as caught:
+        Checkpoints(session, LocalStorage(tmp_path / "file"), {}).begin(Resume())
+    assert str(caught.value) == f"checkpoints can't be kept in {tmp_path}/file: File exists"
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 GREEDY = [

@@ -187,7 +187,7 @@ def test_nor_is_anything_left_where_the_first_rank_could_not_begin(folder: Path)
 
     together(2, rank)
     [outcome] = savers[0].outcomes()
-    assert outcome.failure == "No space left on device"
+    assert outcome.failure == "rank 0: No space left on device"
     assert [entry.name for entry in folder.iterdir()] == [f"step-{OLDER:08d}"]
 
 

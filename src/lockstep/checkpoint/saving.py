@@ -131,7 +131,9 @@ class Saver:
 
     def hear(self, settled: float, failures: float) -> None:
         """The sums over all ranks of what they said in a vote."""
-        if self._save is None or self._save.heard or settled != self._begun * self._axis.size:
+        if self._axis.size == 1 or self._save is None or self._save.heard:
+            return  # a rank that is alone has nobody to hear of: the background ends its saves
+        if settled != self._begun * self._axis.size:
             return
         failed, self._failures_heard = failures > self._failures_heard, failures
         self._end(self._save, failed=failed)
@@ -209,11 +211,19 @@ class Saver:
     def _end(self, save: _Save, *, failed: bool) -> None:
         """All ranks have settled, and know it."""
         save.heard = True
+        if failed:
+            save.failure = self._first_reason(save)
         if self._axis.rank == 0:
             save.thread = threading.Thread(
                 target=self._settle, args=(save,), kwargs={"failed": failed}, name="checkpoint", daemon=True
             )
             save.thread.start()
+
+    def _first_reason(self, save: _Save) -> str:
+        """Of the ranks that could not write their parts; on all ranks."""
+        reasons = cast("list[str | None]", self._axis.gather(save.failure))
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        return f"rank {rank}: {reason}" if self._axis.size > 1 else reason
 
     def _settle(self, save: _Save, *, failed: bool) -> None:
         """On the first rank, in the background: makes the checkpoint exist, or removes what there is of it."""
@@ -223,10 +233,10 @@ class Saver:
                 written = self._publish(save)
             except Exception as error:
                 save.failure = _reason(error)
-        elif save.failure is None:
-            save.failure = "another rank could not write its part"
         if written is None and save.draft is not None:
             save.draft.discard()
+        elif written is None:  # others may have begun where this rank could not
+            self._storage.sweep()
         seconds = time.perf_counter() - save.began
         size = written.size if written else 0
         self._outcomes.put(SaveReport(save.moment.step, size, seconds, save.lost, save.failure))

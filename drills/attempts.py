@@ -1,0 +1,166 @@
+"""A run, from outside: `lockstep train` in a process group of its own, and what it leaves on the disk.
+
+attempt = Attempt(run, ["digits", "--ranks=2"])      attempt.wait(...)      attempt.kill()      damage(run) == []
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lockstep.checkpoint.inspection import verify
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.reading import Reader, Wanted, by_step, read_manifest
+from lockstep.checkpoint.saving import name_of
+
+PATIENCE = 180.0  # seconds, after which a run hangs
+
+
+class Attempt:
+    """`lockstep train` in a process group of its own."""
+
+    last: Attempt | None = None
+
+    def __init__(self, run: Path, words: Sequence[str]) -> None:
+        Attempt.last = self
+        self.run = run
+        self._log = run.with_name(f"{run.name}.log")
+        common = ["--monitor.progress=none", "--monitor.tensorboard=false", "--launch.device=cpu"]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lockstep", "train", *words, f"--run.folder={run}", *common],
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=run.parent, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def lives(self) -> bool:
+        return self.code is None
+
+    @property
+    def code(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> bool:
+        """All its processes, at once; whether it was alive."""
+        lived = self.lives
+        if lived:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._wait_for_ranks()
+        return lived
+
+    def end(self) -> None:
+        """Waits until it is done."""
+        code = self._process.wait(20 * PATIENCE)
+        if code != 0:
+            raise SystemExit(f"a run failed with exit code {code}:\n{self.said[-3000:]}")
+
+    def wait(self, moment: Callable[[], bool], pause: float = 0.01) -> bool:
+        """Until it has come, or the run is over; whether it has come."""
+        deadline = time.monotonic() + PATIENCE
+        while not moment():
+            if not self.lives:
+                return False
+            if time.monotonic() > deadline:
+                self.kill()
+                raise SystemExit(f"a run hangs:\n{self.said[-3000:]}")
+            time.sleep(pause)
+        return True
+
+    def _wait_for_ranks(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while any(_group_of(pid) == self._process.pid for pid in os.listdir("/proc") if pid.isdecimal()):
+            assert time.monotonic() < deadline, "ranks outlive SIGKILL"
+            time.sleep(0.001)
+
+
+def _group_of(pid: str) -> int | None:
+    """None for what is dead already."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[2])
+
+
+@contextmanager
+def nobody_left_behind() -> Iterator[None]:
+    """Whoever interrupts a drill ends its runs too."""
+    try:
+        yield
+    finally:
+        if Attempt.last is not None:
+            Attempt.last.kill()
+
+
+# --- what lies on the disk ----------------------------------------------------------------------------------------
+
+
+def saves_of(run: Path) -> LocalStorage:
+    return LocalStorage(run / "checkpoints")
+
+
+def newest(run: Path) -> int:
+    """Step of the newest checkpoint; 0 if there is none."""
+    return max(by_step(saves_of(run).names()), default=0)
+
+
+def damage(run: Path) -> list[str]:
+    """What is wrong with what was published."""
+    return [
+        f"{name}: {verified.fault}"
+        for name in saves_of(run).names()
+        if (verified := verify(saves_of(run), name)).fault is not None
+    ]
+
+
+def state_hash(run: Path) -> str:
+    """Of every tensor of the newest checkpoint, whoever wrote which part of it."""
+    storage, name = saves_of(run), name_of(newest(run))
+    manifest = read_manifest(storage, name)
+    found = hashlib.sha256()
+    with Reader(storage, name, manifest) as reader:
+        for key, entry in sorted(manifest.tensors.items()):
+            memory = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            reader.read([Wanted(key, entry.kind.whole, memory)])
+            found.update(f"{key} {entry.kind}".encode())
+            found.update(memory.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def weights_hash(run: Path) -> str:
+    """Of the model that a finished run left."""
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def history(run: Path) -> list[tuple[int, float]]:
+    """Step and loss, as written down over all attempts."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def manifest_of(run: Path) -> Manifest:
+    return read_manifest(saves_of(run), name_of(newest(run)))
+
+
+def size_of(file: Path) -> int:
+    """0 of what isn't there."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
