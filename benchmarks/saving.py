@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,26 +113,52 @@ def bare() -> tuple[Any, Any, Callable[[], None]]:
     return model, optimizer, step
 
 
-def lost(step: Callable[[], None], begin: Callable[[int], Callable[[], None]]) -> dict[str, float]:
-    """Milliseconds of training that a save costs; seconds until it is on the disk.
+def _nothing() -> None: ...
+
+
+def _yes() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One that has begun.
+
+    Attributes:
+        wait: until it is done.
+        is_done: whether it is, without waiting.
+    """
+
+    wait: Callable[[], object] = _nothing
+    is_done: Callable[[], bool] = _yes
+
+
+def lost(step: Callable[[], None], begin: Callable[[int], Save]) -> dict[str, float]:
+    """Milliseconds of training that a save costs, and until it is done while the training goes on.
 
     Args:
-        begin: starts a save of this number; what it returns waits until the save is done.
+        begin: starts a save of this number.
     """
     for number in range(2):  # memory is got once, caches are warm
         _stretch(step, None)
-        begin(number)()
-    differences, durable = [], []
+        begin(number).wait()
+    differences, done = [], []
     for number in range(2, 2 + PAIRS):
         without = _stretch(step, None)
-        began = time.perf_counter()
-        waits: list[Callable[[], None]] = []
-        with_save = _stretch(step, lambda number=number, waits=waits: waits.append(begin(number)))
-        waits[0]()
-        durable.append(time.perf_counter() - began)
+        saves: list[Save] = []
+        with_save = _stretch(step, lambda number=number, saves=saves: saves.append(begin(number)))
+        saves[0].wait()
         differences.append(with_save - without)
+    for number in range(2 + PAIRS, 5 + PAIRS):
+        began = time.perf_counter()
+        save = begin(number)
+        while not save.is_done():
+            step()
+        done.append(time.perf_counter() - began)
+        save.wait()
     return {
         "lost_ms": 1e3 * statistics.median(differences),
+        "done_ms": 1e3 * statistics.median(done),
         "step_ms": 1e3 * without / STRETCH,
     }
 
@@ -154,11 +181,11 @@ def _in_call(write: Callable[[dict[str, Any], Path], None]) -> Callable[[Path], 
     def contestant(folder: Path) -> dict[str, float]:
         model, optimizer, step = bare()
 
-        def begin(number: int) -> Callable[[], None]:
+        def begin(number: int) -> Save:
             write({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / str(number))
             if number:
                 _remove(folder / str(number - 1))
-            return lambda: None
+            return Save()
 
         return lost(step, begin)
 
@@ -172,7 +199,7 @@ def _remove(path: Path) -> None:
 def nothing(folder: Path) -> dict[str, float]:
     """What the stretches differ by when nothing is saved: the noise of the method."""
     _, _, step = bare()
-    return lost(step, lambda number: lambda: None)
+    return lost(step, lambda number: Save())
 
 
 def copies(folder: Path) -> dict[str, float]:
@@ -185,9 +212,9 @@ def copies(folder: Path) -> dict[str, float]:
     sources = [tensor.detach() for tensor in tensors]
     targets = [torch.empty_like(tensor) for tensor in sources]
 
-    def begin(number: int) -> Callable[[], None]:
+    def begin(number: int) -> Save:
         torch._foreach_copy_(targets, sources)
-        return lambda: None
+        return Save()
 
     return lost(step, begin)
 
@@ -227,7 +254,7 @@ def _dcp_async(staged: bool) -> Callable[[Path], dict[str, float]]:
         stager = DefaultStager(options) if staged else None
         model, optimizer, step = bare()
 
-        def begin(number: int) -> Callable[[], None]:
+        def begin(number: int) -> Save:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             response = dcp.async_save(state, checkpoint_id=folder / str(number), async_stager=stager)
             upload = response.upload_completion if staged else response
@@ -235,7 +262,7 @@ def _dcp_async(staged: bool) -> Callable[[Path], dict[str, float]]:
                 response.staging_completion.result()  # before the next step changes what is being copied
             if number:
                 _remove(folder / str(number - 1))
-            return upload.result
+            return Save(upload.result, upload.done)
 
         found = lost(step, begin)
         dist.destroy_process_group()
@@ -247,7 +274,6 @@ def _dcp_async(staged: bool) -> Callable[[Path], dict[str, float]]:
 def lockstep(folder: Path) -> dict[str, float]:
     """As a user's own loop saves: hashed, flushed, published whole, three kept."""
     import lockstep
-    from lockstep.training.session import Session
 
     with lockstep.session(_config(), **_given()) as session:
         checkpoints = lockstep.checkpoints(session, folder)
@@ -257,16 +283,16 @@ def lockstep(folder: Path) -> dict[str, float]:
             session.accumulate(next(batches))
             session.commit()
 
-        def begin(number: int) -> Callable[[], None]:
+        def begin(number: int) -> Save:
             checkpoints.save()
+            published = folder / f"step-{session.progress.steps:08d}"
 
-            def done() -> None:
+            def wait() -> None:
                 [*_, last] = checkpoints.finish()
                 assert last.failure is None, last.failure
 
-            return done
+            return Save(wait, published.exists)
 
-        assert isinstance(session, Session)
         return lost(step, begin)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -106,6 +108,16 @@ def nobody_left_behind() -> Iterator[None]:
     finally:
         if Attempt.last is not None:
             Attempt.last.kill()
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+    }
 
 
 # --- what lies on the disk ----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import signal
@@ -32,11 +31,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
 from attempts import (
     Attempt,
     damage,
     history,
+    machine,
     manifest_of,
     newest,
     nobody_left_behind,
@@ -109,16 +108,6 @@ def command(name: str, asked: argparse.Namespace) -> str:
         words |= {"recipe": asked.recipe, "steps": asked.steps, "then": asked.then}
     given = [f"--{flag} {value}" for flag, value in words.items() if value not in (None, "")]
     return " ".join(["python drills/kill_drill.py", name, *given])
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load": os.getloadavg()[0],
-    }
 
 
 # --- (a) runs -----------------------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ def _run_on_a_bad_disk(config: dict[str, Any], folder: str, rank: int, verb: str
         ended, steps = [], []
         for report in lockstep.steps(session):
             steps.append(report.step)
-            ended += checkpoints.hear(report)
+            ended += checkpoints.outcomes()
             if report.step in (2, 5):
                 disk.fault = _fails_in_the_second_save(verb, number) if mine else lambda call: None
                 checkpoints.save()

@@ -41,7 +41,6 @@ def _attempt(config: dict[str, Any], folder: str, until: int, save_at: int, faul
         if fault is not None:
             FAULTS[fault](session)
         for report in lockstep.steps(session):
-            checkpoints.hear(report)
             if report.step == save_at:
                 checkpoints.save()
                 [ended] = checkpoints.finish()

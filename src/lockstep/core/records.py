@@ -152,7 +152,6 @@ class StepReport:
         seconds: since the run's first update began.
         update_samples, update_tokens: of this update alone.
         requests: what any rank asked for since the update before.
-        tallies: sums over all ranks, one for each `Tally`.
     """
 
     step: int
@@ -170,7 +169,6 @@ class StepReport:
     update_samples: int
     update_tokens: int
     requests: frozenset[Request] = frozenset()
-    tallies: tuple[float, ...] = (0.0,) * len(Tally)
 
     @property
     def kept(self) -> bool:

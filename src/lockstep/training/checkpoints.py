@@ -117,14 +117,15 @@ class Checkpoints:
                 raise GiveUp(f"there is no checkpoint in {origin.place}")
         run = cast("str", self._axis.broadcast(identity))
         written = finite(to_plain(self._session.rooms.config))
-        self._saver = Saver(
+        saver = self._saver = Saver(
             self._storage,
             self._axis,
             self._session.rooms.world.device,
             Identity(run, written, self._environment),
             self._retention.published,
         )
-        self._session.standing = lambda: self._saver.standing  # type: ignore[union-attr]
+        self._session.standing = lambda: saver.standing
+        self._session.heard = saver.hear
         return notes
 
     def _refuse_changes(self, resume: Resume, manifest: Manifest) -> None:
@@ -189,11 +190,9 @@ class Checkpoints:
         """What this rank asks for in the next vote."""
         return _SAVE if self._clock.rings else _NONE
 
-    def hear(self, report: StepReport) -> list[SaveReport]:
-        """Takes what the vote said of saves; returns those that have ended, on the first rank."""
+    def outcomes(self) -> list[SaveReport]:
+        """Saves that have ended since the last call, on the first rank."""
         assert self._saver is not None, "begin() comes first"
-        _, settled, failed = report.tallies
-        self._saver.hear(settled, failed)
         return self._saver.outcomes()
 
     def is_due(self, before: Progress, report: StepReport) -> bool:

@@ -68,7 +68,7 @@ def run(
             session.request(drain_log(report))
             session.request(_due_requests(signals, clock))
             session.request(checkpoints.requests())
-            _tell(monitor, checkpoints.hear(report))
+            _tell(monitor, checkpoints.outcomes())
             stops = Request.STOP in report.requests
             found: tuple[EvaluationReport, ...] = ()
             if _evaluation_is_due(session, before, report):

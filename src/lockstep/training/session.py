@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.progress import Progress
-from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, Tally, TrainingState
+from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
 from lockstep.distributed.consensus import Consensus, had_one_gradient, requests_in, tallies_in
 from lockstep.optim.norms import clip_divisor
@@ -72,6 +72,7 @@ class Session:
         rooms: everything that the run is made of.
         ledger: which samples the updates so far have had.
         standing: asked in each vote: saves that this rank has settled, and how many of them failed.
+        heard: told what the vote said of them: the sums over all ranks.
     """
 
     def __init__(self, rooms: Rooms) -> None:
@@ -80,6 +81,7 @@ class Session:
         self.patience = Patience()
         self.ledger = Ledger(rooms.world.axis.size, _order_facts(rooms))
         self.standing: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.heard: Callable[[float, float], None] = lambda settled, failed: None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
@@ -234,8 +236,9 @@ class Session:
                 raise GiveUp(ranks_differ(progress.steps - 1))
             found = verdict(keep, scaled=self.rooms.scaler.enabled)
             self.patience.see(found, progress.steps)
-            tallies = tallies_in(slots)
-            self.ledger.add(progress.samples - batch.samples, progress.samples, tallies[Tally.DIGEST.value])
+            digest, settled, failed = tallies_in(slots)
+            self.ledger.add(progress.samples - batch.samples, progress.samples, digest)
+            self.heard(settled, failed)
             return StepReport(
                 step=progress.steps,
                 samples=progress.samples,
@@ -252,7 +255,6 @@ class Session:
                 update_samples=batch.samples,
                 update_tokens=tokens,
                 requests=requests_in(slots),
-                tallies=tallies,
             )
 
         return report
