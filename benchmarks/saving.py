@@ -389,13 +389,15 @@ def table(results: Mapping[str, Any]) -> str:
         for name, row in results["rows"].items()
     }
     saving = [
-        [name, row["lost_ms"].text(), f"{row['step_ms'].median:.0f}"] for name, row in rows.items() if "lost_ms" in row
+        [name, row["lost_ms"].text(), row["done_ms"].text(), f"{row['step_ms'].median:.0f}"]
+        for name, row in rows.items()
+        if "lost_ms" in row
     ]
     loading = [[name.removeprefix("load: "), row["load_ms"].text()] for name, row in rows.items() if "load_ms" in row]
-    refused = [[name, f"did not run: {why}", ""] for name, why in results["refused"].items()]
+    refused = [[name, f"did not run: {why}", "", ""] for name, why in results["refused"].items()]
     return "\n\n".join(
         [
-            markdown(["", "training lost per save, ms", "a step, ms"], [*saving, *refused]),
+            markdown(["", "training lost per save, ms", "ms until it is done", "a step, ms"], [*saving, *refused]),
             markdown(["", "load, ms"], loading),
             provenance(results),
         ]

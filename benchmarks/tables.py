@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import resume
+import saving
 import step_overhead
 import throughput
 from rounds import RESULTS, markdown
@@ -84,6 +86,8 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "throughput": throughput.table,
     "startup": startup,
     "data": data,
+    "saving": saving.table,
+    "resume": resume.table,
 }
 
 

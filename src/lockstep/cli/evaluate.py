@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli.words import Parser, add_json, add_trust, ranks
+from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, ranks
 from lockstep.core.arguments import EvaluateArguments
 
 
@@ -16,7 +16,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
     add_json(parser)
     add_trust(parser)
-    parser.add_argument("--trust-run", action="store_true", help="let code run that the run's config names")
+    add_trust_run(parser)
     asked = parser.parse_args(words)
 
     from lockstep.training.command import evaluate

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli.words import Parser, add_json, add_trust, step
+from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, step
 from lockstep.core.arguments import ExportArguments
 
 _FORMATS = ("auto", "safetensors", "torch", "hf")
@@ -27,7 +27,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
     add_trust(parser)
-    parser.add_argument("--trust-run", action="store_true", help="let code run that the run's config names (for hf)")
+    add_trust_run(parser)
     asked = parser.parse_args(words)
 
     from lockstep.training.exporting import export

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli.words import Parser, add_json, add_trust, seed, temperature, whole
+from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, seed, temperature, whole
 from lockstep.core.arguments import GenerateArguments
 
 
@@ -27,7 +27,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=seed, default=usual.seed, metavar="N", help="of the draws, %(default)s")
     add_json(parser)
     add_trust(parser)
-    parser.add_argument("--trust-run", action="store_true", help="let code run that the run's config names")
+    add_trust_run(parser)
     asked = parser.parse_args(words)
 
     from lockstep.training.command import generate

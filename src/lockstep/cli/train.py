@@ -50,6 +50,7 @@ def run(words: Sequence[str]) -> int:
     overrides = [*_place(origin, asked.fork), *overrides, *ranks_override(asked.ranks)]
     loaded, name = read_config(names, overrides, parser.flags())
 
+    from lockstep.monitor.folder import recipe_of
     from lockstep.training.command import train
 
     arguments = TrainArguments(
@@ -60,7 +61,7 @@ def run(words: Sequence[str]) -> int:
         origin=origin if asked.fork is not None else None,
         accept_changes=asked.accept_changes,
     )
-    return train(loaded, name if origin is None else (asked.fork or origin).name, arguments)
+    return train(loaded, name if origin is None else recipe_of(origin), arguments)
 
 
 def _run_folder(names: Sequence[str]) -> Path | None:

@@ -172,3 +172,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="let code that comes with a downloaded model run"
     )
+
+
+def add_trust_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust-run", action="store_true", help="let code run that the run's config names")

@@ -22,6 +22,7 @@ from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import everyone
 from lockstep.distributed.collectives import Alone, Together
+from lockstep.distributed.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Launch
@@ -91,6 +92,7 @@ def _device(launch: Launch, local_rank: int) -> torch.device:
     if launch.device == "cuda" and not available:
         raise ConfigError(Problem("", "launch.device", "cuda was asked for, and this machine shows no GPU; cpu works"))
     if not available:
+        keep_freed_memory()
         return torch.device("cpu")
     if local_rank >= available:
         message = (

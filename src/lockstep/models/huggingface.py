@@ -36,6 +36,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.records import DataFacts
 from lockstep.models.initialization import generators_keyed, reset_modules
+from lockstep.models.transformers_names import quiet
 
 _LOG = logging.getLogger(__name__)
 _AUTO_CLASSES = {
@@ -256,22 +257,15 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no reports of weights: what matters is said here, in one line."""
+    """transformers, if it is there, and silent."""
     try:
-        from transformers.utils import logging as transformers_logging
+        import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
             Problem("", "model.kind", 'huggingface needs the extra `hf`: pip install "lockstep-train[hf]"')
         ) from error
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
+    with quiet():
         yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

@@ -139,7 +139,7 @@ class RunFolder:
         self._write(CONFIG, text)
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """What `environment.describe()` found. Raises GiveUp."""
+        """What the run is called, and what `environment.describe()` found. Raises GiveUp."""
         self._write(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -178,6 +178,15 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise GiveUp(f"can't read {file}: {error}") from error
+
+
+def recipe_of(path: str | os.PathLike[str]) -> str:
+    """What the run in `path` was called when it began; its folder's name if that can't be told."""
+    try:
+        recipe = json.loads((Path(path) / ENVIRONMENT).read_text(encoding="utf-8")).get("recipe")
+    except (OSError, ValueError, AttributeError):
+        recipe = None
+    return recipe if isinstance(recipe, str) else Path(path).absolute().name
 
 
 def write_atomically(path: Path, text: str) -> None:

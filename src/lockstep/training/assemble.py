@@ -201,6 +201,8 @@ def _notes(session: Session) -> tuple[str, ...]:
             f"parallel.ddp.compression {rooms.config.parallel.ddp.compression} loses bits of each gradient: "
             f"the curve is close to the single process's, not equal"
         )
+    if rooms.config.parallel.ddp.compression == "powersgd":
+        notes.append("what powersgd remembers is not saved: a run that goes on is not, to the bit, one never stopped")
     return tuple(notes)
 
 

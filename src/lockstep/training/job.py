@@ -152,7 +152,7 @@ def _agree_on_folder(job: Job, world: World) -> Path:
 def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str]]:
     """Goes on from a checkpoint or begins anew; either way the folder then tells of one run, up to here."""
     first = session.rooms.world.rank == 0
-    environment = describe() if first else {}
+    environment = {"recipe": job.recipe, **describe()} if first else {}
     checkpoints = Checkpoints(session, storage_of(job.config, folder), environment)
     notes = checkpoints.begin(job.resume)
     if first:

@@ -1,0 +1,242 @@
+"""How soon a run goes on: `python benchmarks/resume.py [--rounds 7]`. Prints the tables, writes results/resume.json.
+
+a run      seconds from `lockstep train` to its next update, begun anew and gone on from a checkpoint, on two ranks:
+           the default recipe (5.6 MB of state), and a larger model (86 MB)
+the data   milliseconds to the next batch at sample 9e8 of 1e9; and what torch and Accelerate do at 9e6 of 1e7
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rounds import DidNotRun, Spread, about_here, in_processes, interleaved, markdown, provenance, save, say
+
+PACKAGES = ("torch", "accelerate")
+ROUNDS, STEP = 7, 6
+LARGE = (
+    "--model.layers=4", "--model.width=384", "--model.heads=4", "--data.train.length=32", "--batch.global_size=4",
+)  # fmt: skip
+MODELS: Mapping[str, tuple[str, ...]] = {"the default recipe": (), "86 MB of state": LARGE}
+SAMPLES, POSITION, BATCH = 10**9, 9 * 10**8, 256
+FEWER = 100  # so many times less for those that count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--contestant", metavar="NAME", help="be one, for one round")
+    asked = parser.parse_args()
+    if asked.contestant:
+        say({"ms": 1e3 * DATA[asked.contestant]()})
+        return
+    results = measure(asked.rounds)
+    if asked.rounds >= ROUNDS:
+        save("resume", results)
+    print(table(results))
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """In the form of results/resume.json."""
+    machine = about_here(PACKAGES)
+    with tempfile.TemporaryDirectory(prefix="resume-") as folder:
+        saved = {name: _saved(Path(folder) / str(number), words) for number, (name, words) in enumerate(MODELS.items())}
+        names = [f"{name}, {how}" for name in MODELS for how in ("begun", "gone on")]
+
+        def run(name: str) -> Mapping[str, float]:
+            model, _, how = name.rpartition(", ")
+            return {"s": _until_next_step(Path(folder), MODELS[model], saved[model] if how == "gone on" else None)}
+
+        runs, refused = interleaved(names, rounds, run)
+
+    def data(name: str) -> Mapping[str, float]:
+        return in_processes(__file__, ["--contestant", name], 1)
+
+    batches, unable = interleaved(list(DATA), rounds, data)
+    return {
+        "command": f"python benchmarks/resume.py --rounds {rounds}",
+        "rounds": rounds,
+        "machine": machine,
+        "runs": {name: Spread.over([one["s"] for one in found]) for name, found in runs.items()},
+        "longer": {
+            model: Spread.over(
+                [
+                    on["s"] - anew["s"]
+                    for on, anew in zip(runs[f"{model}, gone on"], runs[f"{model}, begun"], strict=True)
+                ]
+            )
+            for model in MODELS
+        },
+        "data": {name: Spread.over([one["ms"] for one in found]) for name, found in batches.items()},
+        "refused": {**refused, **unable},
+    }
+
+
+# --- a run --------------------------------------------------------------------------------------------------------
+
+
+def _command(run: Path, words: tuple[str, ...]) -> list[str]:
+    return [
+        sys.executable, "-m", "lockstep", "train", "stdlib-lm", *words, f"--run.folder={run}", "--ranks=2",
+        "--launch.device=cpu", "--monitor.every=1", "--monitor.progress=plain", "--evaluation.every=null",
+    ]  # fmt: skip
+
+
+def _saved(run: Path, words: tuple[str, ...]) -> Path:
+    """A run that was killed after its checkpoint of step STEP."""
+    command = [*_command(run, words), f"--checkpoint.every={STEP} steps", "--run.steps=1000"]
+    with _started(command) as process:
+        _wait_for(process, rf"step {STEP}: saved")
+        os.killpg(process.pid, signal.SIGKILL)
+    return run
+
+
+def _until_next_step(folder: Path, words: tuple[str, ...], origin: Path | None) -> float:
+    """Seconds."""
+    run = folder / "run"
+    if origin is not None:
+        shutil.copytree(origin, run)
+    try:
+        began = time.perf_counter()
+        with _started([*_command(run, words), "--run.steps=1000"]) as process:
+            line = _wait_for(process, r"step (\d+)/1000 ")
+            found = time.perf_counter() - began
+            os.killpg(process.pid, signal.SIGKILL)
+        first = int(line[1])
+        if (first > STEP) != (origin is not None):
+            raise DidNotRun(f"its first step was {first}")
+        return found
+    finally:
+        shutil.rmtree(run)
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, start_new_session=True
+    )
+
+
+def _wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if (found := re.match(pattern, line)) is not None:
+            return found
+    raise DidNotRun("".join(said[-3:]))
+
+
+# --- the data -----------------------------------------------------------------------------------------------------
+
+
+def lockstep() -> float:
+    """Seconds from a session that knows its position to its first batch; samples are one gather of tokens."""
+    import lockstep as ours
+
+    tokens = _tokens(SAMPLES)
+    config = {
+        "batch": {"global_size": BATCH},
+        "precision": {"compute": "fp32"},
+        "launch": {"device": "cpu"},
+        "run": {"steps": 10**8},
+    }
+
+    def once(position: int) -> float:
+        from torch import nn
+
+        from lockstep.core.progress import Progress
+
+        with ours.session(config, model=nn.Linear(1, 1), dataset=tokens, objective=nn.MSELoss()) as session:
+            session.progress = Progress(position // BATCH, position, position)
+            began = time.perf_counter()
+            next(session.batches())
+            return time.perf_counter() - began
+
+    return statistics.median(once(POSITION) for _ in range(5))
+
+
+def torch_sampler() -> float:
+    """A RandomSampler's order, whose batches are counted until the position, without fetching a sample."""
+    import itertools
+
+    from torch.utils.data import BatchSampler, RandomSampler
+
+    samples = SAMPLES // FEWER
+    began = time.perf_counter()
+    order = BatchSampler(RandomSampler(range(samples)), BATCH, drop_last=False)
+    next(itertools.islice(order, POSITION // FEWER // BATCH, None))
+    return time.perf_counter() - began
+
+
+def accelerate() -> float:
+    """`skip_first_batches`, as its documentation resumes within an epoch."""
+    from accelerate import Accelerator, skip_first_batches
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True)
+    batches = accelerator.prepare(DataLoader(_tokens(SAMPLES // FEWER), batch_size=BATCH, shuffle=True))
+    began = time.perf_counter()
+    next(iter(skip_first_batches(batches, POSITION // FEWER // BATCH)))
+    return time.perf_counter() - began
+
+
+def _tokens(samples: int) -> Any:
+    """A data set of so many samples that takes no memory."""
+    import torch
+    from torch.utils.data import Dataset
+
+    class Tokens(Dataset[Any]):
+        def __len__(self) -> int:
+            return samples
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.full((1,), float(index % 7)), torch.zeros(1)
+
+    return Tokens()
+
+
+DATA: Mapping[str, Callable[[], float]] = {
+    "Lockstep, at 9e8 of 1e9": lockstep,
+    "torch's samplers, at 9e6 of 1e7": torch_sampler,
+    "Accelerate's skip_first_batches, at 9e6 of 1e7": accelerate,
+}
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Markdown, from what `measure` returned or results/resume.json holds."""
+
+    def text(value: Spread | Mapping[str, float], form: str) -> str:
+        return (value if isinstance(value, Spread) else Spread(**value)).text(form)
+
+    runs = [
+        [model, *(text(results["runs"][f"{model}, {how}"], "{:.2f}") for how in ("begun", "gone on")),
+         text(longer, "{:+.2f}")]
+        for model, longer in results["longer"].items()
+    ]  # fmt: skip
+    data = [[name, text(value, "{:,.1f}")] for name, value in results["data"].items()]
+    data += [[name, f"did not run: {why}"] for name, why in results["refused"].items()]
+    return "\n\n".join(
+        [
+            markdown(["s to the next update", "begun", "gone on", "longer"], runs),
+            markdown(["ms to the next batch", ""], data),
+            provenance(results),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

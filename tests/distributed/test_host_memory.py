@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import resource, sys, torch
+from lockstep.distributed.host_memory import keep_freed_memory
+torch.set_num_threads(1)
+print(keep_freed_memory() if sys.argv[1] == "keep" else None)
+
+def work():
+    blocks = [torch.ones(1 << 20) for _ in range(8)]  # 4 MiB each
+
+for _ in range(3):
+    work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _faults(how: str, **environment: str) -> tuple[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, how], capture_output=True, text=True, check=True, env=environment
+    )
+    said, faults = done.stdout.split()
+    return said, int(faults)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_freed_memory_is_had_again_without_page_faults():
+    pages = 10 * 8 * (4 << 20) // resource.getpagesize()
+    assert _faults("leave")[1] > pages / 2
+    assert _faults("keep") == ("True", pytest.approx(0, abs=pages / 100))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_what_the_environment_says_of_malloc_stands():
+    assert _faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"
