@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 RANKS ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$gpus" -gt 0 ] && echo $$gpus || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check format clean
+.PHONY: help install train test check drill format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,11 @@ check: .venv/.installed-dev  ## format, lint, types, floors, tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour; nothing may be lost
+	$(BIN)/python drills/kill_drill.py runs --kills 20 --whole --steps 480
+	$(BIN)/python drills/kill_drill.py saves --kills 300
+	$(BIN)/python drills/peers_drill.py --contestants Lockstep --kills 300
 
 format: .venv/.installed-dev  ## formats and fixes what can be fixed
 	$(BIN)/ruff format .

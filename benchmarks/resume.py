@@ -110,7 +110,7 @@ def _until_next_step(folder: Path, words: tuple[str, ...], origin: Path | None) 
     try:
         began = time.perf_counter()
         with _started([*_command(run, words), "--run.steps=1000"]) as process:
-            line = _wait_for(process, r"step (\d+)/1000 ")
+            line = _wait_for(process, r"step (\d+)/1,000 ")
             found = time.perf_counter() - began
             os.killpg(process.pid, signal.SIGKILL)
         first = int(line[1])
@@ -157,7 +157,9 @@ def lockstep() -> float:
 
         from lockstep.core.progress import Progress
 
-        with ours.session(config, model=nn.Linear(1, 1), dataset=tokens, objective=nn.MSELoss()) as session:
+        with ours.session(
+            config, model=nn.Linear(1, 1), dataset=tokens, objective=nn.MSELoss(reduction="sum")
+        ) as session:
             session.progress = Progress(position // BATCH, position, position)
             began = time.perf_counter()
             next(session.batches())

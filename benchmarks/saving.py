@@ -23,8 +23,8 @@ from typing import Any
 from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say
 
 PACKAGES = ("torch", "safetensors", "xxhash")
-WIDTH, LAYERS, BATCH = 2048, 6, 12
-STRETCH, PAIRS = 14, 6  # steps of a stretch; stretches with a save
+WIDTH, LAYERS, BATCH = 2048, 6, 4
+STRETCH, PAIRS = 10, 10  # steps of a stretch; stretches with a save
 LOADS = 5
 
 

@@ -111,12 +111,14 @@ def nobody_left_behind() -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
+    """Where and when figures came from."""
     return {
+        "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "load": os.getloadavg()[0],
+        "load": round(os.getloadavg()[0], 2),
     }
 
 

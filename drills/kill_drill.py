@@ -5,7 +5,7 @@
     saves    train with large states, saving after every step; SIGKILL between a save's first byte and its end
              the newest checkpoint verifies, byte by byte?  none that was there is lost?  the run goes on from it?
 
-    python drills/kill_drill.py runs --kills 20 --ranks 1
+    python drills/kill_drill.py runs --kills 20 --whole --steps 480      the default recipe as it is
     python drills/kill_drill.py saves --kills 300
 
 Where a kill has hit is what lies on the disk afterwards. Prints tables, writes results/kill_drill_NAME.json, and fails
@@ -88,6 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--recipe", choices=list(SHORT), default="stdlib-lm", help="of `runs`")
     parser.add_argument("--steps", type=int, default=60, help="of `runs`")
+    parser.add_argument("--whole", action="store_true", help="`runs` takes the recipe as it is, not a small one")
     parser.add_argument("--then", default="1,4,3", help="ranks that `runs` goes on with; '' for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -107,7 +108,7 @@ def command(name: str, asked: argparse.Namespace) -> str:
     if name == "runs":
         words |= {"recipe": asked.recipe, "steps": asked.steps, "then": asked.then}
     given = [f"--{flag} {value}" for flag, value in words.items() if value not in (None, "")]
-    return " ".join(["python drills/kill_drill.py", name, *given])
+    return " ".join(["python drills/kill_drill.py", name, *given, *(["--whole"] if asked.whole else [])])
 
 
 # --- (a) runs -----------------------------------------------------------------------------------------------------
@@ -172,7 +173,8 @@ class Killer:
 
 
 def drill_runs(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    words = [asked.recipe, *SHORT[asked.recipe], "--monitor.every=1", "--checkpoint.every=4 steps"]
+    shorter = () if asked.whole else SHORT[asked.recipe]
+    words = [asked.recipe, *shorter, "--monitor.every=1", f"--checkpoint.every={max(4, asked.steps // 24)} steps"]
     as_asked = [*words, f"--run.steps={asked.steps}", f"--ranks={asked.ranks}"]
     undisturbed, began = folder / "undisturbed", time.perf_counter()
     Attempt(undisturbed, as_asked).end()

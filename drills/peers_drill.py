@@ -64,8 +64,7 @@ def main() -> None:
             rows[name] = Drill(name, Path(folder), random.Random(asked.seed)).run(asked.kills)
     found = {
         "command": f"python drills/peers_drill.py --kills {asked.kills} --seed {asked.seed}",
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "lightning")},
+        "machine": {**machine(), **{name: version(name) for name in ("transformers", "accelerate", "lightning")}},
         "rows": rows,
     }
     asked.results.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,39 @@
+"""Writes the tables of README.md from results/*.json: `python drills/tables.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import kill_drill
+import peers_drill
+
+HERE = Path(__file__).parent
+TABLES = {
+    "kill_drill_runs": lambda found: _as_said(kill_drill.runs_table(found)),
+    "kill_drill_saves": lambda found: _as_said(kill_drill.saves_table(found)),
+    "peers_drill": peers_drill.table,
+}
+
+
+def main() -> None:
+    text = (HERE / "README.md").read_text()
+    for name, table in TABLES.items():
+        path = HERE / "results" / f"{name}.json"
+        if not path.exists():
+            continue
+        found = json.loads(path.read_text())
+        machine = ", ".join(f"{what} {value}" for what, value in found["machine"].items())
+        written = f"{table(found)}\n\n`{found['command']}`: {machine}."
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text = re.sub(pattern, lambda at, written=written: f"{at[1]}{written}\n{at[2]}", text, flags=re.DOTALL)
+    (HERE / "README.md").write_text(text)
+
+
+def _as_said(table: str) -> str:
+    return f"```\n{table.strip()}\n```"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""A loop of one's own that saves, and goes on where it was: end it however you like, and start it again.
+
+python examples/own_checkpoints.py FOLDER
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from squares import Curve, SquaredError, points
+
+import lockstep
+
+CONFIG = {"batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"steps": 200}}
+
+dice = random.Random(7)
+lockstep.register_generator("dice", dice)  # what your code draws from goes on too
+
+with lockstep.session(CONFIG, model=Curve, dataset=points(), objective=SquaredError()) as session:
+    checkpoints = lockstep.checkpoints(session, sys.argv[1])
+    for report in lockstep.steps(session):
+        if report.step % 50 == 0:
+            checkpoints.save()  # returns at once; the loop trains on while it is written
+    checkpoints.save()
+    checkpoints.finish()  # the last one is on the disk
+    lockstep.print_once(f"update {session.progress.steps}, drawn {dice.random():.3f}")
