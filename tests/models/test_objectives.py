@@ -15,11 +15,9 @@ from lockstep.config import schema
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.core.records import Batch, DataFacts
 from lockstep.models.objectives import (
-    Classification,
     FunctionObjective,
-    MaskedLanguage,
     NextToken,
-    Sequence2Sequence,
+    Targets,
     adapt_objective,
     build_objective,
     count_targets,
@@ -46,18 +44,22 @@ OBJECTIVES = [
     pytest.param(NextToken(), id="next-token"),
     pytest.param(NextToken(shift=True), id="next-token-shifted"),
     pytest.param(NextToken(label_smoothing=0.1), id="smoothed"),
-    pytest.param(MaskedLanguage(), id="masked-lm"),
-    pytest.param(Sequence2Sequence(label_smoothing=0.2), id="seq2seq"),
-    pytest.param(Classification(), id="classification"),
-    pytest.param(Classification(label_smoothing=0.1), id="classification-smoothed"),
+    pytest.param(Targets(language=True), id="masked-lm"),
+    pytest.param(Targets(language=True, label_smoothing=0.2), id="seq2seq"),
+    pytest.param(Targets(language=False), id="classification"),
+    pytest.param(Targets(language=False, label_smoothing=0.1), id="classification-smoothed"),
 ]
+
+
+def _one_a_sample(objective) -> bool:
+    return isinstance(objective, Targets) and not objective._language
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @settings(max_examples=25, deadline=None)
 @given(samples=st.integers(1, 9), seed=st.integers(0, 1000), data=st.data())
 def test_any_split_adds_up(objective, samples, seed, data):
-    logits, targets = _random(samples, seed, isinstance(objective, Classification))
+    logits, targets = _random(samples, seed, _one_a_sample(objective))
     logits.requires_grad_()
     cuts = sorted(data.draw(st.sets(st.integers(0, samples))) | {0, samples})
     parts = [_batch(logits, targets, slice(start, stop)) for start, stop in pairwise(cuts)]
@@ -76,7 +78,7 @@ def test_any_split_adds_up(objective, samples, seed, data):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_sum_over_count_is_torchs_mean(objective):
-    logits, targets = _random(6, 1, isinstance(objective, Classification))
+    logits, targets = _random(6, 1, _one_a_sample(objective))
     smoothing = objective._smoothing
     mean = objective.loss_sum(*_batch(logits, targets)) / objective.count(_batch(logits, targets)[1])
     if getattr(objective, "_shift", False):
@@ -109,11 +111,13 @@ def test_the_loss_is_fp32_whatever_the_outputs():
 def test_outputs_may_be_a_mapping_with_logits():
     logits, targets = _random(4, 1, True)
     batch = _batch(logits, targets)[1]
-    assert Classification().loss_sum({"logits": logits}, batch) == Classification().loss_sum(logits, batch)
+    assert Targets(language=False).loss_sum({"logits": logits}, batch) == Targets(language=False).loss_sum(
+        logits, batch
+    )
     with pytest.raises(GiveUp, match=r"mapping of \['hidden'\].*needs logits"):
-        Classification().loss_sum({"hidden": logits}, batch)
+        Targets(language=False).loss_sum({"hidden": logits}, batch)
     with pytest.raises(GiveUp, match="a tuple"):
-        Classification().loss_sum((logits,), batch)
+        Targets(language=False).loss_sum((logits,), batch)
 
 
 def test_metrics_by_hand():
@@ -142,7 +146,7 @@ def test_perplexity_is_of_the_plain_loss_under_label_smoothing():
 
 
 def test_an_empty_evaluation_is_nan_and_a_lost_model_has_infinite_perplexity():
-    assert math.isnan(Classification().metrics(0.0, 0.0, {"right": 0.0})["loss"])
+    assert math.isnan(Targets(language=False).metrics(0.0, 0.0, {"right": 0.0})["loss"])
     assert NextToken().metrics(1e6, 1.0, {"right": 0.0})["perplexity"] == math.inf
 
 
@@ -164,19 +168,22 @@ def _huggingface(task, **architecture):
 @pytest.mark.parametrize(
     ("model", "facts", "expected"),
     [
-        (TRANSFORMER, DataFacts(1, 1, vocabulary=2), NextToken),
-        (schema.TextClassifierModel(kind="text-classifier"), DataFacts(1, 1), Classification),
-        (schema.ImageClassifierModel(kind="image-classifier"), DataFacts(1, 1), Classification),
-        (_huggingface("causal-lm"), DataFacts(1, 1), NextToken),
-        (_huggingface("masked-lm"), DataFacts(1, 1), MaskedLanguage),
-        (_huggingface("seq2seq"), DataFacts(1, 1), Sequence2Sequence),
-        (_huggingface("sequence-classification"), DataFacts(1, 1), Classification),
-        (CUSTOM, DataFacts(1, 1, vocabulary=9, classes=3), Classification),
-        (CUSTOM, DataFacts(1, 1, vocabulary=9), NextToken),
+        (TRANSFORMER, DataFacts(1, 1, vocabulary=2), (NextToken, True)),
+        (schema.TextClassifierModel(kind="text-classifier"), DataFacts(1, 1), (Targets, False)),
+        (schema.ImageClassifierModel(kind="image-classifier"), DataFacts(1, 1), (Targets, False)),
+        (_huggingface("causal-lm"), DataFacts(1, 1), (NextToken, True)),
+        (_huggingface("masked-lm"), DataFacts(1, 1), (Targets, True)),
+        (_huggingface("seq2seq"), DataFacts(1, 1), (Targets, True)),
+        (_huggingface("sequence-classification"), DataFacts(1, 1), (Targets, False)),
+        (CUSTOM, DataFacts(1, 1, vocabulary=9, classes=3), (Targets, False)),
+        (CUSTOM, DataFacts(1, 1, vocabulary=9), (NextToken, True)),
     ],
 )
 def test_auto_is_what_the_model_is_made_for(model, facts, expected):
-    assert type(build_objective(schema.Objective(), model, facts)) is expected
+    kind, of_a_language = expected
+    objective = build_objective(schema.Objective(), model, facts)
+    assert type(objective) is kind
+    assert ("perplexity" in objective.metrics(1.0, 1.0, {"right": 1.0})) == of_a_language
 
 
 def test_labels_of_transformers_are_shifted_and_ours_are_not():

@@ -1,10 +1,9 @@
 """What a model is trained for: sums over valid targets, so that any split of the samples gives the same gradient.
 
-                 valid targets                      outputs                 metrics
-    NextToken          targets of every position    logits [B, T, V]        loss, perplexity, accuracy, bits_per_byte
-    MaskedLanguage     those of hidden positions    logits [B, T, V]        loss, perplexity, accuracy
-    Sequence2Sequence  those of the target text     logits [B, T, V]        loss, perplexity, accuracy
-    Classification     one a sample                 logits [B, C]           loss, accuracy
+    next-token        targets of every position    logits [B, T, V]    loss, perplexity, accuracy, bits_per_byte
+    masked-lm         those of hidden positions    logits [B, T, V]    loss, perplexity, accuracy
+    seq2seq           those of the target text     logits [B, T, V]    loss, perplexity, accuracy
+    classification    one a sample                 logits [B, C]       loss, accuracy
 
 A target of -100 is none. Losses are computed in fp32, whatever the precision of the outputs.
 """
@@ -69,12 +68,17 @@ class NextToken:
         return (logits[:, :-1], batch.targets[:, 1:]) if self._shift else (logits, batch.targets)
 
 
-class MaskedLanguage:
-    """The targets are the tokens that were hidden, at their own positions."""
+class Targets:
+    """Targets at their own positions: hidden tokens, a text that the decoder has seen up to there, a sample's class.
+
+    Args:
+        language: they are tokens: metrics have the perplexity.
+    """
 
     decomposes = True
 
-    def __init__(self, *, label_smoothing: float = 0.0) -> None:
+    def __init__(self, *, language: bool, label_smoothing: float = 0.0) -> None:
+        self._language = language
         self._smoothing = label_smoothing
 
     def count(self, batch: Batch) -> int:
@@ -87,48 +91,8 @@ class MaskedLanguage:
         return _metric_sums(logits_of(outputs), batch.targets, self._smoothing)
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        return _language_metrics(loss_sum, count, sums, None)
-
-
-class Sequence2Sequence:
-    """The targets are the tokens of the target text; the decoder has seen those before each."""
-
-    decomposes = True
-
-    def __init__(self, *, label_smoothing: float = 0.0) -> None:
-        self._smoothing = label_smoothing
-
-    def count(self, batch: Batch) -> int:
-        return count_targets(batch.targets)
-
-    def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        return cross_entropy_sum(logits_of(outputs), batch.targets, self._smoothing)
-
-    def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        return _metric_sums(logits_of(outputs), batch.targets, self._smoothing)
-
-    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        return _language_metrics(loss_sum, count, sums, None)
-
-
-class Classification:
-    """One class a sample."""
-
-    decomposes = True
-
-    def __init__(self, *, label_smoothing: float = 0.0) -> None:
-        self._smoothing = label_smoothing
-
-    def count(self, batch: Batch) -> int:
-        return count_targets(batch.targets)
-
-    def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        return cross_entropy_sum(logits_of(outputs), batch.targets, self._smoothing)
-
-    def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        return _metric_sums(logits_of(outputs), batch.targets, self._smoothing)
-
-    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+        if self._language:
+            return _language_metrics(loss_sum, count, sums, None)
         return {"loss": _mean(loss_sum, count), "accuracy": _mean(sums["right"], count)}
 
 
@@ -194,11 +158,7 @@ def build_objective(objective: schema.Objective, model: schema.Model, facts: Dat
     if kind == "next-token":
         aligned = isinstance(model, schema.HuggingFaceModel)
         return NextToken(shift=aligned, label_smoothing=smoothing, bytes_per_token=facts.bytes_per_token)
-    if kind == "masked-lm":
-        return MaskedLanguage(label_smoothing=smoothing)
-    if kind == "seq2seq":
-        return Sequence2Sequence(label_smoothing=smoothing)
-    return Classification(label_smoothing=smoothing)
+    return Targets(language=kind != "classification", label_smoothing=smoothing)
 
 
 def adapt_objective(objective: object) -> protocols.Objective:
@@ -211,7 +171,7 @@ def adapt_objective(objective: object) -> protocols.Objective:
     Raises:
         ConfigError: none of these, or a loss module that takes the mean.
     """
-    if isinstance(objective, FunctionObjective | NextToken | MaskedLanguage | Sequence2Sequence | Classification):
+    if isinstance(objective, FunctionObjective | NextToken | Targets):
         return objective
     if isinstance(objective, CountsAndLosses) and not inspect.isclass(objective):
         given = ("metric_sums", "metrics", "decomposes")

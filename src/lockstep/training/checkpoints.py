@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.monitor.folder import CHECKPOINTS
 from lockstep.monitor.jsonl import finite
-from lockstep.plan.schedule import is_due
+from lockstep.training.due import Due
 from lockstep.training.saved_state import check_state
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep.checkpoint")
-_NONE: tuple[Request, ...] = ()
-_SAVE = (Request.SAVE,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class Checkpoints:
         self._section = config.checkpoint
         self._environment = environment
         self._retention = Retention(storage, config.checkpoint, session.rooms.plan.epoch_samples)
-        self._clock = Clock(config.checkpoint.every)
+        self._due = Due(config.checkpoint.every, Request.SAVE, session.rooms.plan.epoch_samples)
         self._saver: Saver | None = None
         self._saved_at: int | None = None
         self._best: float | None = None
@@ -188,7 +185,7 @@ class Checkpoints:
 
     def requests(self) -> tuple[Request, ...]:
         """What this rank asks for in the next vote."""
-        return _SAVE if self._clock.rings else _NONE
+        return self._due.requests()
 
     def outcomes(self) -> list[SaveReport]:
         """Saves that have ended since the last call, on the first rank."""
@@ -197,12 +194,7 @@ class Checkpoints:
 
     def is_due(self, before: Progress, report: StepReport) -> bool:
         """Whether a save follows the update between `before` and the session's progress."""
-        if Request.SAVE in report.requests:
-            return True
-        every = self._section.every
-        if every is None or every.unit == "minutes":
-            return False
-        return is_due(every, before, self._session.progress, self._session.rooms.plan.epoch_samples)
+        return self._due.after(before, self._session.progress, report)
 
     def is_best(self, evaluations: Iterable[EvaluationReport]) -> bool:
         """Whether the metric of `checkpoint.best` has never been better."""
@@ -228,7 +220,7 @@ class Checkpoints:
         moment = Moment(progress.steps, progress.samples, progress.tokens, values, metrics)
         session.hold(saver.start(state, moment))
         self._saved_at = progress.steps
-        self._clock.restart()
+        self._due.restart()
         if not self._section.asynchronous:
             saver.finish()
 
@@ -246,21 +238,6 @@ class Checkpoints:
         found = load_newest(self._storage, self._axis, self._session.state(), step, check_state)
         assert found is not None, "a checkpoint of a given step is there, or GiveUp is raised"
         self._session.restore(found.state)
-
-
-class Clock:
-    """Minutes can't be counted in steps: the first rank to reach them asks for a save, and all make it."""
-
-    def __init__(self, every: Any) -> None:
-        self._seconds = every.number * 60 if every is not None and every.unit == "minutes" else None
-        self.restart()
-
-    def restart(self) -> None:
-        self._began = time.monotonic()
-
-    @property
-    def rings(self) -> bool:
-        return self._seconds is not None and time.monotonic() - self._began >= self._seconds
 
 
 def flat(evaluations: Iterable[EvaluationReport]) -> dict[str, float]:

@@ -7,20 +7,18 @@ evaluate --> save --> results
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.core.errors import GiveUp, Paused
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
-from lockstep.plan.schedule import is_due
-from lockstep.resilience.signals import StopSignals, stop_signals
+from lockstep.resilience.signals import stop_signals
 from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.due import Due
 from lockstep.training.session import Session, steps
 
 if TYPE_CHECKING:
-    from lockstep.config.every import Every
     from lockstep.core.progress import Progress
     from lockstep.core.protocols import Monitor
 
@@ -59,22 +57,21 @@ def run(
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at = -1
-    clock = EvaluationClock(session.rooms.config.evaluation.every)
+    evaluation = Due(session.rooms.config.evaluation.every, Request.EVALUATE, session.rooms.plan.epoch_samples)
     with stop_signals() as signals:
         before = session.progress
         for report in steps(session):
             last = report
             session.request(monitor.see(report))
             session.request(drain_log(report))
-            session.request(_due_requests(signals, clock))
-            session.request(checkpoints.requests())
+            session.request((*signals.requests(), *evaluation.requests(), *checkpoints.requests()))
             _tell(monitor, checkpoints.outcomes())
             stops = Request.STOP in report.requests
             found: tuple[EvaluationReport, ...] = ()
-            if _evaluation_is_due(session, before, report):
+            if evaluation.after(before, session.progress, report):
                 found = evaluations = _evaluate(session, monitor)
                 evaluated_at = session.progress.steps
-                clock.restart()
+                evaluation.restart()
             if stops or checkpoints.is_best(found) or checkpoints.is_due(before, report):
                 checkpoints.save(found)
             if stops:
@@ -87,35 +84,6 @@ def run(
         checkpoints.save(found)
         _finish(monitor, checkpoints)
     return Results(session.progress, last, evaluations, session.seconds)
-
-
-class EvaluationClock:
-    """Minutes can't be counted in steps: the first rank to reach them asks for an evaluation, and all make it."""
-
-    def __init__(self, every: Every | None) -> None:
-        self._seconds = every.number * 60 if every is not None and every.unit == "minutes" else None
-        self.restart()
-
-    def restart(self) -> None:
-        self._began = time.monotonic()
-
-    @property
-    def rings(self) -> bool:
-        return self._seconds is not None and time.monotonic() - self._began >= self._seconds
-
-
-def _due_requests(signals: StopSignals, clock: EvaluationClock) -> tuple[Request, ...]:
-    requests = signals.requests()
-    return (*requests, Request.EVALUATE) if clock.rings else requests
-
-
-def _evaluation_is_due(session: Session, before: Progress, report: StepReport) -> bool:
-    if Request.EVALUATE in report.requests:
-        return True
-    every = session.rooms.config.evaluation.every
-    if every is None or every.unit == "minutes":
-        return False
-    return is_due(every, before, session.progress, session.rooms.plan.epoch_samples)
 
 
 def _pause(session: Session, monitor: Monitor, checkpoints: Checkpoints, heard: str | None) -> NoReturn:
