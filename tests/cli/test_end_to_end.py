@@ -223,7 +223,7 @@ def test_sigterm_stops_all_ranks(own: Path) -> None:
     command.send_signal(signal.SIGTERM)
     _, errors = command.communicate(timeout=60)
     assert command.returncode == 75, errors
-    assert re.search(r"stopped at step [\d,]+, as asked by SIGTERM, and saved; start it again to go on", errors)
+    assert re.search(r"stopped at step [\d,]+, as asked, and saved; start it again to go on", errors)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert not (own / "stopped" / "summary.json").exists()
 
@@ -319,3 +319,33 @@ def test_a_hugging_face_model_through_the_library(texts: Path, monkeypatch: pyte
     assert summary["steps"] == 3
     assert 0 < summary["trainable"] < summary["parameters"]
     assert set(summary["evaluation"]) == {"loss", "accuracy"}
+
+
+# --- going back to a step -----------------------------------------------------------------------------------------
+
+
+def test_from_a_step(own: Path) -> None:
+    words = ["--run.steps", "6", "--checkpoint.every", "2 steps", "--checkpoint.keep_last", "9", *QUIET]
+    assert call("train", "own.json", "--run.folder", "steps", *words, cwd=own).returncode == 0
+    absent = call("train", "steps", "--from", "5", cwd=own)
+    assert absent.returncode == 2
+    assert absent.stderr.endswith("has no checkpoint of step 5; the nearest is that of 4\n")
+    fork = call("train", "steps", "--fork", "fork", "--from", "44", cwd=own)
+    assert fork.returncode == 2
+    assert not (own / "fork").exists()
+    back = call("train", "steps", "--from", "2", cwd=own)  # although it is finished
+    assert back.returncode == 0, back.stderr
+    assert "resumes from step 2 " in back.stdout + back.stderr
+
+
+def test_a_run_that_is_refused_leaves_no_folder(own: Path) -> None:
+    refused = call("train", "own.json", "--run.folder", "nothere", "--model.init_from", "nothere.pt", *QUIET, cwd=own)
+    assert refused.returncode == 2
+    assert "there is no nothere.pt" in refused.stderr
+    assert "did you mean" not in refused.stderr
+    assert not (own / "nothere").exists()
+
+
+def test_the_plan_of_a_run(own: Path) -> None:
+    call("train", "own.json", "--run.folder", "planned", "--run.steps", "1", *QUIET, cwd=own)
+    assert call("plan", "planned", cwd=own).stdout.splitlines()[0] == "planned"

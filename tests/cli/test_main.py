@@ -61,7 +61,10 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "lockstep: there is no verb 'trian'; did you mean train?\n"),
         (["config", "chek"], "lockstep: config can't chek; did you mean check?\n"),
         (["data", "get"], "lockstep: data can't get; there are fetch, prepare\n"),
-        (["train", "digts"], "lockstep: 'digts' is neither a recipe nor a file; did you mean digits?\n"),
+        (
+            ["train", "digts"],
+            "lockstep: 'digts' is neither a recipe nor a file nor a run's folder; did you mean digits?\n",
+        ),
         (["train", "--rank", "2"], "lockstep: --rank: there is no such flag; did you mean --ranks?\n"),
         (["train", "--lr", "2"], "lockstep: --lr: unknown here; write optim.lr\n"),
         (["train", "--ranks", "0"], "lockstep: --ranks: '0' is not a whole number above 0, or auto\n"),

@@ -47,10 +47,11 @@ def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("digit", "'digit' is neither a recipe nor a file; did you mean digits?"),
+        ("digit", "'digit' is neither a recipe nor a file nor a run's folder; did you mean digits?"),
         (
             "xyz",
-            "'xyz' is neither a recipe nor a file; the recipes are stdlib-lm, bert-imdb, digits, stdlib-classify",
+            "'xyz' is neither a recipe nor a file nor a run's folder; "
+            "the recipes are stdlib-lm, bert-imdb, digits, stdlib-classify",
         ),
         ("recipes/digitz.yaml", "there is no file recipes/digitz.yaml; did you mean recipes/digits.yaml?"),
     ],

@@ -267,7 +267,8 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
     found = found_in(storage)
     names = {one.step: one.name for one in found}
     doomed = [names[step] for step in _superfluous(_entries(found, section), section, found)]
-    trusted = _newest_that_verifies(storage, found) if doomed else None
+    hopeless = bool(found) and all(one.manifest is None for one in found)
+    trusted = _newest_that_verifies(storage, found) if doomed or hopeless else None
     doomed = [name for name in doomed if name != trusted]
     gone = doomed if dry else _delete(storage, doomed)
     sizes = {one.name: one.manifest.size for one in found if one.manifest is not None}

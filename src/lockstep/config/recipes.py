@@ -10,7 +10,7 @@ One folder, in sight at the top of the repository; nothing to link or to keep al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.config.closeness import close
@@ -47,16 +47,22 @@ def recipes() -> list[Recipe]:
 
 
 def resolve_recipe(name_or_path: str) -> Recipe:
-    """The recipe of that name, or the config file at that path. Raises ConfigError that lists what there is."""
+    """The recipe of that name, the config file at that path, or that of the run there.
+
+    Raises:
+        ConfigError: there is none; lists what there is.
+    """
     path = Path(name_or_path)
     if path.suffix in _SUFFIXES or path.is_file():
         return _file(path)
+    if (path / "config.yaml").is_file():
+        return replace(_file(path / "config.yaml"), name=path.absolute().name)
     known = {recipe.name: recipe for recipe in recipes()}
     if name_or_path in known:
         return known[name_or_path]
     near = close(name_or_path, known)
     meant = f"did you mean {near}?" if near else f"the recipes are {', '.join(known)}"
-    raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file; {meant}")
+    raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file nor a run's folder; {meant}")
 
 
 def resolve_all(names_or_paths: Sequence[str]) -> tuple[str, list[Path]]:

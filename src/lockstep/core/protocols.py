@@ -110,6 +110,9 @@ class Sharding(Protocol):
     def state(self) -> TrainingState:
         """The live state of model and optimizer."""
 
+    def close(self) -> None:
+        """Lets go of what holds the process group, which is taken apart next; `bare` stays."""
+
     def restore(self, state: TrainingState) -> None:
         """Puts in what `state` has had: whole tensors on the CPU, or this rank's parts of sharded ones.
 

@@ -97,7 +97,8 @@ def _found(place: Path) -> Path:
 
 def _not_there(place: Path) -> str:
     if place.parent.is_dir():
-        near = difflib.get_close_matches(place.name, [entry.name for entry in place.parent.iterdir()], n=1)
+        could_be = [entry.name for entry in place.parent.iterdir() if entry.is_file() or holds_weights(entry)]
+        near = difflib.get_close_matches(place.name, could_be, n=1)
         if near:
             return f"there is no {place}; did you mean {place.parent / near[0]}?"
     hub = "" if place.is_absolute() or len(place.parts) > 2 else "; a name of the hub goes into model.pretrained"
@@ -200,13 +201,19 @@ def _can_be_mapped(file: Path) -> bool:
 def _refused(file: Path, message: str) -> str:
     wanted = re.search(r"GLOBAL (\S+)", message)
     if wanted is None:
-        reason = re.search(r"(Unsupported .*|Can only .*|Trying to .*)", message)
-        return f"{file} is no file of tensors that torch.save wrote: {reason[0][:200] if reason else 'it is malformed'}"
+        return f"{file} is no file of tensors that torch.save wrote: {_looks(file)}"
     return (
         f"{file} asks for {readable(wanted[1])} to be unpickled, which is more than tensors. Unpickling can run any "
         f"code, so it is refused. Where you trust the file, this turns it into one of tensors alone:\n"
         f"  {_conversion(file)}"
     )
+
+
+def _looks(file: Path) -> str:
+    if zipfile.is_zipfile(file):
+        return "what is pickled in it is malformed"
+    with file.open("rb") as opened:
+        return f"it is no zip archive; its first bytes are {opened.read(8)!r}"
 
 
 def _conversion(file: Path) -> str:
@@ -225,6 +232,8 @@ def _conversion(file: Path) -> str:
 def _unreadable(file: Path, error: Exception) -> str:
     if "TorchScript" in str(error):
         return f"{file} is a TorchScript archive, which holds code; save the module's state_dict() in its place"
+    if not zipfile.is_zipfile(file):
+        return f"{file} is no file that torch.save wrote, or a damaged one: {_looks(file)}"
     reason = ": ".join(part for part in (type(error).__name__, str(error).partition(". ")[0][:200]) if part)
     return f"{file} is no file that torch.save wrote, or a damaged one: {reason}"
 

@@ -22,13 +22,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.monitor import history
 
 CONFIG = "config.yaml"
@@ -63,9 +64,12 @@ class RunFolder:
             again: a finished run may be gone on with, or begun anew.
 
         Raises:
+            ConfigError: it is a file.
             GiveUp: it holds something else, a finished run, or one that is under way; or it can't be written.
         """
         where = Path(path) if path is not None else _free_name(recipe)
+        if where.exists() and not where.is_dir():
+            raise ConfigError(Problem("", "run.folder", f"{where} is a file; name a folder"))
         try:
             return cls._create(where.absolute(), again)
         except OSError as error:
@@ -145,6 +149,11 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Marks the run as finished. Raises GiveUp."""
         self._write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+    def remove_unbegun(self) -> None:
+        """A run that was refused before it began leaves nothing."""
+        if not self.config.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def release(self) -> None:
         """Lets others have the folder."""

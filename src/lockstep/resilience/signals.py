@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -13,30 +14,37 @@ from lockstep.core.errors import Stopped
 from lockstep.core.records import Request
 
 _ONE_WISH_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
+_HEARD = b"lockstep: stops after this update, and saves; once more stops at once\n"
 
 
 class StopSignals:
-    """What has been heard so far."""
+    """What has been heard so far.
 
-    def __init__(self) -> None:
-        self.heard: str | None = None
-        self._heard_at = 0.0
+    Args:
+        tell: say that the first was heard; an update may take a while.
+    """
+
+    def __init__(self, tell: bool) -> None:
+        self._tell = tell
+        self._heard_at: float | None = None
 
     def requests(self) -> tuple[Request, ...]:
-        return (Request.STOP,) if self.heard else ()
+        return () if self._heard_at is None else (Request.STOP,)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
-        if self.heard is None:
-            self.heard, self._heard_at = name, now
+        now = time.monotonic()
+        if self._heard_at is None:
+            self._heard_at = now
+            if self._tell:
+                os.write(2, _HEARD)  # print() could be what was interrupted
         elif now - self._heard_at > _ONE_WISH_S:
-            raise Stopped(f"stopped at once by a second signal ({name})")
+            raise Stopped(f"stopped at once by a second signal ({signal.Signals(number).name})")
 
 
 @contextmanager
-def stop_signals() -> Iterator[StopSignals]:
+def stop_signals(*, tell: bool = False) -> Iterator[StopSignals]:
     """Listens while the block runs; handlers of before come back after it. Only a main thread can listen."""
-    signals = StopSignals()
+    signals = StopSignals(tell)
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return

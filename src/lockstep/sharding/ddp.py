@@ -54,7 +54,7 @@ class ReplicatedByDDP:
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
         self._saved_buffers = _saved_buffers(model)
-        self.module = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             find_unused_parameters=options.find_unused_parameters,
@@ -63,8 +63,12 @@ class ReplicatedByDDP:
             bucket_cap_mb=options.bucket_mb,
             **_buffer_option(bool(self._saved_buffers)),  # type: ignore[arg-type]
         )
-        self._after_discard = _compress(self.module, options, backend)
+        self._after_discard = _compress(self._ddp, options, backend)
         self._learns_graph = options.static_graph
+
+    @property
+    def module(self) -> nn.Module:
+        return self._ddp
 
     def window(self, last: bool) -> AbstractContextManager[object]:
         if last or self._learns_graph:
@@ -72,7 +76,7 @@ class ReplicatedByDDP:
             # that are reduced already are the same on all ranks: the mean that comes with the last leaves them be.
             self._learns_graph = False
             return NO_WINDOW
-        return self.module.no_sync()
+        return self._ddp.no_sync()
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))
@@ -84,7 +88,12 @@ class ReplicatedByDDP:
 
     def synchronize(self) -> None:
         for buffer in self._saved_buffers:
-            dist.broadcast(buffer, group=self.module.process_group, group_src=0)
+            dist.broadcast(buffer, group=self._ddp.process_group, group_src=0)
+
+    def close(self) -> None:
+        """A DDP module that outlives its group, held by a user's variable, makes torch 2.13 abort now and then when the
+        interpreter ends (`terminate called without an active exception`)."""
+        del self._ddp
 
     def state(self) -> TrainingState:
         return live_state(self.bare, self._optimizer)

@@ -53,6 +53,9 @@ class Single:
     def synchronize(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def state(self) -> TrainingState:
         return live_state(self.bare, self._optimizer)
 

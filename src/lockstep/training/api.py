@@ -31,18 +31,24 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def checkpoints(session: Session, folder: str | os.PathLike[str]) -> Checkpoints:
+def checkpoints(
+    session: Session, folder: str | os.PathLike[str], *, fresh: bool = False, accept_changes: bool = False
+) -> Checkpoints:
     """Saves of a session that runs under a loop of yours; goes on from the newest in `folder` that verifies.
 
     All ranks together, before the first batch. `.resumed_from` tells the step, `.save()` begins a save in the
     background, `.finish()` waits for it.
+
+    Args:
+        fresh: begin anew; what is there is put aside.
+        accept_changes: go on although data, model or seed are others than before.
 
     Raises:
         ConfigError: what is saved there is another run's.
         GiveUp: none of the checkpoints there can be read.
     """
     made = Checkpoints(session, LocalStorage(Path(folder).absolute()), {})
-    for note in made.begin(Resume()):
+    for note in made.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
         print_once(f"lockstep: {note}")
     return made
 

@@ -7,10 +7,12 @@ finish    the last save exists, or the run says that it doesn't
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import Identity, Moment, Saver
 from lockstep.config.writing import to_plain
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.monitor.folder import CHECKPOINTS
 from lockstep.monitor.jsonl import finite
@@ -56,8 +58,11 @@ class Resume:
 
 
 def storage_of(config: Config, run: Path) -> LocalStorage:
-    """Where a run's checkpoints lie."""
-    return LocalStorage(Path(config.checkpoint.folder or run / CHECKPOINTS).absolute())
+    """Where a run's checkpoints lie. Raises ConfigError if that is a file."""
+    place = Path(config.checkpoint.folder or run / CHECKPOINTS).absolute()
+    if place.exists() and not place.is_dir():
+        raise ConfigError(Problem("", "checkpoint.folder", f"{place} is a file; name a folder"))
+    return LocalStorage(place)
 
 
 class Checkpoints:
@@ -97,6 +102,7 @@ class Checkpoints:
             raise GiveUp(f"checkpoints can't be kept in {where}: {error.strerror or error}") from error
 
     def _begin(self, resume: Resume) -> list[str]:
+        self._refuse_unknown_best()
         self._all_see_it()
         self._claim()
         notes: list[str] = []
@@ -106,7 +112,7 @@ class Checkpoints:
         else:
             origin = LocalStorage(resume.origin) if resume.origin is not None else self._storage
             check = partial(self._refuse_changes, resume)
-            found = load_newest(origin, self._axis, self._session.state(), resume.step, check)
+            found = self._load(origin, resume.step, check)
             if found is not None:
                 self._go_on(found, resume, notes)
                 identity = found.manifest.run if resume.origin is None else identity
@@ -125,6 +131,12 @@ class Checkpoints:
         self._session.heard = saver.hear
         return notes
 
+    def _load(self, origin: Storage, step: int | None, check: Callable[[Manifest], None]) -> Loaded | None:
+        try:
+            return load_newest(origin, self._axis, self._session.state(), step, check)
+        except GiveUp as error:
+            raise GiveUp(f"{error}\n--fresh begins anew (in Python: fresh=True)") from error
+
     def _refuse_changes(self, resume: Resume, manifest: Manifest) -> None:
         check_state(manifest)
         differences = changes(manifest.config, manifest.state, self._session)
@@ -132,7 +144,8 @@ class Checkpoints:
             shown = "".join(f"\n  {one}" for one in differences)
             raise ConfigError(
                 f"the checkpoint of step {manifest.step} is of a run with other data, model or seed:{shown}\n"
-                f"--accept-changes goes on from it all the same, --fresh begins anew"
+                f"--accept-changes goes on from it all the same, --fresh begins anew (in Python: accept_changes=True, "
+                f"fresh=True)"
             )
 
     def _go_on(self, found: Loaded, resume: Resume, notes: list[str]) -> None:
@@ -153,6 +166,21 @@ class Checkpoints:
         if self._axis.rank == 0:
             for path in set_back(self._storage, step, broken):
                 notes.append(f"put aside: {path}")
+
+    def _refuse_unknown_best(self) -> None:
+        """A name that no evaluation will ever have would leave `best` without a meaning, and nobody would notice."""
+        best, rooms = self._section.best, self._session.rooms
+        if best is None:
+            return
+        try:
+            metrics = list(rooms.objective.metrics(1.0, 1.0, defaultdict(lambda: 1.0)))
+        except Exception:  # a user's may want more than it can be given here
+            metrics = [best.rpartition(".")[2]]
+        known = [f"{name}.{metric}" for name in rooms.evaluation for metric in metrics]
+        if best not in known:
+            near = difflib.get_close_matches(best, known, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'no evaluation sets'}"
+            raise ConfigError(Problem("", "checkpoint.best", f"no evaluation will have {best}; {meant}"))
 
     def _claim(self) -> None:
         """Two runs that save to one place would take each other's drafts for leftovers."""

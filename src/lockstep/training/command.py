@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.checkpoint.reading import by_step
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.devices import choose_ranks
@@ -35,7 +36,9 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
     refuse_given(config)
     folder = config.run.folder
-    if folder is not None and is_finished(folder) and not arguments.fresh and not _asks_for_more(config, Path(folder)):
+    _refuse_missing_step(config, arguments)
+    again = arguments.fresh or arguments.step is not None
+    if folder is not None and is_finished(folder) and not again and not _asks_for_more(config, Path(folder)):
         print(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
         _print_summary(Path(folder), arguments.json)
         return 0
@@ -49,6 +52,23 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     if code == 0:
         _print_summary(place, arguments.json)
     return code
+
+
+def _refuse_missing_step(config: Config, arguments: TrainArguments) -> None:
+    """Before a folder is made or a rank is started for it."""
+    step, origin = arguments.step, arguments.origin
+    if step is None and origin is None:
+        return
+    if origin is None and config.run.folder is None:
+        raise ConfigError("--from goes on with a run: lockstep train RUN --from STEP, or give its run.folder")
+    run = origin or Path(str(config.run.folder))
+    storage = storage_of(run_config(origin) if origin is not None else config, run)
+    steps = sorted(by_step(storage.names()))
+    if not steps:
+        raise ConfigError(f"there is no checkpoint in {storage.place}")
+    if step is not None and step not in steps:
+        nearest = min(steps, key=lambda one: abs(one - step))
+        raise ConfigError(f"--from: {storage.place} has no checkpoint of step {step}; the nearest is that of {nearest}")
 
 
 def _resume(arguments: TrainArguments) -> Resume:
@@ -68,11 +88,14 @@ def _asks_for_more(config: Config, folder: Path) -> bool:
 def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
     """Makes the run's folder and runs the job on so many ranks of this machine; returns the folder and exit code."""
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
+    was_there = job.config.run.folder is not None and Path(job.config.run.folder).exists()
     folder = RunFolder.create(job.config.run.folder, job.recipe, again=True)
     try:
         code = launch(partial(_be_a_rank, job, folder.path), number, job.config.launch, folder.logs)
     finally:
         folder.release()
+        if not was_there:
+            folder.remove_unbegun()
     return folder.path, code
 
 

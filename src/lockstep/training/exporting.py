@@ -197,6 +197,11 @@ def _form(config: Config, arguments: ExportArguments) -> Form:
     """As asked; otherwise as the file is called; otherwise what suits the model."""
     named = _FORMS.get(arguments.to.suffix) if arguments.to is not None and not arguments.to.is_dir() else None
     asked = arguments.format
+    if named is None and arguments.to is not None and arguments.to.suffix[1:].isalpha() and not arguments.to.is_dir():
+        forms = ", ".join(f"*{suffix}" for suffix in _FORMS)
+        raise ConfigError(
+            f"--to {arguments.to}: no format is known by that name; a file is one of {forms}, or a folder"
+        )
     if asked == "auto":
         return named or ("hf" if config.model.kind == "huggingface" else "safetensors")
     if named is not None and named != asked:

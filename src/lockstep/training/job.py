@@ -33,7 +33,7 @@ from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.watchers import Watcher
 from lockstep.training.assemble import Given, assemble, run_facts
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
-from lockstep.training.run import Results, run
+from lockstep.training.run import Results, Unsaved, run
 from lockstep.training.session import Session
 from lockstep.training.text import codec_of, sample
 from lockstep.training.weights import save_weights, tokenizer_of
@@ -85,7 +85,10 @@ def run_job(job: Job) -> Finished:
         monitors = Monitors(_watchers(job.config, folder, session.rooms.world))
         with journal.recording(Journal()) as log, _shown(monitors, facts):
             drain = _Drain(session, monitors, log)
-            results = run(session, monitors, checkpoints, drain)
+            try:
+                results = run(session, monitors, checkpoints, drain)
+            except Unsaved as failure:
+                raise GiveUp(f"{failure}; {_keep_weights(session, folder)}") from failure
             if job.config.evaluation.prompt is not None:
                 journal.text("sample", sample(session, job.config.evaluation.prompt))
                 drain.show(results.progress.steps)
@@ -193,6 +196,18 @@ def _leave(
         _report(folder)
     session.rooms.world.axis.barrier()
     return summary
+
+
+def _keep_weights(session: Session, folder: Path) -> str:
+    """What is left of a run whose state can't be saved; says where, on all ranks."""
+    said = ""
+    if session.rooms.world.rank == 0:
+        try:
+            place = save_weights(session.rooms.sharding.bare, folder, tokenizer_of(session.rooms.config))
+            said = f"its weights are in {place}"
+        except GiveUp as error:
+            said = f"neither could its weights: {error}"
+    return str(session.rooms.world.axis.broadcast(said))
 
 
 def _report(folder: Path) -> None:

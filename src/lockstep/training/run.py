@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Monitor
 
 
+class Unsaved(GiveUp):
+    """The last save failed; the model is as it was trained."""
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """What a run came to, identical on every rank.
@@ -52,13 +56,13 @@ def run(
 
     Raises:
         Paused: somebody asked for it; all ranks stop at the same update, and it is saved.
-        GiveUp: the last save failed.
+        Unsaved: the last save failed.
     """
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at = -1
     evaluation = Due(session.rooms.config.evaluation.every, Request.EVALUATE, session.rooms.plan.epoch_samples)
-    with stop_signals() as signals:
+    with stop_signals(tell=session.rooms.world.rank == 0) as signals:
         before = session.progress
         for report in steps(session):
             last = report
@@ -72,10 +76,10 @@ def run(
                 found = evaluations = _evaluate(session, monitor)
                 evaluated_at = session.progress.steps
                 evaluation.restart()
-            if stops or checkpoints.is_best(found) or checkpoints.is_due(before, report):
-                checkpoints.save(found)
+            if stops or (not session.finished and (checkpoints.is_best(found) or checkpoints.is_due(before, report))):
+                checkpoints.save(found)  # at the end, what is evaluated there is saved with it, below
             if stops:
-                _pause(session, monitor, checkpoints, signals.heard)
+                _pause(session, monitor, checkpoints)
             before = session.progress
         found = evaluations if evaluated_at == session.progress.steps else ()
         if session.rooms.config.evaluation.at_end and not found:
@@ -86,10 +90,9 @@ def run(
     return Results(session.progress, last, evaluations, session.seconds)
 
 
-def _pause(session: Session, monitor: Monitor, checkpoints: Checkpoints, heard: str | None) -> NoReturn:
+def _pause(session: Session, monitor: Monitor, checkpoints: Checkpoints) -> NoReturn:
     _finish(monitor, checkpoints)
-    step = session.progress.steps
-    raise Paused(f"stopped at step {step:,}, as asked by {heard or 'another rank'}, and saved; start it again to go on")
+    raise Paused(f"stopped at step {session.progress.steps:,}, as asked, and saved; start it again to go on")
 
 
 def _finish(monitor: Monitor, checkpoints: Checkpoints) -> None:
@@ -97,7 +100,7 @@ def _finish(monitor: Monitor, checkpoints: Checkpoints) -> None:
     ended = checkpoints.finish()
     _tell(monitor, ended)
     if ended and ended[-1].failure is not None:
-        raise GiveUp(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")
+        raise Unsaved(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")
 
 
 def _tell(monitor: Monitor, ended: Iterable[SaveReport]) -> None:

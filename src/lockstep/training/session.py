@@ -209,8 +209,9 @@ class Session:
         return evaluate(self)
 
     def close(self) -> None:
-        """Ends the loader's worker processes."""
+        """Ends the loader's worker processes; trains no more."""
         self.rooms.loader.close()
+        self.rooms.sharding.close()
 
     # --- parts of an update -------------------------------------------------------------------------------------
 

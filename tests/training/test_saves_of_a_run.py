@@ -1,0 +1,70 @@
+"""What a whole run saves, where it lies, and what it refuses before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import small
+from kit.worlds import in_world
+
+from lockstep.checkpoint.local import LocalDraft, LocalStorage
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.training.job import Job, run_job
+
+
+def _config(folder: Path, **sections: Any) -> dict[str, Any]:
+    return small.config(**{"run": {"steps": 7, "folder": str(folder)}, **sections})
+
+
+def _run(config: dict[str, Any]) -> None:
+    run_job(Job(validate(config).config, "saves"))
+
+
+def test_the_last_save_has_the_last_evaluation_whatever_else_is_due_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoint = {"every": "7 steps", "best": "held-out.loss"}
+    _run(_config(run, checkpoint=checkpoint, evaluation={"every": "5 steps"}, run={"steps": 7, "folder": str(run)}))
+    storage = LocalStorage(run / "checkpoints")
+    assert set(read_manifest(storage, "step-00000007").metrics) == {"held-out.loss", "held-out.accuracy"}
+
+
+def test_a_best_that_no_evaluation_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"best: no evaluation will have held-out.los; did you mean held-out.loss\?"):
+        _run(_config(tmp_path / "run", checkpoint={"best": "held-out.los"}))
+
+
+@pytest.mark.parametrize("key", ["run", "checkpoint"])
+def test_a_file_is_no_folder(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    sections: dict[str, Any] = {"run": {"steps": 7, "folder": str(tmp_path / "run")}, "checkpoint": {}}
+    sections[key]["folder"] = str(file)
+    with pytest.raises(ConfigError, match=rf"{key}\.folder: .*file is a file; name a folder"):
+        _run(_config(tmp_path, **sections))
+
+
+def _with_a_full_disk(config: dict[str, Any]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalDraft, "create", _full)
+        with pytest.raises(GiveUp) as raised:
+            _run(config)
+    return str(raised.value)
+
+
+def _full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_can_not_be_saved_leaves_its_weights(ranks: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    weights = run / "model" / "model.safetensors"
+    for said in in_world(ranks, _with_a_full_disk, _config(run)):
+        assert said.startswith("the state after step 7 could not be saved")
+        assert said.endswith(f"No space left on device; its weights are in {weights}")
+    assert weights.is_file()
+    assert not (run / "summary.json").exists()
