@@ -69,3 +69,8 @@ class Together:
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """Lets go of the group: held beyond its end, by a user's variable, its threads would meet a Python that is
+        being taken apart, and now and then abort it (`terminate called without an active exception`)."""
+        del self._group

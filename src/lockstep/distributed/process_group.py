@@ -72,11 +72,13 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
             yield world
         return
     _make_group(environment, backend, device, launch.timeout)
+    world = _world(environment, device, backend)
     try:
-        world = _world(environment, device, backend)
         with everyone.is_over(world.axis):
             yield world
     finally:
+        if isinstance(world.axis, Together):
+            world.axis.close()
         dist.destroy_process_group()
 
 

@@ -91,8 +91,7 @@ class ReplicatedByDDP:
             dist.broadcast(buffer, group=self._ddp.process_group, group_src=0)
 
     def close(self) -> None:
-        """A DDP module that outlives its group, held by a user's variable, makes torch 2.13 abort now and then when the
-        interpreter ends (`terminate called without an active exception`)."""
+        """A DDP module that outlives its group keeps the group: see `Together.close`."""
         del self._ddp
 
     def state(self) -> TrainingState:
