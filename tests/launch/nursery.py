@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -19,7 +18,6 @@ def main() -> None:
     from lockstep.launch.rank import end_with
 
     end_with(os.getppid())  # a test run that is killed leaves nothing behind
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, launchers would not hear it
     nursery = os.getpid()
     print("ready", flush=True)
     for line in sys.stdin:
