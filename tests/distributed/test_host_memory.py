@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
@@ -34,9 +33,9 @@ def _faults(how: str, **environment: str) -> tuple[str, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_memory_is_had_again_without_page_faults():
-    pages = 10 * 8 * (4 << 20) // resource.getpagesize()
-    assert _faults("leave")[1] > pages / 2
-    assert _faults("keep") == ("True", pytest.approx(0, abs=pages / 100))
+    # 80 blocks of 4 MiB: a fault for each page, or, where the kernel gives huge ones, some for each block
+    assert _faults("leave")[1] > 160
+    assert _faults("keep") == ("True", pytest.approx(0, abs=80))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
