@@ -33,9 +33,9 @@ def _faults(how: str, **environment: str) -> tuple[str, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_memory_is_had_again_without_page_faults():
-    # 80 blocks of 4 MiB: a fault for each page, or, where the kernel gives huge ones, some for each block
-    assert _faults("leave")[1] > 160
-    assert _faults("keep") == ("True", pytest.approx(0, abs=80))
+    said, kept = _faults("keep")
+    assert said == "True"
+    assert 4 * kept < _faults("leave")[1]  # how many that are is the kernel's: it may give huge pages
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
