@@ -329,7 +329,7 @@ def test_from_a_step(own: Path) -> None:
     assert call("train", "own.json", "--run.folder", "steps", *words, cwd=own).returncode == 0
     absent = call("train", "steps", "--from", "5", cwd=own)
     assert absent.returncode == 2
-    assert absent.stderr.endswith("has no checkpoint of step 5; the nearest is that of 4\n")
+    assert absent.stderr.endswith("has no checkpoint of step 5; the nearest is that of step 4\n")
     fork = call("train", "steps", "--fork", "fork", "--from", "44", cwd=own)
     assert fork.returncode == 2
     assert not (own / "fork").exists()

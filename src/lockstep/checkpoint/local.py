@@ -41,9 +41,7 @@ class LocalStorage:
 
     def begin(self, name: str) -> LocalDraft:
         draft = self._folder / f"{_DRAFT}{name}"
-        if not self._folder.is_dir():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _flush_folder(self._folder.parent)
+        self._make()
         draft.mkdir(exist_ok=True)
         return LocalDraft(draft, self._folder / name)
 
@@ -83,7 +81,7 @@ class LocalStorage:
         return str(target)
 
     def claim(self) -> bool:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make()
         handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process's own, however often it asks
@@ -103,7 +101,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def witness(self, token: str) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make()
         left = self._folder / f"{_WITNESS}{token}"
         left.touch()
         try:
@@ -113,6 +111,16 @@ class LocalStorage:
 
     def sees(self, token: str) -> bool:
         return (self._folder / f"{_WITNESS}{token}").exists()
+
+    def _make(self) -> None:
+        """The folder, and the names that lead to it, are on the disk then: what is published in it can be found."""
+        if self._folder.is_dir():
+            return
+        made = [self._folder, *(above for above in self._folder.parents if not above.is_dir())]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(made):
+            _flush_folder(folder.parent)
+        _flush_folder(made[-1].parent.parent)  # a run's own folder has just been made too
 
 
 class LocalDraft:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ class ReplicatedByDDP:
 
     def close(self) -> None:
         """A DDP module that outlives its group keeps the group: see `Together.close`."""
-        del self._ddp
+        self._ddp = cast("DistributedDataParallel", None)
 
     def state(self) -> TrainingState:
         return live_state(self.bare, self._optimizer)

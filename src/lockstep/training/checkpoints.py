@@ -112,7 +112,7 @@ class Checkpoints:
         else:
             origin = LocalStorage(resume.origin) if resume.origin is not None else self._storage
             check = partial(self._refuse_changes, resume)
-            found = self._load(origin, resume.step, check)
+            found = self._load(origin, resume, check)
             if found is not None:
                 self._go_on(found, resume, notes)
                 identity = found.manifest.run if resume.origin is None else identity
@@ -131,10 +131,12 @@ class Checkpoints:
         self._session.heard = saver.hear
         return notes
 
-    def _load(self, origin: Storage, step: int | None, check: Callable[[Manifest], None]) -> Loaded | None:
+    def _load(self, origin: Storage, resume: Resume, check: Callable[[Manifest], None]) -> Loaded | None:
         try:
-            return load_newest(origin, self._axis, self._session.state(), step, check)
+            return load_newest(origin, self._axis, self._session.state(), resume.step, check)
         except GiveUp as error:
+            if resume.origin is not None:
+                raise
             raise GiveUp(f"{error}\n--fresh begins anew (in Python: fresh=True)") from error
 
     def _refuse_changes(self, resume: Resume, manifest: Manifest) -> None:
@@ -253,7 +255,7 @@ class Checkpoints:
             saver.finish()
 
     def finish(self) -> list[SaveReport]:
-        """Waits for the save under way; returns those that have ended since the last `hear`, on all ranks."""
+        """Waits for the save under way; returns those that have ended since `outcomes`, on all ranks."""
         assert self._saver is not None, "begin() comes first"
         self._saver.finish()
         return cast("list[SaveReport]", self._axis.broadcast(self._saver.outcomes()))

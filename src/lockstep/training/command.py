@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.checkpoint.reading import by_step
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.devices import choose_ranks
@@ -23,6 +22,7 @@ from lockstep.monitor.folder import RunFolder, is_finished, read_summary
 from lockstep.training.assemble import Given, make_model, open_sources
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.job import Job, opened, run_job
+from lockstep.training.places import Place, choose, find
 from lockstep.training.weights import load_weights, to_rebuild
 
 if TYPE_CHECKING:
@@ -56,19 +56,12 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
 
 def _refuse_missing_step(config: Config, arguments: TrainArguments) -> None:
     """Before a folder is made or a rank is started for it."""
-    step, origin = arguments.step, arguments.origin
-    if step is None and origin is None:
-        return
-    if origin is None and config.run.folder is None:
-        raise ConfigError("--from goes on with a run: lockstep train RUN --from STEP, or give its run.folder")
-    run = origin or Path(str(config.run.folder))
-    storage = storage_of(run_config(origin) if origin is not None else config, run)
-    steps = sorted(by_step(storage.names()))
-    if not steps:
-        raise ConfigError(f"there is no checkpoint in {storage.place}")
-    if step is not None and step not in steps:
-        nearest = min(steps, key=lambda one: abs(one - step))
-        raise ConfigError(f"--from: {storage.place} has no checkpoint of step {step}; the nearest is that of {nearest}")
+    if arguments.origin is not None:
+        choose(find(arguments.origin), arguments.step)
+    elif arguments.step is not None:
+        if config.run.folder is None:
+            raise ConfigError("--from goes on with a run: lockstep train RUN --from STEP, or give its run.folder")
+        choose(Place(Path(storage_of(config, Path(config.run.folder)).place)), arguments.step)
 
 
 def _resume(arguments: TrainArguments) -> Resume:
@@ -90,11 +83,12 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     was_there = job.config.run.folder is not None and Path(job.config.run.folder).exists()
     folder = RunFolder.create(job.config.run.folder, job.recipe, again=True)
+    code = ConfigError.exit_code  # what `launch` raises
     try:
         code = launch(partial(_be_a_rank, job, folder.path), number, job.config.launch, folder.logs)
     finally:
         folder.release()
-        if not was_there:
+        if code == ConfigError.exit_code and not was_there:  # of what failed otherwise, the ranks' words are in it
             folder.remove_unbegun()
     return folder.path, code
 

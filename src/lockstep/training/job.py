@@ -91,7 +91,6 @@ def run_job(job: Job) -> Finished:
                 raise GiveUp(f"{failure}; {_keep_weights(session, folder)}") from failure
             if job.config.evaluation.prompt is not None:
                 journal.text("sample", sample(session, job.config.evaluation.prompt))
-                drain.show(results.progress.steps)
             drain.show(results.progress.steps)
         summary = _leave(session, checkpoints, facts, results, folder)
     return Finished(summary, folder)

@@ -76,8 +76,9 @@ def run(
                 found = evaluations = _evaluate(session, monitor)
                 evaluated_at = session.progress.steps
                 evaluation.restart()
-            if stops or (not session.finished and (checkpoints.is_best(found) or checkpoints.is_due(before, report))):
-                checkpoints.save(found)  # at the end, what is evaluated there is saved with it, below
+            wanted = checkpoints.is_best(found) or checkpoints.is_due(before, report)
+            if stops or (wanted and not session.finished):  # at the end, what is evaluated there is saved with it
+                checkpoints.save(found)
             if stops:
                 _pause(session, monitor, checkpoints)
             before = session.progress
