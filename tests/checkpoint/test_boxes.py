@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.storing import Divided, rank_states, saved, state_of
 
-from lockstep.checkpoint.boxes import Box, Held, Kind, held, share_out
+from lockstep.checkpoint.boxes import share_out
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader, Wanted
 from lockstep.core.errors import GiveUp
+from lockstep.distributed.parts import Box, Held, Kind, held
 
 
 @st.composite

@@ -6,7 +6,6 @@ recorded(config, ranks, updates) --> the same from a world of `ranks`           
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +79,7 @@ def record(config: dict[str, Any], updates: int, fault: str | None) -> Trajector
         for batch in session.batches():
             scale = session.rooms.scaler.scale
             session.accumulate(batch)
-            found.gradients.append(_arrays(session.rooms.sharding.bare, lambda p, scale=scale: p.grad / scale))
+            found.gradients.append({name: _array(grad) / scale for name, grad in session.rooms.sharding.gradients()})
             report = session.commit()
             assert report is not None
             found.losses.append(report.loss)
@@ -89,17 +88,13 @@ def record(config: dict[str, Any], updates: int, fault: str | None) -> Trajector
             found.counts.append(report.count)
             if report.step == updates:
                 break
-        found.weights = _arrays(session.rooms.sharding.bare, lambda p: p)
+        found.weights = {name: _array(value) for name, value in session.rooms.sharding.weights()}
         found.evaluations = [dict(report.metrics) for report in session.evaluate()]
     return found
 
 
-def _arrays(module: Any, value: Callable[[Any], Any]) -> Arrays:
-    return {
-        name: value(parameter).detach().clone().numpy()
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+def _array(tensor: Any) -> np.ndarray:
+    return tensor.clone().numpy()
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------

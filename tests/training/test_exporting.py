@@ -27,9 +27,13 @@ from lockstep.training.command import run_config
 from lockstep.training.exporting import export
 from lockstep.training.importing_weights import import_weights
 from lockstep.training.publishing import whole_file, whole_folder
-from lockstep.training.weights import load_weights, save_weights, to_rebuild
+from lockstep.training.weights import load_weights, save_weights, tensors_of, to_rebuild
 
 LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
+
+
+def _save(model: Any, folder: Path, tokenizer: str | None = None) -> None:
+    save_weights(model, tensors_of(model), folder, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def test_a_run_leaves_its_own_names(run: Path) -> None:
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    save_weights(small.Net(), tmp_path)
+    _save(small.Net(), tmp_path)
     with pytest.raises(GiveUp, match=r"(?s)not the weights of the run's model.*missing: spare\.weight \[4, 4\]"):
         load_weights(small.WithSpare(), tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
@@ -93,7 +97,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "model").touch()
     with pytest.raises(GiveUp, match="the trained weights could not be written"):
-        save_weights(small.Net(), tmp_path)
+        _save(small.Net(), tmp_path)
 
 
 # --- which checkpoint, to where ---------------------------------------------------------------------------------------
@@ -353,7 +357,7 @@ def test_the_tokenizer_comes_along(trained: Path, tmp_path: Path) -> None:
 
     export(trained, ExportArguments(to=tmp_path / "out"))
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("the cat") == [3, 5]
-    save_weights(built(trained), tmp_path / "run", str(tmp_path / "no tokenizer"))
+    _save(built(trained), tmp_path / "run", str(tmp_path / "no tokenizer"))
     assert "model.safetensors" in contents(tmp_path / "run" / "model")
 
 

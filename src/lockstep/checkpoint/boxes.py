@@ -15,97 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import GiveUp
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A part of a tensor.
-
-    Attributes:
-        offsets, sizes: along each dim; both empty for a 0-dim tensor, whose one element the box is.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return prod(self.sizes)
-
-    def meets(self, other: Box) -> Box | None:
-        """What both hold, or None."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = [
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        ]
-        sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
-        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
-
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in `outer`, as an index."""
-        starts = [a - b for a, b in zip(self.offsets, outer.offsets, strict=True)]
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a tensor is, whoever holds it.
-
-    Attributes:
-        dtype: torch's name for it, such as `bfloat16`.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def whole(self) -> Box:
-        return Box((0,) * len(self.shape), self.shape)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What one rank holds of a tensor."""
-
-    kind: Kind
-    boxes: tuple[Box, ...]
-
-
-def held(tensor: Tensor) -> Held:
-    """What this rank holds of it: all, or the shards of a DTensor."""
-    kind = Kind(dtype_name(tensor.dtype), tuple(tensor.shape))
-    if not is_sharded(tensor) or not kind.whole.elements:
-        return Held(kind, (kind.whole,))
-    chunks = cast("Any", tensor).__create_chunk_list__()
-    return Held(kind, tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if prod(chunk.sizes)))
-
-
-def part(tensor: Tensor, box: Box) -> Tensor:
-    """The live memory of one of the boxes that `held` named."""
-    if not is_sharded(tensor):
-        return tensor.detach()
-    local: Tensor = cast("Any", tensor).to_local()
-    return local.detach().view(box.sizes)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: asked without importing what defines it."""
-    return hasattr(tensor, "__create_chunk_list__")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+from lockstep.distributed.parts import Box, Held, Kind
 
 
 @dataclass(frozen=True, slots=True)

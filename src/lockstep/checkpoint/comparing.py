@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.boxes import Kind
 from lockstep.checkpoint.inspection import distrusting, manifest_of
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reading import Reader, Wanted
+from lockstep.distributed.parts import Kind
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.boxes import Kind, dtype_name, held
 from lockstep.checkpoint.manifest import Damaged, Manifest
 from lockstep.checkpoint.reading import Reader, Wanted, by_step, manifest_bytes
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.core.errors import GiveUp
 from lockstep.core.records import TrainingState
+from lockstep.distributed.parts import Kind, dtype_name, held, local
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +137,7 @@ def _read(storage: Storage, name: str, manifest: Manifest, live: TrainingState) 
         like = live.tensors.get(key)
         boxes = (entry.kind.whole,) if like is None else held(like).boxes
         try:
-            memory = torch.empty(boxes[0].sizes if boxes else (0,), dtype=getattr(torch, entry.dtype))
+            memory = torch.empty(entry.shape if like is None else local(like).shape, dtype=getattr(torch, entry.dtype))
         except RuntimeError:
             return f"{key} is said to be {entry.kind}, for which there is no memory here ({entry.size:,} bytes)"
         tensors[key] = memory

@@ -21,8 +21,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, ValidationInfo, WrapValidator
 
 from lockstep.checkpoint import fingerprints
-from lockstep.checkpoint.boxes import Box, Kind, Piece, check_cover
+from lockstep.checkpoint.boxes import Piece, check_cover
 from lockstep.core.errors import GiveUp
+from lockstep.distributed.parts import Box, Kind
 
 FORMAT_VERSION = 1
 MOST_BYTES = 2**30  # of a manifest: about 100 TB of state

@@ -16,10 +16,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.boxes import Box
 from lockstep.checkpoint.fingerprints import BLOCK, Binding
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, Damaged, Manifest, Part
 from lockstep.checkpoint.storage import MANIFEST, read_whole
+from lockstep.distributed.parts import Box
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,13 +19,14 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import fingerprints, manifest
-from lockstep.checkpoint.boxes import Held, Piece, held, share_out
+from lockstep.checkpoint.boxes import Piece, share_out
 from lockstep.checkpoint.fingerprints import Binding
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, Manifest, Part, TensorEntry
 from lockstep.checkpoint.shards import Layout, file_of, lay_out
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
 from lockstep.core.errors import GiveUp
 from lockstep.core.records import SaveReport
+from lockstep.distributed.parts import Held, held
 
 if TYPE_CHECKING:
     import torch

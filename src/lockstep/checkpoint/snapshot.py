@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from lockstep.checkpoint.boxes import part
+from lockstep.distributed.parts import part
 
 if TYPE_CHECKING:
     from torch import Tensor

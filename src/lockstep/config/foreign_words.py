@@ -62,6 +62,17 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "model.tie_embeddings": ("tie_word_embeddings", "tie_weights"),
     "model.rope_base": ("rope_theta",),
     "model.compile": ("torch_compile",),
+    "parallel.fsdp.sharding_strategy": ("fsdp_sharding_strategy",),
+    "parallel.fsdp.backward_prefetch": ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"),
+    "parallel.fsdp.forward_prefetch": ("fsdp_forward_prefetch",),
+    "parallel.fsdp.cpu_offload": ("fsdp_offload_params", "offload_params"),
+    "parallel.fsdp.min_num_params": ("fsdp_min_num_params",),
+    "parallel.fsdp.wrap": (
+        "fsdp_transformer_layer_cls_to_wrap",
+        "transformer_layer_cls_to_wrap",
+        "transformer_layer_cls",
+        "module_classes_to_wrap",
+    ),
     "checkpoint.every": ("save_steps", "save_interval", "save_every", "checkpoint_interval", "every_n_train_steps"),
     "checkpoint.keep_last": ("save_total_limit", "total_limit"),
     "checkpoint.best": ("metric_for_best_model", "monitor_metric"),
@@ -81,9 +92,25 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "activation checkpointing is not there yet; leave it out": (
         "gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing_kwargs",
     ),
-    "this strategy is not there yet; `parallel.strategy` is auto, single, dp or ddp": (
-        "zero_optimization", "zero_stage", "deepspeed", "fsdp", "fsdp_config", "fsdp_plugin", "tensor_parallel_size",
-        "pipeline_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "tp_size", "pp_size",
+    "it always holds under FSDP2: parameters keep their names, shapes and groups; leave it out": (
+        "use_orig_params", "fsdp_use_orig_params",
+    ),
+    "it always holds: each rank's part is cut from the same first weights; leave it out": (
+        "sync_module_states", "fsdp_sync_module_states", "fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading",
+    ),
+    "it always holds under FSDP2: at most two blocks are gathered at a time; leave it out": (
+        "limit_all_gathers", "fsdp_limit_all_gathers",
+    ),
+    "checkpoints are always sharded, and load anywhere; `lockstep export` writes whole weights; leave it out": (
+        "fsdp_state_dict_type", "state_dict_type",
+    ),
+    "it is FSDP2 in any case; leave it out": ("fsdp_version",),
+    "write `parallel.strategy: fsdp` and what is special about it under `parallel.fsdp`": (
+        "fsdp", "fsdp_config", "fsdp_plugin",
+    ),
+    "this strategy is not there yet; `parallel.strategy` is auto, single, dp, ddp or fsdp": (
+        "zero_optimization", "zero_stage", "deepspeed", "tensor_parallel_size", "pipeline_parallel_size",
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "tp_size", "pp_size",
     ),
     "the hub is never written to; leave it out": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
     "start one process a rank with torchrun on every machine; lockstep starts those of one": (
@@ -105,6 +132,24 @@ def translate(word: str, node: Node, context: Context) -> str | None:
     return _COMPUTED[word](value, context) if word in _COMPUTED else None
 
 
+def absent_value(word: str, node: Node) -> str | None:
+    """Why another tool's value for a word of ours has no counterpart; None if nothing is known of it."""
+    value = node.value if isinstance(node, Leaf) else None
+    return _ABSENT_VALUES.get((word, str(value).upper()))
+
+
+_ABSENT_VALUES = {
+    ("backward_prefetch", "BACKWARD_POST"): (
+        "BACKWARD_POST is a way of FSDP1 alone: FSDP2 asks for the next block's parameters while the backward of this "
+        "one runs; leave it out, or write BACKWARD_PRE"
+    ),
+    ("backward_prefetch", "NONE"): (
+        "FSDP2 always asks for the next block's parameters while the backward of this one runs; leave it out"
+    ),
+    ("backward_prefetch", "NO_PREFETCH"): (
+        "FSDP2 always asks for the next block's parameters while the backward of this one runs; leave it out"
+    ),
+}
 _TARGETS = {word: key for key, words in _RENAMED.items() for word in words}
 _REASONS = {word: reason for reason, words in _ABSENT.items() for word in words}
 
@@ -218,9 +263,25 @@ def _strategy(value: object, context: Context) -> str:
     if said.startswith("ddp"):
         unused = " and `parallel.ddp.find_unused_parameters: true`" if "unused_parameters_true" in said else ""
         return _write("parallel.strategy", "ddp") + unused
+    if said.startswith("fsdp"):
+        return _write("parallel.strategy", "fsdp")
     if said in ("dp", "auto", "single", "single_device"):
         return _write("parallel.strategy", said.removesuffix("_device"))
-    return f"{value} is not there yet; `parallel.strategy` is auto, single, dp or ddp"
+    return f"{value} is not there yet; `parallel.strategy` is auto, single, dp, ddp or fsdp"
+
+
+def _wrap_policy(value: object, context: Context) -> str:
+    said = str(value).upper()
+    if said.startswith("SIZE"):
+        return _write("parallel.fsdp.wrap", "size")
+    if said.startswith("NO"):
+        return _write("parallel.fsdp.wrap", "root")
+    return "Lockstep's word is parallel.fsdp.wrap: blocks, size, root, or a list of module classes"
+
+
+def _reshard(value: object, context: Context) -> str:
+    strategy = {"FALSE": "SHARD_GRAD_OP", "TRUE": "FULL_SHARD"}.get(str(value).upper(), str(value))
+    return _write("parallel.fsdp.sharding_strategy", strategy)
 
 
 def _eval_strategy(value: object, context: Context) -> str:
@@ -273,6 +334,8 @@ _COMPUTED: dict[str, Answer] = {
     "initial_scale_power": _loss_scale,
     **dict.fromkeys(("strategy", "distributed_type", "accelerator", "parallel"), _strategy),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
+    **dict.fromkeys(("auto_wrap_policy", "fsdp_auto_wrap_policy"), _wrap_policy),
+    **dict.fromkeys(("reshard_after_forward", "fsdp_reshard_after_forward"), _reshard),
     "check_val_every_n_epoch": _eval_epochs,
     "disable_tqdm": _progress(False),
     "enable_progress_bar": _progress(True),

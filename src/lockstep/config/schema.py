@@ -417,12 +417,62 @@ class DDP(Section):
     """Batch norm over all ranks' samples; needs GPUs."""
 
 
+Precise = Literal["fp32", "bf16", "fp16"]
+
+
+class FSDPPrecision(Section):
+    """What FSDP gathers, reduces and computes in. Parameters at rest and optimizer state are fp32 under each; beside
+    it, `precision.compute` goes on to say what autocast does."""
+
+    param_dtype: Precise | None = None
+    """Of the parameters that are gathered and computed with; null: fp32, as they are stored."""
+    reduce_dtype: Precise = "fp32"
+    """In which gradients are summed over ranks."""
+    output_dtype: Precise | None = None
+    """To which the outputs of each wrapped module are cast; null: as they come."""
+    buffer_dtype: Precise | None = None
+    """To which the model's floating-point buffers are cast, once; null: as they are."""
+    cast_forward_inputs: bool = True
+    """Cast the inputs of each wrapped module to `param_dtype`, if that is given."""
+
+
+class FSDP(Section):
+    """Options of fully sharded data parallelism (FSDP2), in FSDP's own words."""
+
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] = (
+        "FULL_SHARD"
+    )
+    """FULL_SHARD: parameters, gradients and optimizer state are divided; SHARD_GRAD_OP: the same at rest, but
+    parameters stay gathered from the forward to the end of the backward; NO_SHARD: nothing is; HYBRID_SHARD: divided
+    by `parallel.shard`, and so often as `parallel.data` says; _HYBRID_SHARD_ZERO2: the same of SHARD_GRAD_OP."""
+    wrap: Literal["blocks", "size", "root"] | tuple[str, ...] = "blocks"
+    """What is gathered at a time: each of the model's repeated blocks; modules of `min_num_params` or more; root: the
+    whole model; or the modules of these classes, such as `[LlamaDecoderLayer]`."""
+    min_num_params: Positive = 100_000_000
+    """For `wrap: size`: modules of so many parameters, without those of modules wrapped inside."""
+    mixed_precision: FSDPPrecision = FSDPPrecision()
+    reduce_every: Literal["update", "micro-batch"] = "update"
+    """update: gradients are reduced once, whole ones held until then; micro-batch: after each backward, so that only
+    this rank's part is held, for as many times the bytes sent."""
+    backward_prefetch: Literal["BACKWARD_PRE"] = "BACKWARD_PRE"
+    """The next block's parameters are gathered while the backward of this one runs; what is FSDP2's only way."""
+    forward_prefetch: bool = False
+    """Ask for the next block's parameters before this one's forward, where the host falls behind."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state live in the host's memory, and the update is made there; for GPUs."""
+
+
 class Parallel(Section):
     """How the work is divided."""
 
-    strategy: Literal["auto", "single", "dp", "ddp"] = "auto"
-    """auto: single on one rank, ddp on more."""
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
+    """auto: single on one rank; on more ddp if the training state fits in a rank's memory, otherwise fsdp."""
+    data: Positive | Auto = "auto"
+    """Replicas of the training state; auto: what `shard` leaves of the ranks."""
+    shard: Positive | Auto = "auto"
+    """Parts that each replica is divided into; auto: all ranks, or of HYBRID_SHARD those of one machine."""
     ddp: DDP = DDP()
+    fsdp: FSDP = FSDP()
 
 
 class Launch(Section):

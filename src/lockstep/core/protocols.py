@@ -9,7 +9,7 @@ A room implements sockets; only `training/assemble` knows which rooms there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,6 +91,9 @@ class Sharding(Protocol):
     def window(self, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a micro-batch; gradients are reduced only in the last one's."""
 
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        """The gradient of `seed` x `loss`, both 0-dim, added to what was accumulated; inside a `window`."""
+
     @property
     def norm_is_whole(self) -> bool:
         """Whether `squared_norm` is that of the whole gradient, the same on every rank."""
@@ -109,6 +112,18 @@ class Sharding(Protocol):
 
     def state(self) -> TrainingState:
         """The live state of model and optimizer."""
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and saved buffers, whole, on the CPU, under the model's own names, tied ones once under their
+        first; gathered one after the other. To be used up, by all ranks together.
+
+        Args:
+            wanted: false on a rank that only takes part in the gathering: nothing comes there.
+        """
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """The accumulated gradient, as `weights`, of the parameters that have one. It is that of the whole update once
+        the last `window` is closed."""
 
     def close(self) -> None:
         """Lets go of what holds the process group, which is taken apart next; `bare` stays."""

@@ -35,7 +35,8 @@ class World:
 
     Attributes:
         axis: the data axis: all ranks, as long as data is the only thing divided.
-        rank, size, local_rank: among all ranks, of how many, on this machine.
+        rank, size: among all ranks, of how many.
+        local_rank, machine_ranks: the same of this machine.
         device: where this rank computes.
         backend: of the collectives; `none` if this process is alone.
     """
@@ -44,6 +45,7 @@ class World:
     rank: int
     size: int
     local_rank: int
+    machine_ranks: int
     device: torch.device
     backend: str
 
@@ -63,7 +65,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     device = _device(launch, environment.local_rank)
     if environment.world_size == 1 and not grouped:
         with everyone.is_over(Alone()):
-            yield World(Alone(), 0, 1, 0, device, "none")
+            yield World(Alone(), 0, 1, 0, 1, device, "none")
         return
     backend = _backend(launch, device)
     if dist.is_initialized():  # the user's own program made the group: it stays theirs
@@ -86,7 +88,8 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str) -> 
     group = dist.group.WORLD
     assert group is not None
     axis: Axis = Together(group) if group.size() > 1 else Alone()
-    return World(axis, group.rank(), group.size(), environment.local_rank, device, backend)
+    local_rank, machine_ranks = environment.local_rank, environment.local_world_size
+    return World(axis, group.rank(), group.size(), local_rank, machine_ranks, device, backend)
 
 
 def _device(launch: Launch, local_rank: int) -> torch.device:

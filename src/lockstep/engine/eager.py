@@ -70,7 +70,7 @@ class Eager:
                 if index == last:
                     announce(total)
                 weight = 1.0 if batch.samples else 0.0
-                loss.backward(_seed(seed_scale * weight, loss))  # type: ignore[no-untyped-call]
+                sharding.backward(loss, _seed(seed_scale * weight, loss))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import ModelSection
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.distributed.parts import put
 from lockstep.models.transformers_names import is_of_transformers, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
 
@@ -112,7 +113,7 @@ class Fit:
     def put(self) -> None:
         """In the model's dtype, on its device."""
         for slot, found in self.pairs:
-            slot.tensor.copy_(found)
+            put(slot.tensor, found)
 
     def notes(self) -> tuple[str, ...]:
         """A sentence for each kind of thing that isn't as it should be."""

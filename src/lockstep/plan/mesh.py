@@ -12,9 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from lockstep.core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Parallel
 
 Axis = Literal["pipeline", "data", "shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -92,6 +95,40 @@ def make_mesh(ranks: int, sizes: Mapping[Axis, int]) -> Mesh:
     if mesh.ranks == ranks:
         return mesh
     raise ConfigError(Problem("", "parallel", _does_not_multiply_out(ranks, sizes, mesh.ranks, others)))
+
+
+def mesh_of(parallel: Parallel, strategy: str, ranks: int, machine_ranks: int | None = None) -> Mesh:
+    """How a strategy lays `ranks` out.
+
+    Args:
+        strategy: never `auto`.
+        machine_ranks: of one machine, which the parts of a hybrid replica stay within; None: all are on one.
+
+    Raises:
+        ConfigError: the degrees contradict the strategy, or don't multiply out to the ranks.
+    """
+    sharding = parallel.fsdp.sharding_strategy if strategy == "fsdp" else None
+    if sharding in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        return make_mesh(ranks, _hybrid(parallel, ranks, machine_ranks or ranks))
+    divides = sharding in ("FULL_SHARD", "SHARD_GRAD_OP")
+    word = f"fsdp with {sharding}" if sharding else strategy
+    if divides and parallel.data not in ("auto", 1):
+        why = f"{word} has one replica; HYBRID_SHARD has {parallel.data}, or leave parallel.data out"
+        raise ConfigError(Problem("", "parallel.data", why))
+    if not divides and parallel.shard not in ("auto", 1):
+        why = f"{word} divides nothing; fsdp with FULL_SHARD or HYBRID_SHARD does, or leave parallel.shard out"
+        raise ConfigError(Problem("", "parallel.shard", why))
+    axis: Axis = "shard" if divides else "data"
+    size = parallel.shard if divides else parallel.data
+    return make_mesh(ranks, {"data": 1, axis: ranks if size == "auto" else size})
+
+
+def _hybrid(parallel: Parallel, ranks: int, machine_ranks: int) -> dict[Axis, int]:
+    """What isn't given follows: of the parts of a replica, that they lie on one machine."""
+    if parallel.data == "auto":
+        return {"shard": machine_ranks if parallel.shard == "auto" else parallel.shard}
+    shard = max(1, ranks // parallel.data) if parallel.shard == "auto" else parallel.shard
+    return {"data": parallel.data, "shard": shard}
 
 
 def _does_not_multiply_out(ranks: int, sizes: Mapping[Axis, int], product: int, others: int) -> str:

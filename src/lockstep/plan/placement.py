@@ -4,6 +4,7 @@
     single            1           1           1              the number of ranks that a part is divided by
     dp                1           1           1
     ddp               1           1           1   + buckets
+    fsdp              N           N           N
 
 Activations, and what torch and its libraries take for themselves, are not in here.
 """
@@ -19,6 +20,8 @@ from lockstep.config.schema import Config, Optim
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.grouping import is_hidden_matrix
 
+WHOLE_MATRICES = ("muon", "adafactor")
+"""Optimizers that look at a parameter's shape: a part of it gets another update."""
 STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
 
 
@@ -27,7 +30,7 @@ class Division:
     """What a strategy does with the training state.
 
     Attributes:
-        parameters, gradients, optimizer: what is divided by the number of ranks; the rest is whole on each.
+        parameters, gradients, optimizer: what is divided by the mesh's shard axis; the rest is whole on each.
         buckets: gradients lie a second time in the buckets of an all-reduce, unless they are views of these.
         note: what the row means.
     """
@@ -43,7 +46,14 @@ DIVISIONS: Mapping[str, Division] = {
     "single": Division("one process holds everything"),
     "dp": Division("one process; the first GPU holds everything, each other one a copy of the parameters at times"),
     "ddp": Division("every rank holds everything", buckets=True),
+    "fsdp": Division("all is divided; a block is gathered while it is used", True, True, True),
+    "fsdp-grad-op": Division("as fsdp, but all blocks are gathered from forward to backward", True, True, True),
+    "fsdp-no-shard": Division("every rank holds everything"),
+    "fsdp-hybrid": Division("as fsdp, in each replica", True, True, True),
+    "fsdp-hybrid-grad-op": Division("as fsdp-grad-op, in each replica", True, True, True),
 }
+_OF_REPLICAS = ("fsdp-hybrid", "fsdp-hybrid-grad-op")
+"""Listed only where asked for: how many replicas there are is the user's choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +78,16 @@ class Placement:
         return self.parameters + self.gradients + self.optimizer
 
 
-def placements(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> tuple[Placement, ...]:
-    """A row for every strategy that there is."""
-    return tuple(_place(strategy, config, ranks, parameters) for strategy in DIVISIONS)
+def placements(
+    config: Config, ranks: int, parameters: Sequence[ParameterFacts], asked: str = "", shards: int = 1
+) -> tuple[Placement, ...]:
+    """A row for every strategy that there is.
+
+    Args:
+        asked: the one that is planned, with its number of `shards`; the others are of their usual ones.
+    """
+    listed = [name for name in DIVISIONS if name == asked or name not in _OF_REPLICAS]
+    return tuple(_place(name, config, shards if name == asked else ranks, parameters) for name in listed)
 
 
 def _place(strategy: str, config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> Placement:

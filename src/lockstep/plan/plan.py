@@ -15,8 +15,13 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
 from lockstep.plan.grouping import Grouping, group_parameters
-from lockstep.plan.placement import Placement, placements
+from lockstep.plan.mesh import Mesh, mesh_of
+from lockstep.plan.placement import WHOLE_MATRICES, Placement, placements
 from lockstep.plan.schedule import epoch_length, horizon
+from lockstep.plan.variants import variant_of
+
+_SHARE_OF_STATE = 0.6
+"""Of a rank's memory; the rest is left to activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,9 @@ class Plan:
     """Attributes:
     ranks: processes, over all machines.
     strategy: never `auto`.
+    variant: of the strategy, by its one name (`plan.variants`).
+    why: the strategy was chosen, if that was left to us.
+    mesh: how the ranks are laid out.
     batch: how the global batch is cut.
     steps: updates of the whole run; None if only running tells.
     epoch_samples: samples that an epoch trains on.
@@ -37,6 +45,9 @@ class Plan:
 
     ranks: int
     strategy: str
+    variant: str
+    why: str | None
+    mesh: Mesh
     batch: BatchPlan
     steps: int | None
     epoch_samples: int
@@ -53,16 +64,37 @@ class Plan:
     @property
     def placement(self) -> Placement:
         """Of the strategy that is planned."""
-        return next(row for row in self.placements if row.strategy == self.strategy)
+        return next(row for row in self.placements if row.strategy == self.variant)
 
 
-def make_plan(config: Config, ranks: int, facts: DataFacts, parameters: Sequence[ParameterFacts]) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a plan may know of where it will run.
+
+    Attributes:
+        ranks: on one machine; None: all.
+        memory: bytes for each rank's own use; None: unknown, and taken to be enough.
+    """
+
+    ranks: int | None = None
+    memory: int | None = None
+
+
+def make_plan(
+    config: Config,
+    ranks: int,
+    facts: DataFacts,
+    parameters: Sequence[ParameterFacts],
+    machine: Machine = Machine(),
+) -> Plan:
     """Plans a run on `ranks` processes.
 
     Raises:
         ConfigError: what was asked can't be done on so many ranks, with this data, or with this model.
     """
-    strategy = resolve_strategy(config.parallel.strategy, ranks)
+    strategy, why = resolve_strategy(config, ranks, parameters, machine.memory)
+    mesh = mesh_of(config.parallel, strategy, ranks, machine.ranks)
+    variant = variant_of(config.parallel, strategy)
     if facts.samples < 1:
         raise ConfigError(Problem("", "data.train", "the data set has no samples, so there is nothing to train on"))
     batch = plan_batch(config.batch.global_size, config.batch.micro_size, ranks)
@@ -76,6 +108,9 @@ def make_plan(config: Config, ranks: int, facts: DataFacts, parameters: Sequence
     return Plan(
         ranks=ranks,
         strategy=strategy,
+        variant=variant,
+        why=why,
+        mesh=mesh,
         batch=batch,
         steps=steps,
         epoch_samples=epoch_samples,
@@ -86,25 +121,50 @@ def make_plan(config: Config, ranks: int, facts: DataFacts, parameters: Sequence
         trainable=trainable,
         frozen=total - trainable,
         groups=group_parameters(parameters, config.optim),
-        placements=placements(config, ranks, parameters),
+        placements=placements(config, ranks, parameters, variant, mesh.shard),
         warnings=(*_batch_warnings(batch, facts), *_schedule_warnings(config, steps)),
     )
 
 
-def resolve_strategy(asked: str, ranks: int) -> str:
-    """`auto` is single on one rank and ddp on more.
+def resolve_strategy(
+    config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None
+) -> tuple[str, str | None]:
+    """The strategy, and why, if it was left to us: single on one rank, ddp where it fits, otherwise fsdp.
+
+    Args:
+        memory: as of `Machine`.
 
     Raises:
         ConfigError: the strategy is for one process alone.
     """
+    asked = config.parallel.strategy
     if asked == "auto":
-        return "single" if ranks == 1 else "ddp"
+        return _chosen(config, ranks, parameters, memory)
     if asked == "single" and ranks > 1:
         raise ConfigError(_strategy_problem(f"single is one process, but there are {ranks} ranks"))
     if asked == "dp" and ranks > 1:
         why = f"dp is one process over all its GPUs, but there are {ranks} ranks"
         raise ConfigError(_strategy_problem(why))
-    return asked
+    if asked == "fsdp" and config.optim.name in WHOLE_MATRICES:
+        why = f"{config.optim.name} updates whole matrices, which fsdp divides; take adamw, or parallel.strategy: ddp"
+        raise ConfigError(Problem("", "optim.name", why))
+    return asked, None
+
+
+def _chosen(
+    config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None
+) -> tuple[str, str | None]:
+    if ranks == 1:
+        return "single", "there is one rank"
+    whole = next(row for row in placements(config, ranks, parameters) if row.strategy == "ddp").total
+    if memory is None:
+        return "ddp", "how much memory a rank has isn't known here"
+    takes = f"the training state takes {_bytes(whole)} of the {_bytes(memory)} that a rank has"
+    if whole <= _SHARE_OF_STATE * memory:
+        return "ddp", takes
+    if config.optim.name in WHOLE_MATRICES:
+        return "ddp", f"{takes}, but {config.optim.name} needs whole matrices, which fsdp divides"
+    return "fsdp", takes
 
 
 def _strategy_problem(why: str) -> Problem:
@@ -164,7 +224,7 @@ def _schedule_warnings(config: Config, steps: int | None) -> list[str]:
 def describe(plan: Plan) -> str:
     """The plan for people: a few aligned lines and a table."""
     lines = [
-        ("strategy", f"{plan.strategy} on {_count(plan.ranks, 'rank')}"),
+        ("strategy", f"{_strategy(plan)} on {_count(plan.ranks, 'rank')}"),
         ("global batch", f"{plan.batch} samples per update"),
         ("steps", _steps(plan)),
         ("samples", _or_unknown(plan.samples)),
@@ -189,11 +249,16 @@ def _table(plan: Plan) -> list[str]:
         (row.strategy, *map(_bytes, (row.parameters, row.gradients, row.optimizer, row.total)))
         for row in plan.placements
     ]
-    marks = ["", *("  <-" if row.strategy == plan.strategy else "" for row in plan.placements)]
+    marks = ["", *("  <-" if row.strategy == plan.variant else "" for row in plan.placements)]
     return [
         f"{name:<14}" + "".join(f"{cell:>14}" for cell in cells) + mark
         for (name, *cells), mark in zip([head, *rows], marks, strict=True)
     ]
+
+
+def _strategy(plan: Plan) -> str:
+    layout = f" ({plan.mesh.data} x {plan.mesh.shard}, data x shard)" if plan.mesh.shard > 1 else ""
+    return plan.variant + layout
 
 
 def _steps(plan: Plan) -> str:

@@ -8,17 +8,17 @@ rank 1   model, gradient ---+-- bucket by bucket --+--> optimizer
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
-from lockstep.sharding.state import live_state, restore_state
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,7 +53,7 @@ class ReplicatedByDDP:
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
-        self._saved_buffers = _saved_buffers(model)
+        self._saved_buffers = saved_buffers(model)
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -78,6 +78,9 @@ class ReplicatedByDDP:
             return NO_WINDOW
         return self._ddp.no_sync()
 
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        loss.backward(seed)  # type: ignore[no-untyped-call]
+
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))
 
@@ -87,8 +90,13 @@ class ReplicatedByDDP:
             self._after_discard()
 
     def synchronize(self) -> None:
-        for buffer in self._saved_buffers:
-            dist.broadcast(buffer, group=self._ddp.process_group, group_src=0)
+        broadcast_buffers(self._saved_buffers, self._ddp.process_group)
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.bare, wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_gradients(self.bare, wanted)
 
     def close(self) -> None:
         """A DDP module that outlives its group keeps the group: see `Together.close`."""
@@ -105,12 +113,6 @@ def _buffer_option(synchronise: bool) -> dict[str, bool]:
     """Whether a forward starts from the first rank's buffers, in the words of this torch (renamed in 2.13)."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": synchronise}
-
-
-def _saved_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that are state (running means), not tables that every rank computes alike."""
-    saved = set(model.state_dict())
-    return [buffer for name, buffer in model.named_buffers() if name in saved]
 
 
 def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Callable[[], None] | None:

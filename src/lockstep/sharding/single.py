@@ -5,11 +5,11 @@ model --> gradient --> optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from lockstep.sharding.state import live_state, restore_state
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,6 +44,9 @@ class Single:
     def window(self, last: bool) -> AbstractContextManager[object]:
         return NO_WINDOW
 
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        loss.backward(seed)  # type: ignore[no-untyped-call]
+
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))
 
@@ -52,6 +55,12 @@ class Single:
 
     def synchronize(self) -> None:
         pass
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.bare, wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_gradients(self.bare, wanted)
 
     def close(self) -> None:
         pass

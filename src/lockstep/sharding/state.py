@@ -7,7 +7,7 @@ values: {"optimizer": {PARAMETER: {ENTRY: number}}, "groups": [...], "tied": {NA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,8 +25,21 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def live_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
-    """Raises GiveUp if something keeps state that is neither a tensor nor plain."""
+Fit = Callable[[str, Tensor], Tensor]
+"""Optimizer state of the named parameter, in another form."""
+
+
+def _as_it_is(name: str, value: Tensor) -> Tensor:
+    return value
+
+
+def live_state(model: nn.Module, optimizer: Optimizer, shown: Fit = _as_it_is) -> TrainingState:
+    """Args:
+        shown: what is held of optimizer state, as a part of what it is a part of.
+
+    Raises:
+        GiveUp: something keeps state that is neither a tensor nor plain.
+    """
     tensors, tied = _of_model(model)
     parameters = {name for name, _ in model.named_parameters()}
     changing = frozenset(f"{_MODEL}{name}" for name in tensors if name not in parameters)
@@ -36,7 +49,7 @@ def live_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
     for name, entries in saved["parameters"].items():
         for entry, value in entries.items():
             if isinstance(value, Tensor):
-                found[f"{_OPTIMIZER}{entry}.{name}"] = value
+                found[f"{_OPTIMIZER}{entry}.{name}"] = shown(name, value)
             else:
                 numbers.setdefault(name, {})[entry] = _plain(f"the optimizer's {entry} of {name}", value)
     groups = [
@@ -46,8 +59,12 @@ def live_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
 
 
 @torch.no_grad()
-def restore_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) -> None:
-    """See `core.protocols.Sharding.restore`."""
+def restore_state(model: nn.Module, optimizer: Optimizer, state: TrainingState, fit: Fit = _as_it_is) -> None:
+    """See `core.protocols.Sharding.restore`.
+
+    Args:
+        fit: saved optimizer state, as the optimizer has it.
+    """
     tensors, _ = _of_model(model)
     for name, tensor in tensors.items():
         _local(tensor).copy_(_saved(state, f"{_MODEL}{name}"))
@@ -55,11 +72,30 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) 
     for key, value in state.tensors.items():
         if key.startswith(_OPTIMIZER):
             entry, _, name = key.removeprefix(_OPTIMIZER).partition(".")
-            entries.setdefault(name, {})[entry] = value
+            entries.setdefault(name, {})[entry] = fit(name, value)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             entries.setdefault(name, {})
     optimizer.load_state_dict({"parameters": entries, "groups": list(state.values["groups"])})
+
+
+def whole_weights(model: nn.Module, wanted: bool) -> Iterator[tuple[str, Tensor]]:
+    """See `core.protocols.Sharding.weights`."""
+    return _whole(_of_model(model)[0].items(), wanted)
+
+
+def whole_gradients(model: nn.Module, wanted: bool) -> Iterator[tuple[str, Tensor]]:
+    """See `core.protocols.Sharding.gradients`."""
+    found = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return _whole(((name, grad) for name, grad in found if grad is not None), wanted)
+
+
+def _whole(parts: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
+    """Of a sharded tensor all of it, which every rank is sent."""
+    for name, tensor in parts:
+        found = cast("Any", tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if wanted:
+            yield name, cast("Tensor", found).detach().cpu()
 
 
 def _of_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -5,7 +5,7 @@ data --> facts --> model, weights --> transforms --> device --> optimizer --> sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,10 @@ from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import TrainingLoader
 from lockstep.data.sources import open_source
 from lockstep.distributed.consensus import consensus_over
+from lockstep.distributed.memory import memory_of_a_rank
 from lockstep.distributed.rng import KeyedDraws, seed_everything
 from lockstep.engine.eager import Eager
+from lockstep.models.blocks import repeated_blocks
 from lockstep.models.build import build_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
@@ -31,7 +33,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
-from lockstep.plan.plan import make_plan
+from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource, HuggingFaceModel
     from lockstep.core.protocols import Objective, Optimizer, Sharding, Source, Transform
     from lockstep.distributed.process_group import World
+    from lockstep.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,13 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     source, evaluation = open_sources(config, given)
     model = make_model(config, source.facts, given)
     notes = start_weights(model, config.model)
-    plan = make_plan(config, world.size, source.facts, parameter_facts(model))
+    memory = memory_of_a_rank(world) if config.parallel.strategy == "auto" else None
+    machine = Machine(world.machine_ranks, memory)
+    plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     objective = make_objective(config, source.facts, given)
     model = transform(model, _transforms(config, world.device), world.device).to(world.device)
-    sharding = _SHARDING[plan.strategy](config, world, model, _optimizer(config, model, given))
+    sharding = _SHARDING[plan.strategy](config, world, plan, model, _OptimizerOf(config, given))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
     draws = KeyedDraws(config.run.seed, world.axis.rank, world.device)
@@ -245,13 +250,25 @@ def _transforms(config: Config, device: torch.device) -> list[Transform]:
     return chosen
 
 
-def _optimizer(config: Config, model: nn.Module, given: Given) -> Optimizer:
-    groups = parameter_groups(model.named_parameters(), config.optim)
-    if given.optimizer is None:
-        return build_optimizer(config.optim, groups)
-    for group in groups:
-        group.setdefault("lr", config.optim.lr * group["lr_scale"])
-    return adapt_optimizer(given.optimizer(groups))
+class _OptimizerOf:
+    """Makes the optimizer of the parameters that a strategy gives it.
+
+    Attributes:
+        users: it is one that was handed over, of which nothing is known.
+    """
+
+    def __init__(self, config: Config, given: Given) -> None:
+        self._optim = config.optim
+        self._make = given.optimizer
+        self.users = given.optimizer is not None
+
+    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        groups = parameter_groups(parameters, self._optim)
+        if self._make is None:
+            return build_optimizer(self._optim, groups)
+        for group in groups:
+            group.setdefault("lr", self._optim.lr * group["lr_scale"])
+        return adapt_optimizer(self._make(groups))
 
 
 def _unheard() -> AbstractContextManager[object]:
@@ -266,19 +283,22 @@ def _rate(config: Config, given: Given) -> Rate:
     return lambda done, step, steps: optim.lr * custom(step, steps)
 
 
-def _single(config: Config, world: World, model: nn.Module, optimizer: Optimizer) -> Sharding:
-    return Single(model, optimizer, squared_norm)
+# --- shardings ----------------------------------------------------------------------------------------------------
 
 
-def _data_parallel(config: Config, world: World, model: nn.Module, optimizer: Optimizer) -> Sharding:
+def _single(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
+    return Single(model, optimizer_of(model.named_parameters()), squared_norm)
+
+
+def _data_parallel(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
     gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
-    return over_gpus(model, optimizer, squared_norm, gpus)
+    return over_gpus(model, optimizer_of(model.named_parameters()), squared_norm, gpus)
 
 
-def _ddp(config: Config, world: World, model: nn.Module, optimizer: Optimizer) -> Sharding:
+def _ddp(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
     return ReplicatedByDDP(
         model,
-        optimizer,
+        optimizer_of(model.named_parameters()),
         squared_norm,
         config.parallel.ddp,
         ranks=world.axis.size,
@@ -287,8 +307,17 @@ def _ddp(config: Config, world: World, model: nn.Module, optimizer: Optimizer) -
     )
 
 
-_SHARDING: Mapping[str, Callable[[Any, Any, nn.Module, Any], Any]] = {
+def _fsdp(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
+    from lockstep.sharding.fsdp import ShardedByFSDP, shard  # DTensors take 0.5 s to import
+
+    options = config.parallel.fsdp
+    shard(model, options, plan.mesh, world.device, repeated_blocks(model))
+    return ShardedByFSDP(model, optimizer_of, squared_norm, options, plan.mesh, whole=optimizer_of.users)
+
+
+_SHARDING: Mapping[str, Callable[[Any, Any, Any, nn.Module, Any], Any]] = {
     "single": _single,
     "dp": _data_parallel,
     "ddp": _ddp,
+    "fsdp": _fsdp,
 }

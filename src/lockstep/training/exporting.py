@@ -27,7 +27,7 @@ from lockstep.models.weight_files import Weights
 from lockstep.training.assemble import Given, make_model, open_sources
 from lockstep.training.places import Place, find
 from lockstep.training.publishing import whole_file
-from lockstep.training.weights import FILE, save_for_transformers, save_tensors, to_rebuild, tokenizer_of
+from lockstep.training.weights import FILE, save_for_transformers, save_tensors, tensors_of, to_rebuild, tokenizer_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -247,7 +247,8 @@ def _write(taken: _Taken, config: Config, form: Form, target: Path, *, trust_rem
             with whole_file(target) as partial, partial.open("wb") as file:
                 torch.save({**taken.tensors, **others}, file)
         case "hf":
-            save_for_transformers(_model(taken, config, trust_remote_code), target, tokenizer_of(config))
+            model = _model(taken, config, trust_remote_code)
+            save_for_transformers(model, tensors_of(model), target, tokenizer_of(config))
 
 
 def _cause(error: BaseException) -> str:

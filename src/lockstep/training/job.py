@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.schema import Config
 from lockstep.config.writing import to_yaml
@@ -37,6 +37,9 @@ from lockstep.training.run import Results, Unsaved, run
 from lockstep.training.session import Session
 from lockstep.training.text import codec_of, sample
 from lockstep.training.weights import save_weights, tokenizer_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger("lockstep")
 _NONE: tuple[Request, ...] = ()
@@ -99,7 +102,7 @@ def run_job(job: Job) -> Finished:
 @contextmanager
 def opened(config: Config, given: Given) -> Iterator[Session]:
     """A session on this rank, among the ranks that the environment names."""
-    grouped = names_a_rank(os.environ) or config.parallel.strategy == "ddp"
+    grouped = names_a_rank(os.environ) or config.parallel.strategy in ("ddp", "fsdp")
     with joined(config.launch, grouped=grouped) as world:
         session = assemble(config, world, given)
         try:
@@ -189,20 +192,26 @@ def _leave(
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
     if session.rooms.config.run.end_with == "best":
         checkpoints.load_best()
+    weights = _whole_weights(session)
     if session.rooms.world.rank == 0:
-        save_weights(session.rooms.sharding.bare, folder, tokenizer_of(session.rooms.config))
+        save_weights(session.rooms.sharding.bare, weights, folder, tokenizer_of(session.rooms.config))
         RunFolder.open(folder).write_summary(summary)
         _report(folder)
     session.rooms.world.axis.barrier()
     return summary
 
 
+def _whole_weights(session: Session) -> dict[str, Tensor]:
+    """On the first rank; all ranks together."""
+    return dict(session.rooms.sharding.weights(wanted=session.rooms.world.rank == 0))
+
+
 def _keep_weights(session: Session, folder: Path) -> str:
     """What is left of a run whose state can't be saved; says where, on all ranks."""
-    said = ""
+    said, weights = "", _whole_weights(session)
     if session.rooms.world.rank == 0:
         try:
-            place = save_weights(session.rooms.sharding.bare, folder, tokenizer_of(session.rooms.config))
+            place = save_weights(session.rooms.sharding.bare, weights, folder, tokenizer_of(session.rooms.config))
             said = f"its weights are in {place}"
         except GiveUp as error:
             said = f"neither could its weights: {error}"

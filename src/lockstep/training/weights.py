@@ -30,10 +30,11 @@ _OURS = ("use_cache",)
 """What we set in a config of transformers for training alone."""
 
 
-def save_weights(model: nn.Module, folder: Path, tokenizer: str | None = None) -> Path:
+def save_weights(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path, tokenizer: str | None = None) -> Path:
     """Writes the weights into a run's folder; they appear whole or not at all. Returns where.
 
     Args:
+        tensors: parameters and saved buffers by name, whole, tied ones once.
         tokenizer: folder or hub name of the one whose tokens the model knows.
 
     Raises:
@@ -44,9 +45,9 @@ def save_weights(model: nn.Module, folder: Path, tokenizer: str | None = None) -
     target = folder / MODEL if is_of_transformers(model) else folder / MODEL / FILE
     try:
         if is_of_transformers(model):
-            save_for_transformers(model, target, tokenizer)
+            save_for_transformers(model, tensors, target, tokenizer)
         else:
-            save_tensors(tensors_of(model), target)
+            save_tensors(tensors, target)
     except Exception as error:  # safetensors has an exception of its own for a full disk
         raise GiveUp(f"{target}: the trained weights could not be written: {error}") from error
     return target
@@ -98,12 +99,18 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save_for_transformers(model: Any, target: Path, tokenizer: str | None) -> None:
-    """As a folder for `from_pretrained`. Raises what the disk, transformers and safetensors raise."""
+def save_for_transformers(model: Any, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None) -> None:
+    """As a folder for `from_pretrained`. Raises what the disk, transformers and safetensors raise.
+
+    Args:
+        tensors: as of `save_weights`.
+    """
+    from lockstep.models.starting_weights import slots_of
     from lockstep.models.transformers_names import quiet
 
+    named = {name: tensors[slot.name] for slot in slots_of(model) for name in slot.names}
     with whole_folder(target) as partial, quiet():
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, state_dict=named)
         for file in partial.glob("*config.json"):
             _forget_ours(file)
         if tokenizer is not None:

@@ -1,0 +1,254 @@
+"""Fully sharded data parallelism (FSDP2): each rank holds a part of every parameter, its gradient and its moments.
+
+              at rest      forward, backward of a block             update
+    rank 0    rows 0-3     rows 0-7 -> gradient of rows 0-7 --.     rows 0-3, by an optimizer that knows these alone
+    rank 1    rows 4-7     rows 0-7 -> gradient of rows 0-7 --+-->  rows 4-7
+                           gathered    reduced, each its part
+
+The optimizer works on this rank's parts as plain tensors: an elementwise rule doesn't notice, and its kernels are those
+of the single process. To the outside, parameters and moments are DTensors, which know where their part lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
+from lockstep.sharding.single import NO_WINDOW, SquaredNorm
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
+from lockstep.sharding.wrapping import units
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import FSDP, FSDPPrecision
+    from lockstep.core.protocols import Optimizer
+    from lockstep.core.records import TrainingState
+    from lockstep.plan.mesh import Mesh
+
+OptimizerOf = Callable[[Iterable[tuple[str, nn.Parameter]]], "Optimizer"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard(model: nn.Module, options: FSDP, mesh: Mesh, device: torch.device, blocks: Sequence[str]) -> None:
+    """Divides the model in place, its parameters on the CPU, on `device`, or without values on the meta device.
+
+    Args:
+        blocks: names of the repeated layers.
+
+    Raises:
+        ConfigError: FSDP2 can't divide this model, or not on this device.
+    """
+    _refuse(model, options, device)
+    names = units(model, options, blocks)
+    arguments: dict[str, Any] = {
+        "mesh": _device_mesh(mesh, device),
+        "reshard_after_forward": options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        "mp_policy": _precision(options.mixed_precision),
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+    }
+    _cast_buffers(model, options.mixed_precision)
+    modules = dict(model.named_modules())
+    for name in reversed(names):  # what is inside of another unit comes first
+        fully_shard(modules[name], **arguments)
+    fully_shard(model, **{**arguments, "reshard_after_forward": False})  # the backward begins with what it holds
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)  # a loss is divided once, by the count of the whole update
+        module.set_force_sum_reduction_for_comms(True)
+    if options.forward_prefetch:
+        wrapped = [cast("FSDPModule", modules[name]) for name in names]
+        for one, after in itertools.pairwise(wrapped):
+            one.set_modules_to_forward_prefetch([after])
+
+
+class ShardedByFSDP:
+    """Args:
+    model: divided by `shard`, and with its values.
+    optimizer_of: makes the optimizer of named parameters: plain ones, this rank's parts.
+    whole: give it the DTensors in their place: it is a user's, and may look at shapes.
+    """
+
+    averages_over = 1
+    norm_is_whole = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_of: OptimizerOf,
+        squared_norm: SquaredNorm,
+        options: FSDP,
+        mesh: Mesh,
+        *,
+        whole: bool,
+    ) -> None:
+        self.bare = self.module = model
+        self._root = cast("FSDPModule", model)
+        self._replicas = mesh.data
+        self._squared_norm = squared_norm
+        self._each_micro_batch = options.reduce_every == "micro-batch"
+        self._offloaded = options.cpu_offload
+        self._buffers = saved_buffers(model)
+        self._begins = self._reduces = True
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._parts = [_Part(name, cast("DTensor", parameter)) for name, parameter in trained]
+        self._by_name = {part.name: part for part in self._parts}
+        self._whole = whole
+        self._optimizer = optimizer_of(trained if whole else [(part.name, part.local) for part in self._parts])
+        model.register_forward_hook(_reshard_unless_training)
+
+    def window(self, last: bool) -> AbstractContextManager[object]:
+        reduces = last or self._each_micro_batch
+        if reduces != self._reduces:  # it walks through all modules
+            self._root.set_requires_gradient_sync(reduces)
+            self._reduces = reduces
+        if self._begins:
+            broadcast_buffers(self._buffers)
+        self._begins = last
+        return NO_WINDOW
+
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        loss.backward(seed)  # type: ignore[no-untyped-call]
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share: each of the replicas that hold the same part counts a fraction of it."""
+        norm = self._squared_norm([part.gradient for part in self._parts if part.whole.grad is not None])
+        return norm / self._replicas
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        if self._offloaded:  # the update is made by the host, which must know
+            divisor, keep = float(divisor), bool(keep)
+        if not self._whole:
+            for part in self._parts:
+                part.hand_over()
+        self._optimizer.update(rate, divisor, keep)
+
+    def synchronize(self) -> None:
+        broadcast_buffers(self._buffers)
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.bare, wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_gradients(self.bare, wanted)
+
+    def close(self) -> None:
+        pass
+
+    def state(self) -> TrainingState:
+        return live_state(self.bare, self._optimizer, self._shown)
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, state, self._fit)
+
+    def _shown(self, name: str, value: Tensor) -> Tensor:
+        part = self._by_name[name]
+        return part.as_whole(value) if not isinstance(value, DTensor) and part.is_like(value) else value
+
+    def _fit(self, name: str, value: Tensor) -> Tensor:
+        part = self._by_name[name]
+        if value.shape == part.whole.shape and not part.is_like(value):  # state that the optimizer doesn't have yet
+            value = part.cut(value)
+        return part.as_whole(value.to(part.local.device)) if self._whole and part.is_like(value) else value
+
+
+class _Part:
+    """Of a parameter, what this rank holds: the same memory, as a plain parameter."""
+
+    def __init__(self, name: str, whole: DTensor) -> None:
+        self.name = name
+        self.whole = whole
+        self.local = nn.Parameter(whole.to_local().detach())
+
+    @property
+    def gradient(self) -> Tensor:
+        return cast("DTensor", self.whole.grad).to_local()
+
+    def hand_over(self) -> None:
+        """The gradient, from the model's parameter to the optimizer's."""
+        if self.whole.grad is not None:
+            self.local.grad, self.whole.grad = self.gradient, None
+
+    def is_like(self, value: Tensor) -> bool:
+        """Whether it has an element for each of this part's."""
+        return value.ndim > 0 and value.shape == self.local.shape
+
+    def cut(self, value: Tensor) -> Tensor:
+        """This part of a tensor of the whole's shape."""
+        chunk = cast("Any", self.whole).__create_chunk_list__()[0]
+        return value[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+
+    def as_whole(self, value: Tensor) -> Tensor:
+        """What belongs to this part, as what it is a part of."""
+        return DTensor.from_local(
+            value,
+            self.whole.device_mesh,
+            self.whole.placements,
+            run_check=False,
+            shape=self.whole.shape,
+            stride=self.whole.stride(),
+        )
+
+
+# --- making it ----------------------------------------------------------------------------------------------------
+
+
+def _refuse(model: nn.Module, options: FSDP, device: torch.device) -> None:
+    if options.cpu_offload and device.type == "cpu":
+        message = "true, but this rank computes on the CPU, where parameters are already; it is for GPUs"
+        raise ConfigError(Problem("", "parallel.fsdp.cpu_offload", message))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ConfigError(
+                Problem("", "parallel.strategy", f"fsdp can't divide {name}, a single number; make its shape [1]")
+            )
+        if parameter.dtype != torch.float32:
+            message = f"fsdp keeps parameters in fp32, and {name} is {str(parameter.dtype).removeprefix('torch.')}"
+            raise ConfigError(Problem("", "parallel.strategy", f"{message}; convert the model with .float()"))
+
+
+def _device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    if mesh.data == 1:
+        return init_device_mesh(device.type, (mesh.shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (mesh.data, mesh.shard), mesh_dim_names=("data", "shard"))
+
+
+def _precision(asked: FSDPPrecision) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(asked.param_dtype),
+        reduce_dtype=_dtype(asked.reduce_dtype),
+        output_dtype=_dtype(asked.output_dtype),
+        cast_forward_inputs=asked.cast_forward_inputs,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else _DTYPES[name]
+
+
+def _cast_buffers(model: nn.Module, asked: FSDPPrecision) -> None:
+    """FSDP2 leaves buffers alone."""
+    dtype = _dtype(asked.buffer_dtype)
+    if dtype is None:
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _reshard_unless_training(module: nn.Module, inputs: object, outputs: object) -> None:
+    """Without a backward nothing else would give the root's gathered parameters back."""
+    if not torch.is_grad_enabled():
+        cast("FSDPModule", module).reshard()
