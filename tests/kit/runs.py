@@ -88,6 +88,7 @@ def record(config: dict[str, Any], updates: int, fault: str | None) -> Trajector
             found.counts.append(report.count)
             if report.step == updates:
                 break
+        session.rooms.sharding.synchronize()  # buffers are the first rank's
         found.weights = {name: _array(value) for name, value in session.rooms.sharding.weights()}
         found.evaluations = [dict(report.metrics) for report in session.evaluate()]
     return found

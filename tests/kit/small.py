@@ -53,6 +53,29 @@ class WithBatchNorm(Net):
         return super().forward(self.norm(points))
 
 
+class WithScale(Net):
+    """Has a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points * self.scale)
+
+
+class WithTies(Net):
+    """Two layers share a weight, a third has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.second.weight = self.first.weight
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.third(torch.tanh(self.second(self.first(points)))))
+
+
 class CrossEntropy:
     """The least that an objective needs."""
 

@@ -9,6 +9,8 @@ import pytest
 from kit.faults import FAULTS
 from kit.runs import Trajectory, differences, recorded, recorded_all
 
+from lockstep.plan.variants import VARIANTS
+
 ACCUMULATIONS = (1, 2, 4)
 GLOBAL_SIZES = (16, 13)  # one divides by the ranks, the other by nothing
 
@@ -40,6 +42,18 @@ def test_ddp_is_the_single_process(ranks: int) -> None:
             micro_size = -(-global_size // (ranks * accumulation))
             configs.append(config(global_size, micro_size, parallel={"strategy": "ddp"}))
             oracles.append(oracle(global_size))
+    for run, expected in zip(recorded_all(configs, ranks), oracles, strict=True):
+        assert differences(run, expected) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", [name for name in VARIANTS if name not in ("single", "dp", "ddp")])
+def test_divided_state_is_the_single_process(strategy: str, ranks: int) -> None:
+    parallel = {**VARIANTS[strategy], **({"data": 2} if "hybrid" in strategy and ranks % 2 == 0 else {})}
+    configs, oracles = [], []
+    for global_size, accumulation in ((16, 1), (16, 2), (13, 1), (13, 3)):
+        configs.append(config(global_size, -(-global_size // (ranks * accumulation)), parallel=parallel))
+        oracles.append(oracle(global_size))
     for run, expected in zip(recorded_all(configs, ranks), oracles, strict=True):
         assert differences(run, expected) == []
 

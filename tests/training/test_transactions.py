@@ -15,6 +15,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.core.records import StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
+from lockstep.plan.variants import VARIANTS
 from lockstep.resilience.guard import PATIENCE
 from lockstep.training.readback import DeviceReadback
 from lockstep.training.session import Session
@@ -26,25 +27,34 @@ def _watched(config: dict[str, Any], objective: Any = None) -> tuple[list[StepRe
     """Each update's report, and the weights before the first and after each."""
     reports = []
     with lockstep.session(config, objective=objective) as session:
-        weights = [small.weights(session.rooms.sharding.bare)]
+        weights = [_whole(session)]
         for report in lockstep.steps(session):
             reports.append(report)
-            weights.append(small.weights(session.rooms.sharding.bare))
+            weights.append(_whole(session))
     return reports, weights
+
+
+def _whole(session: Session) -> Weights:
+    return {name: value.clone().numpy() for name, value in session.rooms.sharding.weights()}
 
 
 def _same(one: Weights, other: Weights) -> bool:
     return all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def _with_nan(calls: range, only_rank: int | None = None) -> tuple[list[StepReport], list[Weights]]:
+STRATEGIES = [name for name in VARIANTS if name not in ("single", "dp") and "hybrid" not in name]
+
+
+def _with_nan(calls: range, only_rank: int | None = None, strategy: str = "") -> tuple[list[StepReport], list[Weights]]:
     here = only_rank is None or os.environ["RANK"] == str(only_rank)
-    return _watched(small.config(), small.NanAt(calls, here))
+    return _watched(small.config(parallel=VARIANTS[strategy] if strategy else {}), small.NanAt(calls, here))
 
 
-@pytest.mark.parametrize(("ranks", "only_rank"), [(1, None), (2, None), (2, 1)])
-def test_an_update_that_is_not_finite_leaves_no_trace(ranks: int, only_rank: int | None) -> None:
-    everywhere = in_world(ranks, _with_nan, range(2, 4), only_rank)
+@pytest.mark.parametrize(
+    ("ranks", "only_rank", "strategy"), [(1, None, ""), *((2, only, name) for only in (None, 1) for name in STRATEGIES)]
+)
+def test_an_update_that_is_not_finite_leaves_no_trace(ranks: int, only_rank: int | None, strategy: str) -> None:
+    everywhere = in_world(ranks, _with_nan, range(2, 4), only_rank, strategy)
     for reports, weights in everywhere:
         assert [report.verdict for report in reports] == [Verdict.KEPT] * 2 + [Verdict.NON_FINITE] * 2 + [
             Verdict.KEPT
@@ -83,14 +93,14 @@ def test_optimizer_state_forgets_a_discarded_update() -> None:
     assert all(np.isfinite(value).all() for value in weights[-1].values())
 
 
-def _in_fp16(initial: float) -> tuple[list[StepReport], list[Weights]]:
-    scale = {"initial": initial, "growth_interval": 1000}
-    return _watched(small.config(precision={"compute": "fp16", "loss_scale": scale}, run={"steps": 20}))
+def _in_fp16(initial: float, strategy: str) -> tuple[list[StepReport], list[Weights]]:
+    precision = {"compute": "fp16", "loss_scale": {"initial": initial, "growth_interval": 1000}}
+    return _watched(small.config(precision=precision, parallel=VARIANTS[strategy], run={"steps": 20}))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int) -> None:
-    for reports, weights in in_world(ranks, _in_fp16, 2.0**24):
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), *((2, name) for name in STRATEGIES)])
+def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int, strategy: str) -> None:
+    for reports, weights in in_world(ranks, _in_fp16, 2.0**24, strategy):
         kept = [report.kept for report in reports]
         first = kept.index(True)
         assert 1 <= first <= 10

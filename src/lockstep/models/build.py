@@ -1,6 +1,7 @@
 """From the config's `model` section to a module.
 
 build_model     construct -> initial values, keyed by name -> freeze
+blank_model     construct without values -> freeze                 values follow, part by part
 sketch_model    construct on the meta device -> freeze              what planning counts
 """
 
@@ -22,10 +23,11 @@ from lockstep.config.schema import (
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
 from lockstep.models import image_classifier, text_classifier, transformer
+from lockstep.models.blank import Blank, parameters_without_values
 from lockstep.models.custom import construct_custom, sketch_custom
 from lockstep.models.freezing import freeze
-from lockstep.models.huggingface import build_huggingface, sketch_huggingface
-from lockstep.models.initialization import generators_keyed, initialize, shapes_alone
+from lockstep.models.huggingface import blank_huggingface, build_huggingface, sketch_huggingface
+from lockstep.models.initialization import RuleOf, generators_keyed, initial_tensors, initialize, shapes_alone
 
 OwnModel = TransformerModel | TextClassifierModel | ImageClassifierModel
 
@@ -50,6 +52,30 @@ def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
             _initialize(module, section, seed)
     freeze(module, section.freeze)
     return module.train()
+
+
+def blank_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_code: bool = False) -> Blank | None:
+    """The model that `build_model` would make, `freeze` applied, in training mode, its values still to come.
+
+    None: they can't come part by part, since a constructor of the user's own makes them.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    if isinstance(section, GivenModel | CustomModel):
+        return None
+    with generators_keyed(seed, "construction"):
+        if isinstance(section, HuggingFaceModel):
+            blank = blank_huggingface(section, facts, seed, trust_remote_code=trust_remote_code)
+        else:
+            with parameters_without_values():
+                module = _construct(section, facts)
+            blank = Blank(module, partial(initial_tensors, module, seed, _rule_of(section)))
+    if blank is None:
+        return None
+    freeze(blank.model, section.freeze)
+    blank.model.train()
+    return blank
 
 
 def sketch_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = False) -> nn.Module:
@@ -91,15 +117,18 @@ def _construct(section: OwnModel | CustomModel, facts: DataFacts) -> nn.Module:
 
 
 def _initialize(module: nn.Module, section: OwnModel | CustomModel, seed: int) -> None:
+    if not isinstance(section, CustomModel):  # whose constructor's values stand
+        initialize(module, seed, _rule_of(section))
+
+
+def _rule_of(section: OwnModel) -> RuleOf:
     match section:
         case TransformerModel():
-            initialize(module, seed, partial(transformer.rule_of, section.layers))
+            return partial(transformer.rule_of, section.layers)
         case TextClassifierModel():
-            initialize(module, seed, text_classifier.rule_of)
+            return text_classifier.rule_of
         case ImageClassifierModel():
-            initialize(module, seed, image_classifier.rule_of)
-        case CustomModel():
-            pass  # its constructor's values stand
+            return image_classifier.rule_of
 
 
 def _not_given() -> ConfigError:

@@ -20,23 +20,28 @@ loss is the objective's business.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.schema import HuggingFaceModel
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.records import DataFacts
+from lockstep.models.blank import Blank, parameters_without_values, reset_in_pieces, stays_in_pieces
+from lockstep.models.blocks import repeated_blocks
 from lockstep.models.initialization import generators_keyed, reset_modules
+from lockstep.models.starting_weights import fit_weights
 from lockstep.models.transformers_names import quiet
+from lockstep.models.weight_files import read_weights
 
 _LOG = logging.getLogger(__name__)
 _AUTO_CLASSES = {
@@ -67,6 +72,58 @@ def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *,
             _reset(model, seed, absent)
             _fit_vocabulary(model, facts, seed)
     return _ready(model, section)
+
+
+def blank_huggingface(
+    section: HuggingFaceModel, facts: DataFacts, seed: int, *, trust_remote_code: bool
+) -> Blank | None:
+    """The same model, whose values come part by part; None where only all of them can be had at once.
+
+    Raises:
+        ConfigError: as `build_huggingface`.
+    """
+    with _refusals_as_config_errors(section), _quiet():
+        config = _config(section, facts, trust_remote_code)
+        with parameters_without_values():
+            model = _from_config(section, config, trust_remote_code)
+        sketch = copy.deepcopy(model)
+        if not stays_in_pieces(sketch, _resets(sketch, list(_parameters(sketch))), repeated_blocks(sketch)):
+            return None
+    if section.pretrained is None:
+        return Blank(_ready(model, section), partial(_drawn, sketch, seed))
+    weights = _weights_by_name(section.pretrained, sketch, facts)
+    return None if weights is None else Blank(_ready(model, section), partial(_read, sketch, weights, seed))
+
+
+def _drawn(sketch: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every value, by transformers' own rules."""
+    return reset_in_pieces(sketch, seed, _resets(sketch, list(_parameters(sketch))), repeated_blocks(sketch))
+
+
+def _read(sketch: Any, weights: Mapping[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The weights there are; what they lack is drawn."""
+    absent = [name for name in _parameters(sketch) if name not in weights]
+    yield from weights.items()
+    if absent:
+        drawn = reset_in_pieces(sketch, seed, _resets(sketch, absent), repeated_blocks(sketch))
+        yield from ((name, value) for name, value in drawn if name in absent)
+
+
+def _weights_by_name(place: str, sketch: Any, facts: DataFacts) -> Mapping[str, Tensor] | None:
+    """Parameters and buffers as they lie in the files; None where the library renames, joins or resizes as it loads."""
+    from transformers.utils import cached_file
+
+    folder = Path(place)
+    if not folder.is_dir():
+        folder = Path(cached_file(place, "config.json")).parent
+    try:
+        fit = fit_weights(sketch, read_weights(folder), translate=False)
+    except ConfigError:
+        return None
+    rows = sketch.get_input_embeddings().weight.shape[0]
+    if fit.reshaped or (fit.left and fit.missing) or (facts.vocabulary or 0) > rows:
+        return None
+    return {slot.name: found for slot, found in fit.pairs}
 
 
 def sketch_huggingface(section: HuggingFaceModel, facts: DataFacts, *, trust_remote_code: bool) -> nn.Module:
@@ -190,18 +247,24 @@ def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: 
 
 def _reset(model: Any, seed: int, names: Collection[str]) -> None:
     """Draws the named parameters anew, by transformers' own rules, each module under its own key."""
+    wanted = set(names)
+    kept = {parameter for name, parameter in _parameters(model).items() if name not in wanted}
+    reset_modules(model, seed, _resets(model, names), keep=kept)
+
+
+def _resets(model: Any, names: Collection[str]) -> dict[str, Callable[[], object]]:
+    """transformers' rules for the modules that own the named parameters."""
     from transformers import PreTrainedModel
 
     parameters, wanted = _parameters(model), set(names)
     owners = {name.rpartition(".")[0] for name in wanted}
     everything = len(wanted) == len(parameters)
-    resets = {}
+    resets: dict[str, Callable[[], object]] = {}
     for name, module in model.named_modules():
         if everything or name in owners:
             root = _nearest(model, name, PreTrainedModel)
             resets[name] = partial(root._init_weights, module)
-    kept = {parameter for name, parameter in parameters.items() if name not in wanted}
-    reset_modules(model, seed, resets, keep=kept)
+    return resets
 
 
 def _nearest(model: nn.Module, name: str, kind: type) -> Any:

@@ -36,16 +36,22 @@ def constant(value: float) -> Rule:
     return lambda tensor, generator: tensor.fill_(value)
 
 
-def initialize(module: nn.Module, seed: int, rule_of: Callable[[str, Tensor], Rule]) -> None:
-    """Fills every parameter by its rule; a tied one once, under its first name.
+RuleOf = Callable[[str, Tensor], Rule]
+"""The rule of a parameter, from its name and the tensor (its shape)."""
 
-    Args:
-        rule_of: the rule of a parameter, from its name and the tensor (its shape).
-    """
+
+@torch.no_grad()
+def initialize(module: nn.Module, seed: int, rule_of: RuleOf) -> None:
+    """Fills every parameter by its rule; a tied one once, under its first name."""
+    parameters = dict(module.named_parameters())
+    for name, values in initial_tensors(module, seed, rule_of):
+        parameters[name].copy_(values)
+
+
+def initial_tensors(module: nn.Module, seed: int, rule_of: RuleOf) -> Iterator[tuple[str, Tensor]]:
+    """What each parameter of the module begins with, one after the other."""
     for name, parameter in module.named_parameters():
-        rule = rule_of(name, parameter)
-        with torch.no_grad():
-            parameter.copy_(initial_values(seed, name, parameter.shape, rule))
+        yield name, initial_values(seed, name, parameter.shape, rule_of(name, parameter))
 
 
 def initial_values(seed: int, name: str, shape: torch.Size, rule: Rule) -> Tensor:
@@ -84,19 +90,28 @@ def reset_modules(
 @contextmanager
 def shapes_alone() -> Iterator[None]:
     """Modules are made on the meta device inside: shapes, no memory, no values."""
-    with torch.device("meta"), _WithoutDraws():
+    with torch.device("meta"), Draws():
         yield
 
 
-class _WithoutDraws(TorchFunctionMode):
+class Draws(TorchFunctionMode):
     """Leaves out normal draws: on the meta device they do nothing but import 800 modules, which takes a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: list[Tensor] = []
+
+    def was_drawn(self, tensor: Tensor) -> bool:
+        """Whether a draw into it was left out."""
+        return any(one is tensor for one in self._drawn)
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in (torch.Tensor.normal_, nn.init.normal_):
-            return args[0] if args else kwargs["tensor"]
+            self._drawn.append(args[0] if args else kwargs["tensor"])
+            return self._drawn[-1]
         return func(*args, **kwargs)
 
 

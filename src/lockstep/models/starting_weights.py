@@ -156,14 +156,17 @@ class Fit:
         return "\n  ".join(lines) + "\n"
 
 
-def fit_weights(model: nn.Module, weights: Weights) -> Fit:
+def fit_weights(model: nn.Module, weights: Weights, *, translate: bool = True) -> Fit:
     """Which tensor goes where. Changes nothing.
+
+    Args:
+        translate: ask transformers what it calls names that don't fit, which takes a second model in memory.
 
     Raises:
         ConfigError: a tied parameter has two values in the file, or a tensor can't be had in the model's dtype.
     """
     fit = _fit(slots_of(model), weights)
-    if fit.whole or not is_of_transformers(model):
+    if fit.whole or not translate or not is_of_transformers(model):
         return fit
     own = translated(model, weights.tensors)
     return fit if own is None else _fit(slots_of(model), Weights(weights.place, own))

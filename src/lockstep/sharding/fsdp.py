@@ -69,6 +69,14 @@ def shard(model: nn.Module, options: FSDP, mesh: Mesh, device: torch.device, blo
             one.set_modules_to_forward_prefetch([after])
 
 
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """To the parts of a model that was divided on the meta device; what is in them comes later. Buffers stay."""
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    model.to_empty(device=device)
+    for module, name, buffer in buffers:
+        module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
 class ShardedByFSDP:
     """Args:
     model: divided by `shard`, and with its values.

@@ -23,7 +23,7 @@ from lockstep.distributed.memory import memory_of_a_rank
 from lockstep.distributed.rng import KeyedDraws, seed_everything
 from lockstep.engine.eager import Eager
 from lockstep.models.blocks import repeated_blocks
-from lockstep.models.build import build_model
+from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import adapt_objective, build_objective, coupling
@@ -33,7 +33,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
-from lockstep.plan.plan import Machine, make_plan
+from lockstep.plan.plan import Machine, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource, HuggingFaceModel
     from lockstep.core.protocols import Objective, Optimizer, Sharding, Source, Transform
     from lockstep.distributed.process_group import World
+    from lockstep.models.blank import Blank
     from lockstep.plan.plan import Plan
 
 
@@ -85,15 +86,15 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     _set_determinism(config)
     set_tf32(config.precision.tf32)
     source, evaluation = open_sources(config, given)
-    model = make_model(config, source.facts, given)
-    notes = start_weights(model, config.model)
-    memory = memory_of_a_rank(world) if config.parallel.strategy == "auto" else None
-    machine = Machine(world.machine_ranks, memory)
+    machine = _machine(config, world)
+    blank = _blank(config, source.facts, given, world, machine)
+    model = blank.model if blank is not None else make_model(config, source.facts, given)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
-    plan = replace(plan, warnings=(*plan.warnings, *notes))
+    notes = list(start_weights(model, config.model)) if blank is None else []
     objective = make_objective(config, source.facts, given)
-    model = transform(model, _transforms(config, world.device), world.device).to(world.device)
-    sharding = _SHARDING[plan.strategy](config, world, plan, model, _OptimizerOf(config, given))
+    model = transform(model, _transforms(config, world.device), world.device)
+    sharding = _SHARDING[plan.strategy](_Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes))
+    plan = replace(plan, warnings=(*plan.warnings, *notes))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
     draws = KeyedDraws(config.run.seed, world.axis.rank, world.device)
@@ -286,36 +287,77 @@ def _rate(config: Config, given: Given) -> Rate:
 # --- shardings ----------------------------------------------------------------------------------------------------
 
 
-def _single(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
-    return Single(model, optimizer_of(model.named_parameters()), squared_norm)
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a strategy is made of.
+
+    Attributes:
+        model: on the CPU; without values if it is `blank`'s.
+        notes: what people should know; what is found on the way joins.
+    """
+
+    config: Config
+    world: World
+    plan: Plan
+    model: nn.Module
+    optimizer_of: _OptimizerOf
+    blank: Blank | None
+    notes: list[str]
 
 
-def _data_parallel(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
-    gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
-    return over_gpus(model, optimizer_of(model.named_parameters()), squared_norm, gpus)
+def _single(parts: _Parts) -> Sharding:
+    model = parts.model.to(parts.world.device)
+    return Single(model, parts.optimizer_of(model.named_parameters()), squared_norm)
 
 
-def _ddp(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
+def _data_parallel(parts: _Parts) -> Sharding:
+    model = parts.model.to(parts.world.device)
+    gpus = torch.cuda.device_count() if parts.world.device.type == "cuda" else 0
+    return over_gpus(model, parts.optimizer_of(model.named_parameters()), squared_norm, gpus)
+
+
+def _ddp(parts: _Parts) -> Sharding:
+    model, world = parts.model.to(parts.world.device), parts.world
     return ReplicatedByDDP(
         model,
-        optimizer_of(model.named_parameters()),
+        parts.optimizer_of(model.named_parameters()),
         squared_norm,
-        config.parallel.ddp,
+        parts.config.parallel.ddp,
         ranks=world.axis.size,
         device=world.device,
         backend=world.backend,
     )
 
 
-def _fsdp(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
-    from lockstep.sharding.fsdp import ShardedByFSDP, shard  # DTensors take 0.5 s to import
+def _fsdp(parts: _Parts) -> Sharding:
+    from lockstep.sharding.fsdp import ShardedByFSDP, give_memory, shard  # DTensors take 0.5 s to import
 
-    options = config.parallel.fsdp
-    shard(model, options, plan.mesh, world.device, repeated_blocks(model))
-    return ShardedByFSDP(model, optimizer_of, squared_norm, options, plan.mesh, whole=optimizer_of.users)
+    model, options, mesh = parts.model, parts.config.parallel.fsdp, parts.plan.mesh
+    shard(model, options, mesh, parts.world.device, repeated_blocks(model))
+    if parts.blank is not None:
+        give_memory(model, parts.world.device)
+        parts.blank.fill()
+        parts.notes.extend(start_weights(model, parts.config.model))
+    return ShardedByFSDP(model, parts.optimizer_of, squared_norm, options, mesh, whole=parts.optimizer_of.users)
 
 
-_SHARDING: Mapping[str, Callable[[Any, Any, Any, nn.Module, Any], Any]] = {
+def _machine(config: Config, world: World) -> Machine:
+    memory = memory_of_a_rank(world) if config.parallel.strategy == "auto" else None
+    return Machine(world.machine_ranks, memory)
+
+
+def _blank(config: Config, facts: DataFacts, given: Given, world: World, machine: Machine) -> Blank | None:
+    """A model that is to be divided gets its values afterwards, if they can come part by part."""
+    strategy: str = config.parallel.strategy
+    if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):
+        sketch = sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
+        strategy, _ = resolve_strategy(config, world.size, parameter_facts(sketch), machine.memory)
+    if strategy != "fsdp":
+        return None
+    return blank_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
+
+
+_SHARDING: Mapping[str, Callable[[_Parts], Sharding]] = {
     "single": _single,
     "dp": _data_parallel,
     "ddp": _ddp,

@@ -1,0 +1,109 @@
+"""A model that is given its values part by part has those of the model that is built whole, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.schema import Config
+from lockstep.core.records import DataFacts
+from lockstep.models.blank import stays_in_pieces
+from lockstep.models.build import blank_model, build_model
+
+FACTS = DataFacts(samples=8, tokens_per_sample=16, vocabulary=40, classes=3, padding=0)
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2},
+    "qwen3": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "mixtral": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "num_local_experts": 4},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+    "bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "t5": {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 2, "num_heads": 2},
+}  # fmt: skip
+TASKS = {"bert": "sequence-classification", "t5": "seq2seq"}
+
+
+def section(model: dict[str, Any]) -> Any:
+    return Config.model_validate(
+        {"model": model, "data": {"train": {"kind": "given"}}, "run": {"steps": 1}}, strict=False
+    ).model
+
+
+def family(name: str, **more: Any) -> dict[str, Any]:
+    task = TASKS.get(name, "causal-lm")
+    return {"kind": "huggingface", "task": task, "architecture": {"model_type": name, **TINY[name]}, **more}
+
+
+OWN = [
+    {"kind": "transformer", "layers": 2, "width": 16, "heads": 2},
+    {"kind": "transformer", "layers": 2, "width": 16, "heads": 2, "tie_embeddings": False},
+    {"kind": "text-classifier", "width": 8},
+    {"kind": "image-classifier", "width": 4},
+]
+
+
+def filled(model: dict[str, Any], seed: int = 3) -> dict[str, torch.Tensor]:
+    blank = blank_model(section(model), FACTS, seed)
+    assert blank is not None
+    assert all(parameter.is_meta for parameter in blank.model.parameters())
+    assert not any(buffer.is_meta for buffer in blank.model.buffers())
+    return {name: value.clone() for name, value in blank.values()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], whole: torch.nn.Module) -> None:
+    parameters = dict(whole.named_parameters())
+    assert set(parameters) <= set(found)
+    for name, parameter in parameters.items():
+        assert torch.equal(found[name], parameter), name
+
+
+@pytest.mark.parametrize("model", OWN, ids=str)
+def test_own_models(model: dict[str, Any]) -> None:
+    assert_equal(filled(model), build_model(section(model), FACTS, 3))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_families(name: str) -> None:
+    whole = build_model(section(family(name)), FACTS, 3)
+    assert_equal(filled(family(name)), whole)
+    blank = blank_model(section(family(name)), FACTS, 3)
+    assert blank is not None
+    for (one, buffer), (other, expected) in zip(blank.model.named_buffers(), whole.named_buffers(), strict=True):
+        assert one == other
+        assert torch.equal(buffer, expected), one
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_pretrained_weights(tmp_path: Path, name: str) -> None:
+    build_model(section(family(name)), FACTS, 5).save_pretrained(tmp_path)  # type: ignore[operator]
+    model = {"kind": "huggingface", "task": "causal-lm", "pretrained": str(tmp_path)}
+    assert_equal(filled(model), build_model(section(model), FACTS, 3))
+
+
+def test_a_new_head_on_pretrained_weights(tmp_path: Path) -> None:
+    """The weights' own head is left over where the new one is missing: which is which, only the library knows."""
+    build_model(section(family("llama")), FACTS, 5).save_pretrained(tmp_path)  # type: ignore[operator]
+    model = {"kind": "huggingface", "task": "sequence-classification", "pretrained": str(tmp_path)}
+    assert blank_model(section(model), FACTS, 3) is None
+
+
+def test_a_module_of_the_users_own_is_built_whole() -> None:
+    assert blank_model(section({"kind": "custom", "target": "kit.small:Net"}), FACTS, 3) is None
+
+
+@pytest.mark.parametrize("fill", [torch.nn.init.normal_, torch.nn.init.zeros_])
+def test_a_reset_that_reaches_elsewhere_is_noticed(fill: Any) -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(2, 2, device="meta") for _ in range(2))
+
+    model, pieces = Outer(), ["blocks.0", "blocks.1"]
+    for reached in pieces:
+        weight = model.get_submodule(reached).weight
+        assert stays_in_pieces(model, {reached: lambda weight=weight: fill(weight)}, pieces)
+        assert not stays_in_pieces(model, {"": lambda weight=weight: fill(weight)}, pieces)

@@ -1,0 +1,207 @@
+"""FSDP: its options change where state lies and what is sent, never the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import small
+from kit.runs import differences, recorded, recorded_all
+from kit.worlds import in_world
+from training.test_same_run import config, oracle
+
+import lockstep
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "each block": {},
+    "the whole model at once": {"wrap": "root"},
+    "large modules": {"wrap": "size", "min_num_params": 2_000},
+    "modules of a class": {"wrap": ["Attention", "SwiGLU"]},
+    "modules inside of others": {"wrap": ["Block", "Attention"]},
+    "prefetching forwards": {"forward_prefetch": True},
+    "reducing each micro-batch": {"reduce_every": "micro-batch"},
+    "grad op, reducing each micro-batch": {"sharding_strategy": "SHARD_GRAD_OP", "reduce_every": "micro-batch"},
+}
+
+
+def fsdp(**options: Any) -> dict[str, Any]:
+    return {"strategy": "fsdp", "fsdp": options}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_options_leave_the_run_as_it_is(ranks: int) -> None:
+    configs = [config(13, 4, parallel=fsdp(**options)) for options in OPTIONS.values()]
+    for name, run in zip(OPTIONS, recorded_all(configs, ranks), strict=True):
+        assert differences(run, oracle(13)) == [], name
+
+
+def test_a_model_divided_before_it_has_values_begins_with_those_of_one_process() -> None:
+    """Widths that three ranks don't divide, so that parts are padded."""
+    model = {"kind": "transformer", "layers": 2, "width": 20, "heads": 2, "vocabulary": 64, "tie_embeddings": False}
+    alone, divided = (in_world(ranks, _first_weights, config(6, model=model, parallel=parallel)) for ranks, parallel in
+                      ((1, {}), (3, fsdp())))  # fmt: skip
+    for found in divided:
+        assert found.keys() == alone[0].keys()
+        assert all(np.array_equal(found[name], alone[0][name]) for name in found)
+    run = recorded(config(13, model=model, parallel=fsdp()), ranks=3)
+    assert differences(run, recorded(config(13, model=model))) == []
+
+
+def _first_weights(asked: dict[str, Any]) -> dict[str, np.ndarray]:
+    with lockstep.session(asked) as session:
+        return {name: value.clone().numpy() for name, value in session.rooms.sharding.weights()}
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+LARGE = {"kind": "transformer", "layers": 6, "width": 512, "heads": 4, "vocabulary": 512}
+
+
+def test_no_rank_ever_holds_the_whole_model() -> None:
+    """Peak of each rank's memory while the model is made: its quarter, and a block at a time."""
+    asked = config(4, model=LARGE, optim={"name": "sgd", "momentum": 0.0}, parallel=fsdp())
+    for whole, peak in in_world(4, _peak_of_making, asked):
+        assert whole > 75e6
+        assert peak < 0.7 * whole, f"{peak / whole:.2f} of the model"
+
+
+def _peak_of_making(asked: dict[str, Any]) -> tuple[int, int]:
+    with lockstep.session(config(4, parallel=fsdp())):  # what is imported and kept for good
+        pass
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    with lockstep.session(asked) as session:
+        return session.rooms.plan.parameters * 4, _resident("VmHWM") - before
+
+
+def _resident(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_memory_is_what_the_plan_says(sharding: str, ranks: int) -> None:
+    model = {"kind": "transformer", "layers": 2, "width": 120, "heads": 4, "vocabulary": 256}
+    parallel = {**fsdp(sharding_strategy=sharding), **({"data": 2} if sharding == "HYBRID_SHARD" and ranks > 1 else {})}
+    for planned, held in in_world(ranks, _held, config(8, model=model, parallel=parallel)):
+        for what in ("parameters", "gradients", "optimizer"):
+            assert held[what] == pytest.approx(planned[what], rel=0.05), what
+
+
+def _held(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that this rank holds before an update."""
+    with lockstep.session(asked) as session:
+        batch = next(session.batches())
+        session.accumulate(batch)
+        placement, sharding = session.rooms.plan.placement, session.rooms.sharding
+        parameters = [_local(parameter) for parameter in sharding.bare.parameters()]
+        gradients = [_local(parameter.grad) for parameter in sharding.bare.parameters()]
+        state = sharding.state().tensors
+        optimizer = [_local(value) for name, value in state.items() if name.startswith("optimizer.")]
+        found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+        session.commit()
+        return (
+            {what: getattr(placement, what) for what in found},
+            {what: _bytes(tensors) for what, tensors in found.items()},
+        )
+
+
+def _bytes(tensors: list[Any]) -> int:
+    """Of the memory behind them, once: the gradients of a block may lie in one piece."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return sum(storages.values())
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+# --- what a part of a tensor can't have ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (
+            {"optim": {"name": "muon"}},
+            "optim.name: muon updates whole matrices, which fsdp divides; take adamw, or parallel.strategy: ddp",
+        ),
+        (
+            {"parallel": fsdp(cpu_offload=True)},
+            "parallel.fsdp.cpu_offload: true, but this rank computes on the CPU, where parameters are already; "
+            "it is for GPUs",
+        ),
+        (
+            {"parallel": fsdp(wrap=["Blok"])},
+            "parallel.fsdp.wrap: the model has no module of class Blok; it has Attention, Block, Dropout, Embedding, "
+            "Linear, ModuleList, RMSNorm, SwiGLU",
+        ),
+        (
+            {"parallel": {**fsdp(), "data": 2}},
+            "parallel.data: fsdp with FULL_SHARD has one replica; HYBRID_SHARD has 2, or leave parallel.data out",
+        ),
+        (
+            {"parallel": {**fsdp(sharding_strategy="HYBRID_SHARD"), "data": 2, "shard": 2}},
+            "parallel: data x shard = 2 x 2 = 4, but there are 2 ranks. data = 1 gives 2; or start 4 ranks.",
+        ),
+        (
+            {"parallel": {"strategy": "ddp", "shard": 2}},
+            "parallel.shard: ddp divides nothing; fsdp with FULL_SHARD or HYBRID_SHARD does, or leave parallel.shard "
+            "out",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(sections: dict[str, Any], says: str) -> None:
+    asked = config(8, **{"parallel": fsdp(), **sections})
+    assert in_world(2, small.refusal, asked) == [says, says]
+
+
+def test_a_single_number_is_refused() -> None:
+    asked = small.config("WithScale", parallel=fsdp())
+    says = "parallel.strategy: fsdp can't divide scale, a single number; make its shape [1]"
+    assert in_world(2, small.refusal, asked) == [says, says]
+
+
+# --- modules of other kinds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", ["WithBatchNorm", "WithTies"])
+def test_modules_with_buffers_and_shared_weights(net: str) -> None:
+    """Of the running means, the first rank's count, as under ddp."""
+    run, expected = (
+        recorded(small.config(net, parallel=parallel, batch={"global_size": 12}), ranks=2)
+        for parallel in (fsdp(wrap=["Linear"]), {"strategy": "ddp"})
+    )
+    assert differences(run, expected) == []
+    assert run.weights.keys() == expected.weights.keys()
+
+
+def test_frozen_parameters_stay() -> None:
+    frozen = {"model": {**config(13)["model"], "freeze": ["embedding.*", "blocks.0.*"]}}
+    run = recorded(config(13, parallel=fsdp(), **frozen), ranks=2)
+    assert differences(run, recorded(config(13, **frozen))) == []
+
+
+def test_an_optimizer_of_the_users_gets_whole_parameters() -> None:
+    """It may look at their shapes: it is handed DTensors, which know them."""
+    for found in in_world(2, _shapes_seen, small.config(parallel=fsdp())):
+        assert found == {"inner.weight": (8, 4), "inner.bias": (8,), "head.weight": (3, 8), "head.bias": (3,)}
+
+
+def _shapes_seen(asked: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    import torch
+
+    def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(groups, lr=0.01)
+
+    with lockstep.session(asked, optimizer=made) as session:
+        for _ in lockstep.steps(session):
+            if session.progress.steps == 2:
+                break
+        seen = session.rooms.sharding._optimizer.groups
+        return {
+            name: tuple(one.shape) for group in seen for name, one in zip(group["names"], group["params"], strict=True)
+        }
