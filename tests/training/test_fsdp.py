@@ -126,11 +126,7 @@ def _local(tensor: Any) -> Any:
     ("sections", "says"),
     [
         (
-            {"optim": {"name": "muon"}},
-            "optim.name: muon updates whole matrices, which fsdp divides; take adamw, or parallel.strategy: ddp",
-        ),
-        (
-            {"parallel": fsdp(cpu_offload=True)},
+            {"parallel": fsdp(cpu_offload=True), "run": {"steps": 8, "allow_untested": True}},
             "parallel.fsdp.cpu_offload: true, but this rank computes on the CPU, where parameters are already; "
             "it is for GPUs",
         ),

@@ -10,9 +10,10 @@ from lockstep.cli.words import (
     add_config,
     add_json,
     add_trust,
+    add_untested,
     ranks,
-    ranks_override,
     read_config,
+    short_overrides,
     split,
 )
 from lockstep.core.arguments import PlanArguments
@@ -26,9 +27,14 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="as if started on so many ranks")
     add_json(parser)
     add_trust(parser)
+    add_untested(parser)
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
-    loaded, name = read_config(asked.config, [*overrides, *ranks_override(asked.ranks)], parser.flags())
+    loaded, name = read_config(
+        asked.config,
+        [*overrides, *short_overrides(asked)],
+        parser.flags(),
+    )
 
     from lockstep.training.command import plan
 

@@ -11,9 +11,10 @@ from lockstep.cli.words import (
     add_config,
     add_json,
     add_trust,
+    add_untested,
     ranks,
-    ranks_override,
     read_config,
+    short_overrides,
     split,
     step,
 )
@@ -39,6 +40,7 @@ def run(words: Sequence[str]) -> int:
     )
     add_json(parser)
     add_trust(parser)
+    add_untested(parser)
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
     origin = _run_folder(asked.config)
@@ -47,7 +49,7 @@ def run(words: Sequence[str]) -> int:
     if asked.fresh and (asked.step is not None or asked.fork is not None):
         raise ConfigError("--fresh begins anew; --from and --fork go on from a checkpoint: give one of them")
     names = asked.config if origin is None else [str(origin / "config.yaml"), *asked.config[1:]]
-    overrides = [*_place(origin, asked.fork), *overrides, *ranks_override(asked.ranks)]
+    overrides = [*_place(origin, asked.fork), *overrides, *short_overrides(asked)]
     loaded, name = read_config(names, overrides, parser.flags())
 
     from lockstep.monitor.folder import recipe_of

@@ -159,9 +159,14 @@ def temperature(text: str) -> float:
     return number
 
 
-def ranks_override(value: int | str | None) -> list[Override]:
-    """`--ranks N` is short for `--launch.ranks N`."""
-    return [] if value is None else [Override("launch.ranks", str(value), "--ranks")]
+def short_overrides(asked: argparse.Namespace) -> list[Override]:
+    """`--ranks N` is short for `--launch.ranks N`, `--allow-untested` for `--run.allow_untested true`."""
+    found = [] if asked.ranks is None else [Override("launch.ranks", str(asked.ranks), "--ranks")]
+    return [*found, *([Override("run.allow_untested", "true", "--allow-untested")] if asked.allow_untested else [])]
+
+
+def add_untested(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-untested", action="store_true", help="try what was never tested together")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

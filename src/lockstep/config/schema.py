@@ -556,6 +556,8 @@ class Run(Section):
     """Null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
     """Which weights the run leaves; best: those of `checkpoint.best`."""
+    allow_untested: bool = False
+    """Try what was never tested together (docs/strategies.md)."""
     determinism: Literal["default", "deterministic"] = "default"
     """deterministic: torch's deterministic algorithms, so that the same machine gives the same bits."""
 

@@ -20,8 +20,6 @@ from lockstep.config.schema import Config, Optim
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.grouping import is_hidden_matrix
 
-WHOLE_MATRICES = ("muon", "adafactor")
-"""Optimizers that look at a parameter's shape: a part of it gets another update."""
 STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
 
 

@@ -14,9 +14,10 @@ from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
+from lockstep.plan.features import cell, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.mesh import Mesh, mesh_of
-from lockstep.plan.placement import WHOLE_MATRICES, Placement, placements
+from lockstep.plan.placement import Placement, placements
 from lockstep.plan.schedule import epoch_length, horizon
 from lockstep.plan.variants import variant_of
 
@@ -105,6 +106,7 @@ def make_plan(
     per_sample = facts.tokens_per_sample
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     total = sum(parameter.elements for parameter in parameters)
+    check_features(config, variant, batch, total - trainable)
     return Plan(
         ranks=ranks,
         strategy=strategy,
@@ -145,9 +147,6 @@ def resolve_strategy(
     if asked == "dp" and ranks > 1:
         why = f"dp is one process over all its GPUs, but there are {ranks} ranks"
         raise ConfigError(_strategy_problem(why))
-    if asked == "fsdp" and config.optim.name in WHOLE_MATRICES:
-        why = f"{config.optim.name} updates whole matrices, which fsdp divides; take adamw, or parallel.strategy: ddp"
-        raise ConfigError(Problem("", "optim.name", why))
     return asked, None
 
 
@@ -162,8 +161,9 @@ def _chosen(
     takes = f"the training state takes {_bytes(whole)} of the {_bytes(memory)} that a rank has"
     if whole <= _SHARE_OF_STATE * memory:
         return "ddp", takes
-    if config.optim.name in WHOLE_MATRICES:
-        return "ddp", f"{takes}, but {config.optim.name} needs whole matrices, which fsdp divides"
+    refused = cell(variant_of(config.parallel, "fsdp"), config.optim.name).why
+    if refused:
+        return "ddp", f"{takes}, but {config.optim.name} doesn't go with fsdp: {refused}"
     return "fsdp", takes
 
 

@@ -313,6 +313,9 @@ def _single(parts: _Parts) -> Sharding:
 def _data_parallel(parts: _Parts) -> Sharding:
     model = parts.model.to(parts.world.device)
     gpus = torch.cuda.device_count() if parts.world.device.type == "cuda" else 0
+    if gpus > 1 and not parts.config.run.allow_untested:
+        why = "dp over several GPUs was never tested; --allow-untested tries it, ddp is faster"
+        raise ConfigError(Problem("", "parallel.strategy", why))
     return over_gpus(model, parts.optimizer_of(model.named_parameters()), squared_norm, gpus)
 
 

@@ -1,0 +1,140 @@
+"""What goes with what: strategy x feature, and how it is known.
+
+                     ddp          fsdp                         each cell
+    fp16             cpu          cpu                          tested on the CPU (and on which GPU, when)
+    muon             cpu          refused: whole matrices      why it can't be
+    offload          -            untested                     runs with --allow-untested
+                                                               -: the strategy has no such option
+
+A test runs every cell that says `cpu` against the single process, and asks for every one that says otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from lockstep.config.schema import Config, Optim
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.plan.variants import VARIANTS
+
+if TYPE_CHECKING:
+    from lockstep.plan.batch import BatchPlan
+
+Standing = Literal["cpu", "untested", "refused", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Attributes:
+    standing: cpu: tested there against the single process; none: the strategy has no such option.
+    why: it is refused, or untested.
+    gpu: where and when it was tested on one: `H200, 2026-11-20, 1a2b3c4`.
+    """
+
+    standing: Standing
+    why: str = ""
+    gpu: str = ""
+
+    def __str__(self) -> str:
+        words = {"cpu": "CPU", "untested": "untested", "refused": "refused", "none": "-"}[self.standing]
+        return f"{words}: {self.why}" if self.why else f"{words}, {self.gpu}" if self.gpu else words
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Attributes:
+    name: as people call it.
+    key: of the config, that asks for it.
+    asked: whether a run does.
+    """
+
+    name: str
+    key: str
+    asked: Callable[[Config, BatchPlan, int], bool]
+
+
+def _optimizer(name: str) -> Feature:
+    return Feature(name, "optim.name", lambda config, batch, frozen: config.optim.name == name)
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("accumulation", "batch.micro_size", lambda config, batch, frozen: batch.accumulation > 1),
+    Feature("uneven batches", "batch.global_size", lambda config, batch, frozen: not batch.even),
+    Feature("bf16", "precision.compute", lambda config, batch, frozen: config.precision.compute == "bf16"),
+    Feature("fp16", "precision.compute", lambda config, batch, frozen: config.precision.compute == "fp16"),
+    Feature("compile", "model.compile", lambda config, batch, frozen: config.model.compile),
+    Feature("frozen parameters", "model.freeze", lambda config, batch, frozen: frozen > 0),
+    Feature("offload", "parallel.fsdp.cpu_offload", lambda config, batch, frozen: config.parallel.fsdp.cpu_offload),
+    Feature("export", "", lambda config, batch, frozen: False),  # of a checkpoint, whatever wrote it
+    *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation)),
+)
+
+_CPU, _NONE = Cell("cpu"), Cell("none")
+_DIVIDED = ("fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-hybrid-grad-op")
+_WHOLE_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp"
+_NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
+
+_OTHERWISE: Mapping[tuple[str, str], Cell] = {
+    **{(name, "offload"): _NONE for name in VARIANTS if not name.startswith("fsdp")},
+    **{(name, "offload"): Cell("untested", _NEEDS_GPU) for name in VARIANTS if name.startswith("fsdp")},
+    **{(name, rule): Cell("refused", _WHOLE_MATRICES) for name in _DIVIDED for rule in ("muon", "adafactor")},
+}
+
+
+def cell(variant: str, feature: str) -> Cell:
+    """How a feature stands under a strategy, both by their names."""
+    return _OTHERWISE.get((variant, feature), _CPU)
+
+
+def check_features(config: Config, variant: str, batch: BatchPlan, frozen: int) -> None:
+    """Args:
+        frozen: parameters that are not trained.
+
+    Raises:
+        ConfigError: what is asked for is refused, or untested and nobody has said that it may be; all at once.
+    """
+    problems = list(_problems(config, variant, batch, frozen))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(config: Config, variant: str, batch: BatchPlan, frozen: int) -> Iterator[Problem]:
+    for feature in FEATURES:
+        if not feature.asked(config, batch, frozen):
+            continue
+        found = cell(variant, feature.name)
+        if found.standing == "refused":
+            yield Problem("", feature.key, f"{feature.name} doesn't go with {variant}: {found.why}")
+        if found.standing == "untested" and not config.run.allow_untested:
+            yield Problem(
+                "",
+                feature.key,
+                f"{feature.name} under {variant} was never tested ({found.why}); --allow-untested tries it",
+            )
+
+
+def table() -> str:
+    """For the docs: a row a feature, a column a strategy."""
+    names = list(VARIANTS)
+    rows = [["", *names], ["---"] * (len(names) + 1)]
+    notes: list[str] = []
+    for feature in FEATURES:
+        rows.append([feature.name, *(_shown(cell(name, feature.name), notes) for name in names)])
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]) + "\n"
+
+
+def _shown(found: Cell, notes: list[str]) -> str:
+    if not found.why:
+        return str(found)
+    note = f"{found.standing}: {found.why}"
+    if note not in notes:
+        notes.append(note)
+    return f"{found.standing} ({notes.index(note) + 1})"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

@@ -1,0 +1,91 @@
+"""Every cell of the table strategy x feature is as it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import small
+from kit.runs import Trajectory, differences, recorded, recorded_all
+from kit.worlds import in_world
+from training.test_same_run import config
+
+from lockstep.plan.features import FEATURES, cell, table
+from lockstep.plan.variants import VARIANTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
+SEEN_ELSEWHERE = {
+    "export": "what is exported is a checkpoint's, and those are the same from all (test_checkpoint_pairs)",
+    "compile": "below, on fewer strategies: it takes half a minute each",
+}
+ASKS: dict[str, dict[str, Any]] = {
+    "accumulation": {"batch": {"global_size": 12, "micro_size": 2}},
+    "uneven batches": {"batch": {"global_size": 13, "micro_size": 3}},
+    "bf16": {"precision": {"compute": "bf16"}},
+    "fp16": {"precision": {"compute": "fp16"}},
+    "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
+    "offload": {"offload": True},
+}
+TOLERANCE = {"bf16": 2e-3, "fp16": 2e-4}  # of the loss, where products round
+
+
+def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
+    sections = dict(ASKS.get(feature) or {"optim": {"name": feature, "lr": 1e-3}})
+    parallel = {**VARIANTS[variant], **({"data": 2} if "hybrid" in variant and ranks > 1 else {})}
+    if sections.pop("offload", False):
+        parallel = {**parallel, "fsdp": {**parallel.get("fsdp", {}), "cpu_offload": True}}
+    return config(12, parallel=parallel, **sections)
+
+
+def variants(standing: str) -> list[tuple[str, list[str]]]:
+    """Features that stand so, by strategy."""
+    names = [feature.name for feature in FEATURES if feature.name not in SEEN_ELSEWHERE]
+    found = [(variant, [name for name in names if cell(variant, name).standing == standing]) for variant in VARIANTS]
+    return [(variant, features) for variant, features in found if features]
+
+
+@pytest.fixture(scope="module")
+def oracles() -> dict[str, Trajectory]:
+    names = [name for _, features in variants("cpu") for name in features]
+    return {name: recorded(asked("single", name, 1), updates=2) for name in dict.fromkeys(names)}
+
+
+@pytest.mark.parametrize(("variant", "features"), variants("cpu"), ids=lambda value: value if value is str else "")
+def test_what_is_tested_is_the_single_process(
+    variant: str, features: list[str], oracles: dict[str, Trajectory]
+) -> None:
+    ranks = 1 if variant in ("single", "dp") else 4 if "hybrid" in variant else 2
+    runs = recorded_all([asked(variant, name, ranks) for name in features], ranks, updates=2)
+    for name, run in zip(features, runs, strict=True):
+        if name in TOLERANCE:
+            assert run.losses == pytest.approx(oracles[name].losses, rel=TOLERANCE[name]), name
+        else:
+            assert differences(run, oracles[name]) == [], name
+
+
+@pytest.mark.parametrize("standing", ["refused", "untested"])
+def test_what_is_not_tested_says_so(standing: str) -> None:
+    for variant, features in variants(standing):
+        ranks = 4 if "hybrid" in variant else 2
+        for name in features:
+            said = in_world(ranks, small.refusal, asked(variant, name, ranks))[0]
+            assert cell(variant, name).why in said, (variant, name)
+            if standing == "untested":
+                assert said.endswith("--allow-untested tries it")
+
+
+@pytest.mark.parametrize("variant", ["ddp", "fsdp"])
+def test_a_compiled_model_is_the_single_process(variant: str) -> None:
+    model = {"kind": "custom", "target": "kit.small:Net", "compile": True}
+    run = recorded(small.config(model=model, parallel=VARIANTS[variant]), ranks=2, updates=2)
+    assert differences(run, recorded(small.config(), updates=2)) == []
+
+
+def test_every_feature_is_asked_for_here() -> None:
+    for feature in FEATURES:
+        assert feature.name in ASKS or feature.name in SEEN_ELSEWHERE or feature.key == "optim.name", feature.name
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8"), f"docs/strategies.md should have\n{table()}"
