@@ -17,6 +17,7 @@ from typing import Any
 import resume
 import saving
 import step_overhead
+import strategies
 import throughput
 from rounds import RESULTS, markdown
 
@@ -84,6 +85,7 @@ def _provenance(results: Mapping[str, Any]) -> str:
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "step_overhead": step_overhead.table,
     "throughput": throughput.table,
+    "strategies": strategies.table,
     "startup": startup,
     "data": data,
     "saving": saving.table,

@@ -1,0 +1,81 @@
+"""What each strategy costs under Lockstep beside the same feature of torch or DeepSpeed by hand, on two ranks.
+
+    python benchmarks/strategies.py [--rounds 5] [--only ddp "fsdp FULL_SHARD" ...]
+
+Prints the table and writes results/strategies.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say, within_rounds
+from strategy_loops import LENGTH, PAIRS, WORK, train
+
+RANKS = 2
+LEAST_ROUNDS = 3  # of results that are kept
+BY_HAND = " by hand"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=PAIRS, default=list(PAIRS))
+    parser.add_argument("--contestant", help="be one, for one round")
+    asked = parser.parse_args()
+    if asked.contestant:
+        say(train(asked.contestant, WORK.steps))
+        sys.stdout.flush()
+        os._exit(0)  # what DeepSpeed and gloo do after it is nobody's step
+    results = measure(asked.rounds, asked.only)
+    if asked.rounds >= LEAST_ROUNDS and len(asked.only) == len(PAIRS):
+        save("strategies", results)
+    print(table(results))
+
+
+def measure(rounds: int, only: list[str]) -> dict[str, Any]:
+    """In the form of results/strategies.json."""
+
+    def run(name: str) -> Mapping[str, float]:
+        return in_processes(__file__, ["--contestant", name], RANKS)
+
+    names = [name for strategy in only for name in (strategy + BY_HAND, strategy)]
+    runs, refused = interleaved(names, rounds, run)
+    rows = {}
+    for strategy in only:
+        if strategy in runs and strategy + BY_HAND in runs:
+            own, hand = runs[strategy], runs[strategy + BY_HAND]
+            rows[strategy] = {
+                "own": Spread.over([one["microseconds"] / 1000 for one in own]),
+                "hand": Spread.over([one["microseconds"] / 1000 for one in hand]),
+                "ratio": within_rounds(own, hand, "microseconds", lambda mine, theirs: theirs / mine),
+            }
+    return {
+        "command": f"python benchmarks/strategies.py --rounds {rounds}",
+        "rounds": rounds,
+        "title": f"{WORK.title} ({LENGTH} long), {RANKS} ranks over gloo, fp32, {WORK.steps} steps",
+        "machine": about_here(("torch", "deepspeed")),
+        "rows": rows,
+        "refused": refused,
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Markdown, from what `measure` returned or results/strategies.json holds."""
+    lines = []
+    for name, row in results["rows"].items():
+        own, hand, ratio = (
+            value if isinstance(value, Spread) else Spread(**value) for value in (row["own"], row["hand"], row["ratio"])
+        )
+        lines.append([name, own.text("{:.1f}"), hand.text("{:.1f}"), ratio.text("{:.3f}")])
+    lines += [[name, f"did not run: {why}", "", ""] for name, why in results["refused"].items()]
+    head = ["", "ms a step, Lockstep", "ms a step, by hand", "throughput to by hand"]
+    return f"**{results['title']}**\n\n{markdown(head, lines)}\n\n{provenance(results)}"
+
+
+if __name__ == "__main__":
+    main()

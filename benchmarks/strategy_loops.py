@@ -1,0 +1,136 @@
+"""The contestants of strategies.py: each strategy by hand, with the feature of torch or DeepSpeed that it is made of,
+and the same under Lockstep with all safety on.
+
+Both take the same samples in the same order, fp32, AdamW at a constant rate, and clip at the same norm.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from step_loops import Task, adamw, loader_of_rank, ranks
+from step_work import CLIP_NORM, GPT, WEIGHT_DECAY, Work, loss_of, text
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import TensorDataset
+
+LENGTH = 128
+WORK = Work(
+    "a GPT-2-shaped model of 3.3M parameters, 4 x 128 tokens a rank",
+    partial(GPT, layers=4, width=256, heads=4, length=LENGTH),
+    partial(text, length=LENGTH),
+    batch=4, steps=100, warm_up=20, rate=1e-3, objective="next-token",
+)  # fmt: skip
+
+
+# --- by hand ------------------------------------------------------------------------------------------------------
+
+
+def by_hand_ddp(task: Task) -> None:
+    module = DistributedDataParallel(task.model)
+    _loop(task, module, adamw(task))
+
+
+def by_hand_fsdp(task: Task, reshard: bool, replicas: int = 1) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape = (replicas, ranks() // replicas) if replicas > 1 else (ranks(),)
+    mesh = init_device_mesh("cpu", shape)
+    for block in task.model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(task.model, mesh=mesh, reshard_after_forward=False)
+    _loop(task, task.model, adamw(task))
+
+
+def _loop(task: Task, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in loader_of_rank(task):
+        optimizer.zero_grad()
+        loss_of(module(x), y).backward()
+        clip_grad_norm_(module.parameters(), CLIP_NORM)
+        optimizer.step()
+
+
+def by_hand_zero(task: Task, stage: int) -> None:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": task.work.batch,
+        "gradient_clipping": CLIP_NORM,
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = deepspeed.initialize(model=task.model, optimizer=adamw(task), config=config)
+    for x, y in loader_of_rank(task):
+        engine.backward(loss_of(engine(x), y))
+        engine.step()
+    engine.destroy()
+
+
+# --- under Lockstep -----------------------------------------------------------------------------------------------
+
+
+def under_lockstep(task: Task, parallel: dict[str, Any]) -> None:
+    import lockstep
+
+    config = {
+        "objective": {"kind": task.work.objective},
+        "data": {"shuffle": False},
+        "batch": {"global_size": task.work.batch * ranks()},
+        "optim": {"lr": task.work.rate, "weight_decay": WEIGHT_DECAY, "decay": "all", "clip_norm": CLIP_NORM},
+        "schedule": {"kind": "constant"},
+        "precision": {"compute": "fp32"},
+        "parallel": parallel,
+        "monitor": {"every": 10, "tensorboard": True, "progress": "none"},
+        "run": {"steps": task.steps, "folder": os.path.join(task.folder, "run")},
+    }
+    lockstep.train(config, model=task.model, dataset=TensorDataset(*task.data))
+
+
+def _fsdp(sharding: str, **degrees: int) -> dict[str, Any]:
+    return {"strategy": "fsdp", "fsdp": {"sharding_strategy": sharding}, **degrees}
+
+
+def _zero(stage: int) -> dict[str, Any]:
+    return {"strategy": "deepspeed", "deepspeed": {"zero_stage": stage}}
+
+
+PAIRS: dict[str, tuple[Callable[[Task], None], dict[str, Any]]] = {
+    "ddp": (by_hand_ddp, {"strategy": "ddp"}),
+    "fsdp FULL_SHARD": (partial(by_hand_fsdp, reshard=True), _fsdp("FULL_SHARD")),
+    "fsdp SHARD_GRAD_OP": (partial(by_hand_fsdp, reshard=False), _fsdp("SHARD_GRAD_OP")),
+    "fsdp HYBRID_SHARD": (partial(by_hand_fsdp, reshard=True, replicas=2), _fsdp("HYBRID_SHARD", data=2)),
+    "ZeRO-1": (partial(by_hand_zero, stage=1), _zero(1)),
+    "ZeRO-2": (partial(by_hand_zero, stage=2), _zero(2)),
+    "ZeRO-3": (partial(by_hand_zero, stage=3), _zero(3)),
+}
+
+
+def train(name: str, steps: int) -> dict[str, float]:
+    """One round of one contestant (`ddp by hand`, `ddp`): microseconds a step of the first rank."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    strategy = name.removesuffix(" by hand")
+    by_hand, parallel = PAIRS[strategy]
+    torch.manual_seed(0)
+    model = WORK.model()
+    watch = model.watch
+    data = WORK.data(steps * WORK.batch * ranks())
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(WORK, model, data, steps, folder)
+        if strategy == name:
+            under_lockstep(task, parallel)
+        else:
+            dist.init_process_group("gloo")
+            by_hand(task)
+            dist.barrier()
+    assert len(watch.times) == steps, f"{len(watch.times)} forwards in {steps} steps"
+    return {"microseconds": watch.microseconds(WORK.warm_up, steps - 1)}
