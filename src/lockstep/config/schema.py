@@ -556,8 +556,9 @@ class Run(Section):
     """Null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
     """Which weights the run leaves; best: those of `checkpoint.best`."""
-    determinism: Literal["default", "deterministic"] = "default"
-    """deterministic: torch's deterministic algorithms, so that the same machine gives the same bits."""
+    determinism: Literal["default", "deterministic", "invariant"] = "default"
+    """deterministic: torch's deterministic algorithms, so that the same machine gives the same bits. invariant: so does
+    any number of data ranks, dropout included; for `single` and `ddp` with a `batch.micro_size`."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Run:
