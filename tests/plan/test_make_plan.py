@@ -177,6 +177,6 @@ def test_the_json_is_plain_and_complete():
     values = json.loads(json.dumps(as_json(found)))
     assert values["steps"] == 42
     assert values["batch"] == {
-        "global_size": 48, "micro_size": 24, "accumulation": 1, "ranks": 2, "even": True, "waste": 0
+        "global_size": 48, "micro_size": 24, "accumulation": 1, "ranks": 2, "fixed": False, "even": True, "waste": 0
     }  # fmt: skip
     assert [row["total"] for row in values["placements"]] == [row.total for row in found.placements]
