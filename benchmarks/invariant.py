@@ -96,7 +96,8 @@ def table(results: Mapping[str, Any]) -> str:
     for setting in results["settings"]:
         for name, row in setting["rows"].items():
             spent, ratio = (
-                row[what] if isinstance(row[what], Spread) else Spread(**row[what]) for what in ("milliseconds", "ratio")
+                row[what] if isinstance(row[what], Spread) else Spread(**row[what])
+                for what in ("milliseconds", "ratio")
             )
             bits = ", ".join(row["bits"])
             lines.append([f"{name}, ranks: {setting['ranks']}", spent.text("{:,.1f}"), ratio.text("{:.2f}"), bits])
