@@ -49,6 +49,12 @@ class Counting(Net):
         return super().forward(points)
 
 
+class Replacing(Counting):
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.forwards = self.forwards + 1
+        return Net.forward(self, points)
+
+
 class Double(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,6 @@ import torch
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import Share, share_of
 from lockstep.plan.summation import FixedSum, Node, nodes_of, total
-from lockstep.sharding.buffers import saved_buffers
 from lockstep.sharding.single import SquaredNorm, gradients, trainable_parameters
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
 
@@ -59,7 +58,7 @@ class Invariant:
         self._squared_norm = squared_norm
         self._axis = axis
         self._parameters = trainable_parameters(model)
-        self._saved_buffers = saved_buffers(model)
+        self._slots = _saved_slots(model)
         self._buffers = _Buffers(self._parameters, axis.size)
         self._width = max(1, slice_bytes // 4 // axis.size)
         self._share = Share(0, 0, 0)
@@ -83,9 +82,15 @@ class Invariant:
 
     @contextmanager
     def window(self, last: bool) -> Iterator[None]:
-        before = [buffer._version for buffer in self._saved_buffers]
+        before = [slot.now for slot in self._slots]
         yield
-        self._refuse_changed_buffers(before)
+        changed = [
+            slot.name
+            for slot, (tensor, version) in zip(self._slots, before, strict=True)
+            if slot.differs(tensor, version)
+        ]
+        if changed:
+            raise _changes_in_forward(changed)
         if last:
             self._reduce()
 
@@ -145,21 +150,6 @@ class Invariant:
         self._terms = FixedSum(self._share.terms, self._add)
         self._whole = None
 
-    def _refuse_changed_buffers(self, before: Sequence[int]) -> None:
-        if all(buffer._version == version for buffer, version in zip(self._saved_buffers, before, strict=True)):
-            return
-        changed = {
-            id(buffer)
-            for buffer, version in zip(self._saved_buffers, before, strict=True)
-            if buffer._version != version
-        }
-        names = ", ".join(name for name, buffer in self.bare.named_buffers() if id(buffer) in changed)
-        message = (
-            f"invariant, but the model's forward changes {names}, which is part of its state: each rank would change "
-            f"its own, by its own samples; take deterministic, or a model without running state"
-        )
-        raise ConfigError(Problem("", "run.determinism", message))
-
     # --- state ----------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -179,6 +169,25 @@ class Invariant:
 
     def restore(self, state: TrainingState) -> None:
         restore_state(self.bare, self._optimizer, state)
+
+
+class _Slot:
+    """Where a module keeps a buffer that belongs to the model's state."""
+
+    def __init__(self, name: str, buffers: dict[str, Tensor | None], key: str) -> None:
+        self.name = name
+        self._buffers = buffers
+        self._key = key
+
+    @property
+    def now(self) -> tuple[Tensor | None, int]:
+        """What is there, and how often it was written to."""
+        tensor = self._buffers[self._key]
+        return tensor, 0 if tensor is None else tensor._version
+
+    def differs(self, tensor: Tensor | None, version: int) -> bool:
+        there, count = self.now
+        return there is not tensor or count != version
 
 
 class _Buffer:
@@ -261,6 +270,24 @@ def _rows(own: Sequence[Tensor], like: Tensor, ranks: int) -> Tensor:
     if len(own) == 1:
         return own[0].view(ranks, 1, -1)
     return torch.stack([flat.view(ranks, -1) for flat in own], dim=1)
+
+
+def _saved_slots(model: nn.Module) -> list[_Slot]:
+    saved = set(model.state_dict())
+    found = (
+        _Slot(f"{prefix}.{key}".lstrip("."), module._buffers, key)
+        for prefix, module in model.named_modules()
+        for key in module._buffers
+    )
+    return [slot for slot in found if slot.name in saved]
+
+
+def _changes_in_forward(names: Sequence[str]) -> ConfigError:
+    message = (
+        f"invariant, but the model's forward changes {', '.join(names)}, which is part of its state: each rank would "
+        f"change its own, by its own samples; take deterministic, or a model without running state"
+    )
+    return ConfigError(Problem("", "run.determinism", message))
 
 
 def _refuse_other_precisions(model: nn.Module) -> None:
