@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import invariant
 import resume
 import saving
 import step_overhead
@@ -90,6 +91,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "data": data,
     "saving": saving.table,
     "resume": resume.table,
+    "invariant": invariant.table,
 }
 
 

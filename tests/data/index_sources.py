@@ -52,10 +52,10 @@ class BrokenSource(IndexSource):
 def make_loader(source: Any, global_size: int = 8, **options: Any) -> TrainingLoader:
     """A loader of rank `rank` of `ranks`; what isn't named is as by default."""
     given = {"micro_size": "auto", "rank": 0, "ranks": 1, "seed": 42, "shuffle": True, "drop_last": False, "workers": 0}
-    given |= {"persistent_workers": True} | options
+    given |= {"persistent_workers": True, "fixed": False} | options
     return TrainingLoader(
         source,
-        plan_batch(global_size, given["micro_size"], given["ranks"]),
+        plan_batch(global_size, given["micro_size"], given["ranks"], fixed=given["fixed"]),
         given["rank"],
         given["seed"],
         shuffle=given["shuffle"],

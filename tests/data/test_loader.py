@@ -267,3 +267,30 @@ def test_evaluation_with_workers_and_draws_is_the_same_each_time():
 def test_pinning_without_a_gpu_is_refused():
     with pytest.raises(ConfigError, match="pin_memory"):
         evaluation_batches(IndexSource(4), 2, 0, 1, Loader(pin_memory=True), CPU)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fixed_micro_batches_draw_the_same_on_any_ranks(workers):
+    """The last update of the epoch is a smaller one, so the ranks' shares begin elsewhere in it."""
+
+    def drawn(ranks: int) -> list[list[tuple[list[int], list[float]]]]:
+        shares = [
+            taken(
+                make_loader(DrawingSource(21), 8, micro_size=2, rank=rank, ranks=ranks, fixed=True, workers=workers), 4
+            )
+            for rank in range(ranks)
+        ]
+        return [
+            [
+                (batch.inputs["indices"].tolist(), batch.inputs["drawn"].tolist())
+                for share in shares
+                for batch in share[number].micro_batches
+                if batch.samples
+            ]
+            for number in range(4)
+        ]
+
+    alone = drawn(1)
+    assert [len(update) for update in alone] == [4, 4, 3, 4]
+    for ranks in (2, 3, 4):
+        assert drawn(ranks) == alone

@@ -7,7 +7,7 @@ import pytest
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts, ParameterFacts
-from lockstep.plan.plan import as_json, describe, make_plan
+from lockstep.plan.plan import Machine, as_json, describe, make_plan
 
 FACTS = DataFacts(samples=1000, tokens_per_sample=16)
 PARAMETERS = [
@@ -177,6 +177,22 @@ def test_the_json_is_plain_and_complete():
     values = json.loads(json.dumps(as_json(found)))
     assert values["steps"] == 42
     assert values["batch"] == {
-        "global_size": 48, "micro_size": 24, "accumulation": 1, "ranks": 2, "even": True, "waste": 0
+        "global_size": 48, "micro_size": 24, "accumulation": 1, "ranks": 2, "fixed": False, "even": True, "waste": 0
     }  # fmt: skip
     assert [row["total"] for row in values["placements"]] == [row.total for row in found.placements]
+
+
+def test_an_invariant_run_holds_partial_sums():
+    """Eight micro-batches in a row: what autograd made, three levels of the tree, and what is being filled."""
+    asked = {"batch": {"global_size": 64, "micro_size": 8}, "run": {"steps": 1, "determinism": "invariant"}}
+    one = plan(1, **asked)
+    assert one.batch.fixed
+    assert one.placement.gradients == 5 * plan(1).placement.gradients
+    assert plan(8, **asked).placement.gradients == 2 * plan(1).placement.gradients
+
+
+def test_an_invariant_run_is_never_chosen_to_be_divided():
+    asked = {"batch": {"global_size": 64, "micro_size": 8}, "run": {"steps": 1, "determinism": "invariant"}}
+    found = make_plan(config(**asked), 4, FACTS, PARAMETERS, Machine(None, 1))
+    assert found.strategy == "ddp"
+    assert found.why == "run.determinism invariant needs every rank to hold whole gradients"

@@ -54,3 +54,28 @@ def test_auto_takes_the_whole_share_at_once():
 def test_waste_is_the_share_of_time_without_samples():
     assert plan_batch(10, "auto", 3).waste == 1 - 10 / 12
     assert plan_batch(10, 4, 1).waste == 0  # 4 + 3 + 3: micro-batches that aren't full, but nobody waits
+
+
+@given(st.integers(1, 300), st.integers(1, 300), MICRO, RANKS)
+def test_fixed_micro_batches_are_the_same_on_any_ranks(global_size, samples, micro, ranks):
+    batch = plan_batch(global_size, micro, ranks, fixed=True)
+    samples = min(samples, global_size)
+    cuts = [batch.ranges(samples, rank) for rank in range(ranks)]
+    real = [part for cut in cuts for part in cut if part[1] > part[0]]
+    assert real == plan_batch(global_size, micro, 1, fixed=True).ranges(samples, 0)
+    assert [index for start, stop in real for index in range(start, stop)] == list(range(samples))
+    assert len({len(cut) for cut in cuts}) == 1
+    for rank, cut in enumerate(cuts):
+        share = batch.share(samples, rank)
+        own = [part for part in cut if part[1] > part[0]]
+        assert own == cut[: len(own)] == real[share.first : share.stop]
+        assert share.terms == len(real)
+        assert all(stop - start <= micro for start, stop in cut)
+    assert len(plan_batch(global_size, micro, ranks, fixed=True).ranges(global_size, 0)) == batch.accumulation
+    assert 0 <= batch.waste < 1
+
+
+def test_a_fixed_cut_in_words():
+    batch = plan_batch(10, 2, 3, fixed=True)
+    assert [batch.ranges(10, rank) for rank in range(3)] == [[(0, 2), (2, 4)], [(4, 6), (6, 8)], [(8, 10), (10, 10)]]
+    assert batch.waste == 1 - 5 / 6

@@ -558,8 +558,9 @@ class Run(Section):
     """Which weights the run leaves; best: those of `checkpoint.best`."""
     allow_untested: bool = False
     """Try what was never tested together (docs/strategies.md)."""
-    determinism: Literal["default", "deterministic"] = "default"
-    """deterministic: torch's deterministic algorithms, so that the same machine gives the same bits."""
+    determinism: Literal["default", "deterministic", "invariant"] = "default"
+    """deterministic: torch's deterministic algorithms, so that the same machine gives the same bits. invariant: so does
+    any number of data ranks, dropout included; for `single` and `ddp` with a `batch.micro_size`."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Run:

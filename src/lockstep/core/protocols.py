@@ -17,6 +17,7 @@ from lockstep.core.records import (
     Batch,
     DataFacts,
     EvaluationReport,
+    GlobalBatch,
     Request,
     RunFacts,
     SaveReport,
@@ -141,12 +142,11 @@ class Engine(Protocol):
 
     def accumulate(
         self,
-        micro_batches: Sequence[Batch],
+        batch: GlobalBatch,
         seed_scale: float | Tensor,
-        step: int,
         announce: Callable[[Tensor], None],
     ) -> None:
-        """Accumulates the gradient of `seed_scale` x the sum of losses. `step` keys what the forward draws.
+        """Accumulates the gradient of `seed_scale` x the sum of losses. `batch.step` keys what the forward draws.
 
         Calls `announce` once, as soon as it is known, with this rank's sum of losses, unscaled, 0-dim: before gradients
         are reduced, and at the same point between collectives on every rank."""
@@ -184,6 +184,20 @@ class Axis(Protocol):
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """`sum`, but in the background; what is returned waits for it."""
+
+    def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
+        """[sum of numbers, width]: what each rank, in their order, has for this one.
+
+        Args:
+            rows: [ranks, number, width]: a rank's own ones, first those for the first rank; contiguous.
+            numbers: of each rank.
+        """
+
+    def concatenate(self, part: Tensor, whole: Tensor) -> None:
+        """Writes every rank's `part` [n] into `whole` [ranks x n], in the order of ranks."""
+
+    def copy_first(self, tensor: Tensor) -> None:
+        """In place: the first rank's, everywhere."""
 
     def gather(self, value: object) -> list[object]:
         """Every rank's value, in the order of ranks. Slow: for people, not for steps."""

@@ -147,7 +147,7 @@ class TrainingLoader:
 
     def _block(self, epoch: int, position: int, size: int, most: int, step: int, cursor: int) -> Iterator[_Share]:
         """Updates of `size` samples each from `position` on: `most` of them, or as many as make a block."""
-        ranges = micro_ranges(size, self._batch.micro_size, self._rank, self._batch.ranks)
+        ranges = self._batch.ranges(size, self._rank)
         # filler is the update's first sample: every rank has one at hand, and it is real data
         offsets = np.concatenate(
             [np.arange(start, stop) if stop > start else np.zeros(1, int) for start, stop in ranges]
@@ -155,19 +155,21 @@ class TrainingLoader:
         firsts = position + size * np.arange(max(1, min(most, _BLOCK // len(offsets))))
         indices = self._order.indices(epoch, firsts[:, None] + offsets)
         cuts = _cuts(ranges)
+        owner, first = (0, self._batch.share(size, self._rank).first) if self._batch.fixed else (self._rank, 0)
         epoch_key = key(self._seed, "noise", epoch)
         own = np.concatenate([np.full(max(stop - start, 1), stop > start) for start, stop in ranges])
         for row, digest in zip(indices, digests(epoch, indices, own), strict=True):
             cursor += size
             requests = [
-                Request(row[start:stop], filler, epoch_key, self._generator_key(step, micro))
+                Request(row[start:stop], filler, epoch_key, self._generator_key(step, owner, first + micro))
                 for micro, (start, stop, filler) in enumerate(cuts)
             ]
             yield _Share(requests, size, epoch, cursor, step, digest)
             step += 1
 
-    def _generator_key(self, step: int, micro: int) -> int | None:
-        return key(self._seed, "augmentation", step, self._rank, micro) if self._source.draws else None
+    def _generator_key(self, step: int, owner: int, micro: int) -> int | None:
+        """`owner` is the rank; of micro-batches that are the same on any ranks, 0."""
+        return key(self._seed, "augmentation", step, owner, micro) if self._source.draws else None
 
 
 def evaluation_batches(

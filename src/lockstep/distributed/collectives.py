@@ -1,12 +1,12 @@
 """The only raw collectives. An axis of one has none: it returns what it was given, and callers never ask.
 
-Alone        sum(x) = x        gather(v) = [v]           broadcast(v) = v
-Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0
+Alone        sum(x) = x        gather(v) = [v]           broadcast(v) = v     exchange(x) = x_0
+Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0   exchange(x) = what each has for this rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -26,6 +26,15 @@ class Alone:
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
+
+    def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
+        return rows[0]
+
+    def concatenate(self, part: Tensor, whole: Tensor) -> None:
+        whole.copy_(part)
+
+    def copy_first(self, tensor: Tensor) -> None:
+        pass
 
     def gather(self, value: object) -> list[object]:
         return [value]
@@ -56,6 +65,19 @@ class Together:
             return tensor
 
         return finish
+
+    def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
+        width = rows.shape[2]
+        received = rows.new_empty(sum(numbers), width)
+        given, taken = [rows.shape[1] * width] * self.size, [number * width for number in numbers]
+        dist.all_to_all_single(received.view(-1), rows.reshape(-1), taken, given, group=self._group)
+        return received
+
+    def concatenate(self, part: Tensor, whole: Tensor) -> None:
+        dist.all_gather(list(whole.view(self.size, -1)), part, group=self._group)
+
+    def copy_first(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, value: object) -> list[object]:
         values: list[object] = [None] * self.size

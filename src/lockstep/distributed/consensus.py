@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,10 +147,33 @@ class DeviceConsensus:
         return tensor.to(self._device, non_blocking=True)
 
 
-Consensus = HostConsensus | DeviceConsensus
+class WithOrderedLoss:
+    """A vote whose sum of losses is not what the ranks added up in their own order.
+
+    Args:
+        loss_sum: over all ranks, once the gradient is reduced: 0-dim.
+    """
+
+    def __init__(self, vote: HostConsensus | DeviceConsensus, loss_sum: Callable[[], Tensor]) -> None:
+        self._vote = vote
+        self._loss_sum = loss_sum
+        self.announce = vote.announce
+        self.open = vote.open
+
+    def close(self, squared_norm: Tensor, *, whole: bool) -> Outcome:
+        found = self._vote.close(squared_norm, whole=whole)
+        loss_sum = self._loss_sum().double()
+        if isinstance(found.slots, list):
+            found.slots[LOSS_SUM] = loss_sum.item()
+        else:
+            found.slots[LOSS_SUM] = loss_sum
+        return replace(found, loss_sum=found.slots[LOSS_SUM])
 
 
-def consensus_over(axis: Axis, device: torch.device) -> Consensus:
+Consensus = HostConsensus | DeviceConsensus | WithOrderedLoss
+
+
+def consensus_over(axis: Axis, device: torch.device) -> HostConsensus | DeviceConsensus:
     return HostConsensus(axis) if device.type == "cpu" else DeviceConsensus(axis, device)
 
 

@@ -22,7 +22,11 @@ def seed_everything(seed: int) -> None:
 
 
 class KeyedDraws:
-    """Sets the device's generator before each forward to a key of (seed, update, data rank, micro-batch)."""
+    """Sets the device's generator before each forward to a key of (seed, update, data rank, micro-batch).
+
+    Args:
+        data_rank: 0 if micro-batches are numbered through all ranks.
+    """
 
     def __init__(self, seed: int, data_rank: int, device: torch.device) -> None:
         self._seed = seed

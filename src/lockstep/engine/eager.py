@@ -8,7 +8,7 @@ The gradient of an update is that of (sum of losses / global count of valid targ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Objective, Sharding
-    from lockstep.core.records import Batch
+    from lockstep.core.records import Batch, GlobalBatch
 
 Autocast = Callable[[], AbstractContextManager[object]]
 Unheard = Callable[[], AbstractContextManager[object]]
@@ -50,26 +50,26 @@ class Eager:
 
     def accumulate(
         self,
-        micro_batches: Sequence[Batch],
+        batch: GlobalBatch,
         seed_scale: float | Tensor,
-        step: int,
         announce: Callable[[Tensor], None],
     ) -> None:
+        micro_batches, step = batch.micro_batches, batch.step
         sharding, objective = self._sharding, self._objective
         module, last = sharding.module, len(micro_batches) - 1
         seed_scale = seed_scale * sharding.averages_over
         total: Tensor | None = None
-        for index, batch in enumerate(micro_batches):
+        for index, micro_batch in enumerate(micro_batches):
             self._key_draws(step, index)
-            with sharding.window(index == last), _HEARD if batch.samples else self._unheard():
+            with sharding.window(index == last), _HEARD if micro_batch.samples else self._unheard():
                 with self._autocast():
-                    outputs = call(module, batch.inputs)
-                loss = objective.loss_sum(outputs, batch)
-                counted = loss.detach() if batch.samples else torch.zeros_like(loss)
+                    outputs = call(module, micro_batch.inputs)
+                loss = objective.loss_sum(outputs, micro_batch)
+                counted = loss.detach() if micro_batch.samples else torch.zeros_like(loss)
                 total = counted if total is None else total + counted
                 if index == last:
                     announce(total)
-                weight = 1.0 if batch.samples else 0.0
+                weight = 1.0 if micro_batch.samples else 0.0
                 sharding.backward(loss, _seed(seed_scale * weight, loss))
 
     @torch.no_grad()

@@ -6,6 +6,11 @@
 
 Every rank runs as many micro-batches, so that none waits for a collective that another never starts. A rank with
 too few samples for that runs filler: an empty range here, a batch without weight in the engine.
+
+Where bits must not depend on the ranks (`run.determinism: invariant`), micro-batches come first:
+
+    micro-batches            0 0|1 1|2 2|3 3|4 4          5 of 2, the same on any number of ranks
+    ranks (contiguous)       0      |1      |2  +filler   3 ranks
 """
 
 from __future__ import annotations
@@ -21,12 +26,14 @@ class BatchPlan:
     micro_size: samples per forward at most.
     accumulation: micro-batches per rank and update.
     ranks: of the data axis.
+    fixed: micro-batches are cut first, and alike whatever the ranks.
     """
 
     global_size: int
     micro_size: int
     accumulation: int
     ranks: int
+    fixed: bool = False
 
     @property
     def even(self) -> bool:
@@ -36,7 +43,23 @@ class BatchPlan:
     @property
     def waste(self) -> float:
         """Share of the ranks' time in a full update that is spent on filler or on waiting for a larger share."""
+        if self.fixed:
+            return 1 - _ceil(self.global_size, self.micro_size) / (self.accumulation * self.ranks)
         return 1 - self.global_size / (_ceil(self.global_size, self.ranks) * self.ranks)
+
+    def ranges(self, samples: int, rank: int) -> list[tuple[int, int]]:
+        """The [start, stop) of each micro-batch of `rank` within an update of `samples` samples; as many on every rank,
+        an empty one asks for filler."""
+        if not self.fixed:
+            return micro_ranges(samples, self.micro_size, rank, self.ranks)
+        share = self.share(samples, rank)
+        cut = [_part(0, samples, number, share.terms) for number in range(share.first, share.stop)]
+        end = cut[-1][1] if cut else samples
+        return cut + [(end, end)] * (_ceil(share.terms, self.ranks) - len(cut))
+
+    def share(self, samples: int, rank: int) -> Share:
+        """Which of an update's micro-batches are those of `rank`, if they are `fixed`."""
+        return share_of(_ceil(samples, self.micro_size), rank, self.ranks)
 
     def __str__(self) -> str:
         sign = "=" if self.even else "<"
@@ -44,9 +67,27 @@ class BatchPlan:
         return f"{self.global_size} {sign} {product} (micro-batch x accumulation x ranks)"
 
 
-def plan_batch(global_size: int, micro_size: int | Literal["auto"], ranks: int) -> BatchPlan:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's micro-batches [first, stop) of the `terms` of an update."""
+
+    first: int
+    stop: int
+    terms: int
+
+
+def share_of(terms: int, rank: int, ranks: int) -> Share:
+    """What `rank` has of an update of `terms` micro-batches."""
+    return Share(*_part(0, terms, rank, ranks), terms)
+
+
+def plan_batch(global_size: int, micro_size: int | Literal["auto"], ranks: int, *, fixed: bool = False) -> BatchPlan:
     """Derives the accumulation from global size, micro size and the ranks of the data axis."""
     share = _ceil(global_size, ranks)
+    if fixed:
+        assert micro_size != "auto", "what is cut alike on any ranks has a size of its own"
+        micro = min(micro_size, global_size)
+        return BatchPlan(global_size, micro, _ceil(_ceil(global_size, micro), ranks), ranks, fixed)
     micro = share if micro_size == "auto" else min(micro_size, share)
     return BatchPlan(global_size, micro, _ceil(share, micro), ranks)
 

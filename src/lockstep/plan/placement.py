@@ -18,7 +18,9 @@ from typing import Literal
 
 from lockstep.config.schema import Config, Optim
 from lockstep.core.records import ParameterFacts
+from lockstep.plan.batch import plan_batch
 from lockstep.plan.grouping import is_hidden_matrix
+from lockstep.plan.summation import most_held
 
 STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
 
@@ -85,10 +87,13 @@ def placements(
         asked: the one that is planned, with its number of `shards`; the others are of their usual ones.
     """
     listed = [name for name in DIVISIONS if name == asked or name not in _OF_REPLICAS]
-    return tuple(_place(name, config, shards if name == asked else ranks, parameters) for name in listed)
+    partial_sums = _partial_sums(config, ranks)
+    return tuple(_place(name, config, shards if name == asked else ranks, parameters, partial_sums) for name in listed)
 
 
-def _place(strategy: str, config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> Placement:
+def _place(
+    strategy: str, config: Config, ranks: int, parameters: Sequence[ParameterFacts], partial_sums: int
+) -> Placement:
     division = DIVISIONS[strategy]
     trained = [parameter for parameter in parameters if parameter.trainable]
     gradients = _divided(sum(map(_bytes, trained)), ranks, division.gradients)
@@ -96,12 +101,22 @@ def _place(strategy: str, config: Config, ranks: int, parameters: Sequence[Param
     return Placement(
         strategy=strategy,
         parameters=_divided(sum(map(_bytes, parameters)), ranks, division.parameters),
-        gradients=gradients * copies,
+        gradients=gradients * (copies if division.gradients else copies + partial_sums),
         optimizer=_divided(
             sum(state_bytes(parameter, config.optim) for parameter in trained), ranks, division.optimizer
         ),
         note=division.note,
     )
+
+
+def _partial_sums(config: Config, ranks: int) -> int:
+    """Of gradients that a rank holds at a time, at most, beside the one that a backward makes."""
+    batch = config.batch
+    if config.run.determinism != "invariant" or batch.micro_size == "auto":
+        return 0
+    cut = plan_batch(batch.global_size, batch.micro_size, ranks, fixed=True)
+    shares = [cut.share(batch.global_size, rank) for rank in range(ranks)]
+    return max(most_held(share.first, share.stop, share.terms) for share in shares)
 
 
 def _divided(size: int, ranks: int, divided: bool) -> int:

@@ -16,6 +16,7 @@ from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
 from lockstep.plan.features import cell, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
+from lockstep.plan.invariance import refuse_variable
 from lockstep.plan.mesh import Mesh, mesh_of
 from lockstep.plan.placement import Placement, placements
 from lockstep.plan.schedule import epoch_length, horizon
@@ -98,7 +99,10 @@ def make_plan(
     variant = variant_of(config.parallel, strategy)
     if facts.samples < 1:
         raise ConfigError(Problem("", "data.train", "the data set has no samples, so there is nothing to train on"))
-    batch = plan_batch(config.batch.global_size, config.batch.micro_size, ranks)
+    fixed = config.run.determinism == "invariant"
+    if fixed:
+        refuse_variable(config, strategy, ranks)
+    batch = plan_batch(config.batch.global_size, config.batch.micro_size, ranks, fixed=fixed)
     drop_last = config.data.drop_last
     epoch_steps, epoch_samples = epoch_length(facts, batch.global_size, drop_last)
     steps = horizon(config.run, batch.global_size, facts, drop_last)
@@ -155,6 +159,8 @@ def _chosen(
 ) -> tuple[str, str | None]:
     if ranks == 1:
         return "single", "there is one rank"
+    if config.run.determinism == "invariant":
+        return "ddp", "run.determinism invariant needs every rank to hold whole gradients"
     whole = next(row for row in placements(config, ranks, parameters) if row.strategy == "ddp").total
     if memory is None:
         return "ddp", "how much memory a rank has isn't known here"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,11 @@ from lockstep.core.records import DataFacts, RunFacts
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import TrainingLoader
 from lockstep.data.sources import open_source
-from lockstep.distributed.consensus import consensus_over
+from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
 from lockstep.distributed.memory import memory_of_a_rank
 from lockstep.distributed.rng import KeyedDraws, seed_everything
 from lockstep.engine.eager import Eager
+from lockstep.engine.numbered import Numbered
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
@@ -37,7 +39,9 @@ from lockstep.plan.plan import Machine, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
+from lockstep.sharding.invariant import Invariant
 from lockstep.sharding.single import Single
+from lockstep.training.invariance import NOTE, refuse_coupled
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Rate, Rooms, Session
 from lockstep.transforms.compiling import Compile
@@ -46,7 +50,8 @@ from lockstep.transforms.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource, HuggingFaceModel
-    from lockstep.core.protocols import Objective, Optimizer, Sharding, Source, Transform
+    from lockstep.core.protocols import Engine, Objective, Optimizer, Sharding, Source, Transform
+    from lockstep.distributed.consensus import Consensus
     from lockstep.distributed.process_group import World
     from lockstep.models.blank import Blank
     from lockstep.plan.plan import Plan
@@ -93,11 +98,15 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     notes = list(start_weights(model, config.model)) if blank is None else []
     objective = make_objective(config, source.facts, given)
     model = transform(model, _transforms(config, world.device), world.device)
-    sharding = _SHARDING[plan.strategy](_Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes))
+    invariant = config.run.determinism == "invariant"
+    if invariant:
+        refuse_coupled(model, objective)
+    make_sharding = _invariant if invariant else _SHARDING[plan.strategy]
+    sharding = make_sharding(_Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes))
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
-    draws = KeyedDraws(config.run.seed, world.axis.rank, world.device)
+    engine, consensus = _engine_and_vote(config, world, plan, objective, sharding)
     loader = TrainingLoader(
         source,
         plan.batch,
@@ -115,11 +124,11 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         world=world,
         objective=objective,
         sharding=sharding,
-        engine=Eager(sharding, objective, autocast_context(dtype, world.device), draws.set, _unheard),
+        engine=engine,
         loader=loader,
         source=source,
         evaluation=evaluation,
-        consensus=consensus_over(world.axis, world.device),
+        consensus=consensus,
         readback=readback_from(world.device),
         scaler=scaler,
         rate=_rate(config, given),
@@ -200,6 +209,8 @@ def _notes(session: Session) -> tuple[str, ...]:
     if coupled is not None or not rooms.objective.decomposes:
         reason = coupled or "the objective says that it does not decompose over samples"
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
+    if rooms.plan.batch.fixed:
+        notes.append(NOTE)
     if rooms.plan.strategy == "dp" and rooms.sharding.module is rooms.sharding.bare:
         notes.append("dp spreads a batch over the GPUs of one process; with fewer than two it runs as single")
     if rooms.config.parallel.ddp.compression != "none":
@@ -233,9 +244,12 @@ def _not_given(key: str, wanted: str, got: object) -> ConfigError:
 
 
 def _set_determinism(config: Config) -> None:
-    if config.run.determinism != "deterministic":
+    if config.run.determinism == "default":
         return
     import os
+
+    if config.run.determinism == "invariant":
+        torch.set_num_threads(1)  # kernels add in another order with another number, which launchers derive from ranks
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it; read when CUDA starts
     torch.use_deterministic_algorithms(True)
@@ -275,6 +289,20 @@ class _OptimizerOf:
 def _unheard() -> AbstractContextManager[object]:
     """What user code logs inside goes nowhere."""
     return recording(Journal())
+
+
+def _engine_and_vote(
+    config: Config, world: World, plan: Plan, objective: Objective, sharding: Sharding
+) -> tuple[Engine, Consensus]:
+    autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
+    rank, consensus = world.axis.rank, consensus_over(world.axis, world.device)
+    if not isinstance(sharding, Invariant):
+        draws = KeyedDraws(config.run.seed, rank, world.device)
+        return Eager(sharding, objective, autocast, draws.set, _unheard), consensus
+    eager = partial(Eager, sharding, objective, autocast, unheard=_unheard)
+    draws = KeyedDraws(config.run.seed, 0, world.device)
+    engine = Numbered(eager, draws.set, partial(plan.batch.share, rank=rank), sharding.begin)
+    return engine, WithOrderedLoss(consensus, sharding.loss_sum)
 
 
 def _rate(config: Config, given: Given) -> Rate:
@@ -330,6 +358,12 @@ def _ddp(parts: _Parts) -> Sharding:
         device=world.device,
         backend=world.backend,
     )
+
+
+def _invariant(parts: _Parts) -> Sharding:
+    model, world = parts.model.to(parts.world.device), parts.world
+    optimizer = parts.optimizer_of(model.named_parameters())
+    return Invariant(model, optimizer, squared_norm, world.axis, int(parts.config.parallel.ddp.bucket_mb * 2**20))
 
 
 def _fsdp(parts: _Parts) -> Sharding:

@@ -125,7 +125,7 @@ class Session:
     def accumulate(self, batch: GlobalBatch) -> None:
         """Forward and backward of this rank's micro-batches; the vote is opened in between."""
         scale = self.rooms.scaler.scale / self._count
-        self.rooms.engine.accumulate(batch.micro_batches, scale, batch.step, self._open_vote)
+        self.rooms.engine.accumulate(batch, scale, self._open_vote)
         if batch.step == 0:
             self._refuse_unused_parameters()
 

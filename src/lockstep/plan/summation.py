@@ -1,0 +1,93 @@
+"""A sum of numbered terms in one order of additions, whoever holds which of them. Pure bookkeeping.
+
+    terms     0   1   2   3   4        level 0
+              '-+-'   '-+-'   |        level 1: nodes (1, 0), (1, 1); what has no right neighbour goes up as it is
+                '---+---'     |        level 2
+                    '----+----'        level 3: the whole
+
+    rank 0 holds 0 1 2    adds 0 + 1,  keeps 2              2 nodes
+    rank 1 holds 3 4      adds nothing: 3 belongs to 2      2 nodes
+
+Floating-point addition isn't associative, so a sum has the same bits only if the same pairs are added. Which these are
+follows from the number of terms alone; a rank adds what it can and hands on the rest, a few nodes for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """The sum of the terms from `place` x 2^level on, 2^level of them or as many as there are."""
+
+    level: int
+    place: int
+
+
+class FixedSum(Generic[T]):
+    """Adds values as far as they belong together.
+
+    Args:
+        terms: of the whole sum.
+        add: of two values, the left one first.
+
+    Attributes:
+        nodes, values: what is held, from left to right.
+    """
+
+    def __init__(self, terms: int, add: Callable[[T, T], T]) -> None:
+        self._terms = terms
+        self._add = add
+        self.nodes: list[Node] = []
+        self.values: list[T] = []
+
+    def put(self, node: Node, value: T) -> None:
+        """What lies right of all that is held, next to it or not."""
+        self.values.append(value)
+        for _ in range(_joined(self.nodes, node, self._terms)):
+            right = self.values.pop()
+            self.values[-1] = self._add(self.values[-1], right)
+
+
+def nodes_of(first: int, stop: int, terms: int) -> list[Node]:
+    """What is left of the terms [first, stop) once all is added that can be."""
+    nodes: list[Node] = []
+    for term in range(first, stop):
+        _joined(nodes, Node(0, term), terms)
+    return nodes
+
+
+def most_held(first: int, stop: int, terms: int) -> int:
+    """The number of values that whoever adds the terms [first, stop) one after the other holds at a time."""
+    nodes: list[Node] = []
+    most = 0
+    for term in range(first, stop):
+        most = max(most, len(nodes) + 1)
+        _joined(nodes, Node(0, term), terms)
+    return most
+
+
+def total(nodes: Iterable[Node], values: Iterable[T], terms: int, add: Callable[[T, T], T]) -> T:
+    """The whole sum from nodes that cover all of its terms, from left to right."""
+    found: FixedSum[T] = FixedSum(terms, add)
+    for node, value in zip(nodes, values, strict=True):
+        found.put(node, value)
+    assert len(found.values) == 1, f"{found.nodes} are not all of {terms} terms"
+    return found.values[0]
+
+
+def _joined(nodes: list[Node], node: Node, terms: int) -> int:
+    """Puts a node right of the others; how often the last two became one."""
+    nodes.append(node)
+    joined = 0
+    while True:
+        level, place = nodes[-1]
+        if place % 2 and len(nodes) > 1 and nodes[-2] == (level, place - 1):
+            nodes.pop()
+            joined += 1
+        elif place % 2 or place == 0 or (place + 1) << level < terms:
+            return joined
+        nodes[-1] = Node(level + 1, place // 2)
