@@ -40,6 +40,7 @@ from lockstep.sharding.ddp import ReplicatedByDDP
 from lockstep.sharding.single import Single
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Rate, Rooms, Session
+from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.compiling import Compile
 from lockstep.transforms.order import transform
 from lockstep.transforms.sync_batchnorm import SyncBatchNorm
@@ -92,7 +93,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     objective = make_objective(config, source.facts, given)
-    model = transform(model, _transforms(config, world.device), world.device).to(world.device)
+    model = transform(model, _transforms(config, model, world.device), world.device).to(world.device)
     sharding = _SHARDING[plan.strategy](config, world, plan, model, _OptimizerOf(config, given))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
@@ -241,8 +242,10 @@ def _set_determinism(config: Config) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _transforms(config: Config, device: torch.device) -> list[Transform]:
+def _transforms(config: Config, model: nn.Module, device: torch.device) -> list[Transform]:
     chosen: list[Transform] = []
+    if config.memory.activation_checkpointing.mode != "none":
+        chosen.append(RecomputeBlocks(config.memory.activation_checkpointing, repeated_blocks(model), _unheard))
     if config.model.compile:
         chosen.append(Compile(resolve_compute(config.precision.compute, device)))
     if config.parallel.ddp.sync_batchnorm:
