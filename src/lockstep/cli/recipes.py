@@ -8,14 +8,13 @@ from lockstep.cli.words import Parser
 
 
 def run(words: Sequence[str]) -> int:
-    """Name and description, a line each, the default first; then the overlays."""
+    """Name and description, a line each; the default first."""
     Parser("recipes", "Lists the configs that come with Lockstep.").parse_args(words)
 
-    from lockstep.config.recipes import overlays, recipes
+    from lockstep.config.recipes import recipes
 
     found = recipes()
     width = max(len(recipe.name) for recipe in found)
     for recipe in found:
         print(f"{recipe.name:<{width}}  {recipe.description}")
-    print(f"to lay over one of them: {', '.join(overlay.name for overlay in overlays())}")
     return 0
