@@ -429,6 +429,7 @@ class DDP(Section):
     """Options of DistributedDataParallel."""
 
     find_unused_parameters: bool = False
+    """A batch may leave out parameters that others use, such as experts; of fsdp, too."""
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0

@@ -315,7 +315,15 @@ def _fsdp(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_
 
     options = config.parallel.fsdp
     shard(model, options, plan.mesh, world.device, repeated_blocks(model))
-    return ShardedByFSDP(model, optimizer_of, squared_norm, options, plan.mesh, whole=optimizer_of.users)
+    return ShardedByFSDP(
+        model,
+        optimizer_of,
+        squared_norm,
+        options,
+        plan.mesh,
+        whole=optimizer_of.users,
+        find_unused=config.parallel.ddp.find_unused_parameters,
+    )
 
 
 _SHARDING: Mapping[str, Callable[[Any, Any, Any, nn.Module, Any], Any]] = {
