@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.families import FAMILIES, family
 from kit.runs import Trajectory, recorded_all
 from kit.worlds import in_world
 from torch import Tensor, nn
@@ -95,6 +96,16 @@ def _same_to_the_bit(run: Trajectory, kept: Trajectory) -> None:
         assert list(found) == list(expected)
         for name, values in expected.items():
             assert np.array_equal(found[name], values), name
+
+
+def test_models_of_every_family_are_computed_again() -> None:
+    """Under fsdp: what blocks hand on besides, such as T5's biases and a router's choice, comes back the same."""
+    names = [name for name in FAMILIES if name != "own"]  # it has no blocks
+    sections = {"parallel": {"strategy": "fsdp"}, "batch": {"global_size": 9, "micro_size": 3}}
+    configs = [{**config(OWN), **family(name), **sections, "memory": memory} for name in names for memory in ({}, FULL)]
+    runs = recorded_all(configs, ranks=2, updates=1)
+    for kept, recomputed in zip(runs[::2], runs[1::2], strict=True):
+        _same_to_the_bit(recomputed, kept)
 
 
 def forwards_in_a_session(parallel: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
