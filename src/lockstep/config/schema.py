@@ -406,8 +406,8 @@ class ActivationCheckpointing(Section):
 
     @model_validator(mode="after")
     def _every_of_something(self) -> ActivationCheckpointing:
-        if "every" in self.model_fields_set and "mode" not in self.model_fields_set:
-            raise ValueError("every says of which blocks; say what, too: mode: full")
+        if self.every != 1 and self.mode == "none":
+            raise ValueError(f"every {self.every} says of which blocks; say what, too: mode: full, or leave it out")
         return self
 
 
