@@ -15,8 +15,8 @@ class BuildWithRecipes(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for recipe in sorted(Path("recipes").glob("*.yaml")):
-                target = Path(self.build_lib, "lockstep", "recipes", recipe.name)
+            for recipe in sorted(Path("recipes").rglob("*.yaml")):
+                target = Path(self.build_lib, "lockstep", recipe)
                 self.mkpath(str(target.parent))
                 self.copy_file(str(recipe), str(target))
 

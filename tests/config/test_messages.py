@@ -92,6 +92,22 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:9:1: zero_optimization: this strategy is not there yet; `parallel.strategy` is auto, single, dp, "
         "ddp or fsdp",
     ),
+    "words for activation checkpointing": (
+        GOOD + "gradient_checkpointing: true\nactivation_checkpointing: {partition_activations: true}\n"
+        "parallel: {fsdp: {fsdp_activation_checkpointing: false}}\nmemory: {activation_checkpointing: {every: 2}}\n"
+        "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
+        [],
+        "/run.yaml:6:19: parallel.fsdp.fsdp_activation_checkpointing: Lockstep's word is "
+        "memory.activation_checkpointing.mode: write `memory.activation_checkpointing.mode: none`\n"
+        "/run.yaml:7:10: memory.activation_checkpointing: every 2 says of which blocks; say what, too: mode: "
+        "full, or leave it out\n"
+        "/run.yaml:4:1: gradient_checkpointing: Lockstep's word is memory.activation_checkpointing.mode: write "
+        "`memory.activation_checkpointing.mode: full`\n"
+        "/run.yaml:5:1: activation_checkpointing: Lockstep's word is memory.activation_checkpointing: write "
+        "`memory.activation_checkpointing: {mode: full, every: 1}`\n"
+        "/run.yaml:8:1: gradient_checkpointing_kwargs: activation checkpointing has no such options: it is never "
+        "reentrant, and keeps what was drawn; leave it out",
+    ),
     "no length of the run, or two": (
         "model: {kind: transformer}\ndata: {train: {kind: stdlib-text}}\nrun: {steps: 10, epochs: 2}\n",
         [],

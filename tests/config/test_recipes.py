@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.loading import load
-from lockstep.config.recipes import DEFAULT_RECIPE, recipes, resolve_all, resolve_recipe
+from lockstep.config.recipes import DEFAULT_RECIPE, overlays, recipes, resolve_all, resolve_recipe
 from lockstep.config.schema import HuggingFaceData, HuggingFaceModel
 from lockstep.core.errors import ConfigError
 
@@ -34,6 +34,33 @@ def test_the_network_recipe_is_the_usual_fine_tuning() -> None:
     assert "lockstep data fetch bert-imdb" in config.description
 
 
+def test_the_large_recipe_is_sharded_and_recomputed() -> None:
+    config = load([resolve_recipe("llama2-wikitext").path], environ={}).config
+    assert isinstance(config.model, HuggingFaceModel)
+    assert isinstance(config.data.train, HuggingFaceData)
+    assert config.model.pretrained == "meta-llama/Llama-2-7b-hf"
+    data = config.data.train
+    assert (data.configuration, data.packed, data.max_length) == ("wikitext-2-raw-v1", True, 2048)
+    assert (config.batch.global_size, config.batch.micro_size, config.run.epochs) == (128, 2, 1)
+    assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (1e-5, (0.9, 0.95), 0.1)
+    fsdp = config.parallel.fsdp
+    assert (config.parallel.strategy, fsdp.sharding_strategy) == ("fsdp", "FULL_SHARD")
+    assert (fsdp.backward_prefetch, fsdp.forward_prefetch) == ("BACKWARD_PRE", True)
+    assert (fsdp.mixed_precision.param_dtype, fsdp.mixed_precision.reduce_dtype) == ("bf16", "fp32")
+    assert (config.memory.activation_checkpointing.mode, config.memory.activation_checkpointing.every) == ("full", 1)
+
+
+def test_an_overlay_has_a_name_and_is_no_recipe() -> None:
+    names = [overlay.name for overlay in overlays()]
+    assert names == ["tiny/bert", "tiny/llama2"]
+    assert not {recipe.name for recipe in recipes()} & set(names)
+    name, files = resolve_all(["llama2-wikitext", "tiny/llama2"])
+    config = load(files, environ={}).config
+    assert (name, config.model.kind, config.run.steps, config.batch.global_size) == (
+        "llama2-wikitext", "huggingface", 4, 128,
+    )  # fmt: skip
+
+
 def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("run: {seed: 3}\n")
@@ -51,8 +78,9 @@ def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
         (
             "xyz",
             "'xyz' is neither a recipe nor a file nor a run's folder; "
-            "the recipes are stdlib-lm, bert-imdb, digits, stdlib-classify",
+            "the recipes are stdlib-lm, bert-imdb, digits, llama2-wikitext, stdlib-classify",
         ),
+        ("tiny/lama", "'tiny/lama' is neither a recipe nor a file nor a run's folder; did you mean tiny/llama2?"),
         ("recipes/digitz.yaml", "there is no file recipes/digitz.yaml; did you mean recipes/digits.yaml?"),
     ],
 )

@@ -35,7 +35,10 @@ def _faults(how: str, **environment: str) -> tuple[str, int]:
 def test_freed_memory_is_had_again_without_page_faults():
     said, kept = _faults("keep")
     assert said == "True"
-    assert 4 * kept < _faults("leave")[1]  # how many that are is the kernel's: it may give huge pages
+    left = _faults("leave")[1]
+    if left == 0:  # how many that are is the kernel's: it may give huge pages
+        pytest.skip("here the system gives memory back without page faults")
+    assert 4 * kept < left
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")

@@ -38,3 +38,16 @@ def collate(texts: list[torch.Tensor]) -> Batch:
         tokens[row, : len(text) - 1] = text[:-1]
         targets[row, : len(text) - 1] = text[1:]
     return Batch({"tokens": tokens}, targets, len(texts), int((targets >= 0).sum()))
+
+
+def collate_aligned(texts: list[torch.Tensor]) -> Batch:
+    """The same for models of the transformers library: the targets are the inputs, which the objective shifts."""
+    longest = max(len(text) for text in texts)
+    ids = torch.full((len(texts), longest), PADDING)
+    mask = torch.zeros(len(texts), longest, dtype=torch.long)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+        mask[row, : len(text)] = 1
+    return Batch(
+        {"input_ids": ids, "attention_mask": mask}, ids.masked_fill(mask == 0, -100), len(texts), int(mask.sum())
+    )

@@ -143,3 +143,20 @@ def refusal(config: dict[str, Any]) -> str:
     except lockstep.ConfigError as error:
         return str(error)
     return ""
+
+
+class Experts(Net):
+    """Two layers, of which a point sees one: the first dim's sign says which. A batch may leave one of them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(4, 4)
+        self.high = nn.Linear(4, 4)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        high = points[:, 0] > 0.5
+        mixed = torch.zeros_like(points)
+        for chosen, layer in ((high, self.high), (~high, self.low)):
+            if chosen.any():
+                mixed = mixed.index_add(0, chosen.nonzero().flatten(), layer(points[chosen]))
+        return super().forward(points + mixed)

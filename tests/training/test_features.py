@@ -25,6 +25,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "uneven batches": {"batch": {"global_size": 13, "micro_size": 3}},
     "bf16": {"precision": {"compute": "bf16"}},
     "fp16": {"precision": {"compute": "fp16"}},
+    "activation checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
     "offload": {"offload": True},
 }

@@ -89,8 +89,8 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "write `run.end_with: best`, with `checkpoint.best` naming a metric, such as held-out.loss": (
         "load_best_model_at_end",
     ),
-    "activation checkpointing is not there yet; leave it out": (
-        "gradient_checkpointing", "activation_checkpointing", "gradient_checkpointing_kwargs",
+    "activation checkpointing has no such options: it is never reentrant, and keeps what was drawn; leave it out": (
+        "gradient_checkpointing_kwargs",
     ),
     "it always holds under FSDP2: parameters keep their names, shapes and groups; leave it out": (
         "use_orig_params", "fsdp_use_orig_params",
@@ -270,6 +270,13 @@ def _strategy(value: object, context: Context) -> str:
     return f"{value} is not there yet; `parallel.strategy` is auto, single, dp, ddp or fsdp"
 
 
+def _recomputing(value: object, context: Context) -> str:
+    key = "memory.activation_checkpointing"
+    if isinstance(value, bool):
+        return _write(f"{key}.mode", "full" if value else "none")
+    return f"Lockstep's word is {key}: write `{key}: {{mode: full, every: 1}}`"
+
+
 def _wrap_policy(value: object, context: Context) -> str:
     said = str(value).upper()
     if said.startswith("SIZE"):
@@ -336,6 +343,9 @@ _COMPUTED: dict[str, Answer] = {
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
     **dict.fromkeys(("auto_wrap_policy", "fsdp_auto_wrap_policy"), _wrap_policy),
     **dict.fromkeys(("reshard_after_forward", "fsdp_reshard_after_forward"), _reshard),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), _recomputing),
+    **dict.fromkeys(("fsdp_activation_checkpointing", "use_activation_checkpointing"), _recomputing),
+    **dict.fromkeys(("enable_gradient_checkpointing", "use_gradient_checkpointing"), _recomputing),
     "check_val_every_n_epoch": _eval_epochs,
     "disable_tqdm": _progress(False),
     "enable_progress_bar": _progress(True),

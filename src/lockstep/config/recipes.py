@@ -2,6 +2,7 @@
 
     stdlib-lm         ->  recipes/stdlib-lm.yaml, in a checkout
                           lockstep/recipes/stdlib-lm.yaml, installed from a wheel, into which the build copies them
+    tiny/llama2       ->  recipes/tiny/llama2.yaml: no whole config, but one to lay over a recipe
     path/to/run.yaml  ->  itself
 
 One folder, in sight at the top of the repository; nothing to link or to keep alike.
@@ -46,8 +47,15 @@ def recipes() -> list[Recipe]:
     return sorted(found, key=lambda recipe: recipe.name != DEFAULT_RECIPE)
 
 
+def overlays() -> list[Recipe]:
+    """Files to lay over a recipe, by folder and name."""
+    folder = _folder()
+    found = [(path.relative_to(folder).with_suffix(""), path) for path in sorted(folder.glob("*/*.yaml"))]
+    return [Recipe(name.as_posix(), path) for name, path in found]
+
+
 def resolve_recipe(name_or_path: str) -> Recipe:
-    """The recipe of that name, the config file at that path, or that of the run there.
+    """The recipe or overlay of that name, the config file at that path, or that of the run there.
 
     Raises:
         ConfigError: there is none; lists what there is.
@@ -58,9 +66,10 @@ def resolve_recipe(name_or_path: str) -> Recipe:
     if (path / "config.yaml").is_file():
         return replace(_file(path / "config.yaml"), name=path.absolute().name)
     known = {recipe.name: recipe for recipe in recipes()}
-    if name_or_path in known:
-        return known[name_or_path]
-    near = close(name_or_path, known)
+    laid_over = {recipe.name: recipe for recipe in overlays()}
+    if name_or_path in known or name_or_path in laid_over:
+        return (known | laid_over)[name_or_path]
+    near = close(name_or_path, known | laid_over)
     meant = f"did you mean {near}?" if near else f"the recipes are {', '.join(known)}"
     raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file nor a run's folder; {meant}")
 

@@ -8,7 +8,8 @@
     ├── optim         by which rule                └── run          how long, from which seed, where to
     ├── schedule      at which rate
     ├── precision     in which arithmetic
-    └── parallel      divided how
+    ├── parallel      divided how
+    └── memory        what is computed again instead of kept
 
 Frozen, complete, and nothing derived: what follows from it (accumulation, steps, ranks) lives in `plan`.
 """
@@ -391,7 +392,29 @@ class Precision(Section):
     """fp16 alone."""
 
 
-# --- parallel, launch -----------------------------------------------------------------------------------------
+# --- memory, parallel, launch -----------------------------------------------------------------------------------------
+
+
+class ActivationCheckpointing(Section):
+    """What a forward keeps for the backward."""
+
+    mode: Literal["none", "full"] = "none"
+    """none: all that it needs; full: of a block its inputs alone, from which it is computed again: less memory, a third
+    more arithmetic, and the same gradient to the bit. What a block draws must come from torch's own generators."""
+    every: Positive = 1
+    """full: each so-many-th of the model's repeated blocks, beginning with the first; 1: all of them."""
+
+    @model_validator(mode="after")
+    def _every_of_something(self) -> ActivationCheckpointing:
+        if self.every != 1 and self.mode == "none":
+            raise ValueError(f"every {self.every} says of which blocks; say what, too: mode: full, or leave it out")
+        return self
+
+
+class Memory(Section):
+    """How memory is saved."""
+
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
 
 
 class PowerSGD(Section):
@@ -406,6 +429,7 @@ class DDP(Section):
     """Options of DistributedDataParallel."""
 
     find_unused_parameters: bool = False
+    """A batch may leave out parameters that others use, such as experts; of fsdp, too."""
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
@@ -584,6 +608,7 @@ class Config(Section):
     schedule: Schedule = Schedule()
     precision: Precision = Precision()
     parallel: Parallel = Parallel()
+    memory: Memory = Memory()
     launch: Launch = Launch()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()

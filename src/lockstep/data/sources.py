@@ -32,7 +32,7 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
         case StdlibFunctions():
             from lockstep.data.stdlib_functions import StdlibFunctionsSource
 
-            return StdlibFunctionsSource(section)
+            return StdlibFunctionsSource(section, task=task)
         case Digits():
             from lockstep.data.digits import DigitsSource
 

@@ -23,12 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config.schema import StdlibFunctions
+from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data.order import Indices
 from lockstep.data.stdlib_text import stdlib_files
 from lockstep.data.windows import fingerprint
 
 _CLASSES = 9
+_TASK = "sequence-classification"
 _HELD_OUT_SHARE = 10  # one in so many
 _SHORTEST = 40  # bytes; below, there is nothing to tell packages apart by
 _DEFINITION = re.compile(rb"^[ \t]*(?:async )?def ", re.MULTILINE)
@@ -49,7 +51,15 @@ class StdlibFunctionsSource:
 
     draws = False
 
-    def __init__(self, section: StdlibFunctions) -> None:
+    def __init__(self, section: StdlibFunctions, *, task: str | None = None) -> None:
+        """`task`: as of `open_source`.
+
+        Raises:
+            ConfigError: it is not that of a classifier.
+        """
+        if task not in (None, _TASK):
+            raise ConfigError(f"data of kind stdlib-functions has a class for each text: {_TASK}, not {task}")
+        self._aligned = task is not None
         functions = _all_functions()
         self.packages = tuple(sorted({function.package for function in functions}))
         chosen = [function for function in functions if _held_out(function.name) == (section.split == "held-out")]
@@ -67,7 +77,10 @@ class StdlibFunctionsSource:
         tokens = torch.from_numpy(self._bytes[indices, :longest].astype(np.int64))
         mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
         targets = self._classes[torch.from_numpy(indices)]
-        return Batch({"tokens": tokens, "mask": mask}, targets, len(indices), int(lengths.sum()))
+        inputs = (
+            {"input_ids": tokens, "attention_mask": mask.long()} if self._aligned else {"tokens": tokens, "mask": mask}
+        )
+        return Batch(inputs, targets, len(indices), int(lengths.sum()))
 
 
 @lru_cache(maxsize=1)

@@ -66,6 +66,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("bf16", "precision.compute", lambda config, batch, frozen: config.precision.compute == "bf16"),
     Feature("fp16", "precision.compute", lambda config, batch, frozen: config.precision.compute == "fp16"),
     Feature("compile", "model.compile", lambda config, batch, frozen: config.model.compile),
+    Feature(
+        "activation checkpointing",
+        "memory.activation_checkpointing.mode",
+        lambda config, batch, frozen: config.memory.activation_checkpointing.mode != "none",
+    ),
     Feature("frozen parameters", "model.freeze", lambda config, batch, frozen: frozen > 0),
     Feature("offload", "parallel.fsdp.cpu_offload", lambda config, batch, frozen: config.parallel.fsdp.cpu_offload),
     Feature("export", "", lambda config, batch, frozen: False),  # of a checkpoint, whatever wrote it

@@ -26,6 +26,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
+from lockstep.sharding.unused import UnusedParameters
 from lockstep.sharding.wrapping import units
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class ShardedByFSDP:
     model: divided by `shard`, and with its values.
     optimizer_of: makes the optimizer of named parameters: plain ones, this rank's parts.
     whole: give it the DTensors in their place: it is a user's, and may look at shapes.
+    find_unused: a rank's samples may leave parameters out that others use.
     """
 
     averages_over = 1
@@ -96,6 +98,7 @@ class ShardedByFSDP:
         mesh: Mesh,
         *,
         whole: bool,
+        find_unused: bool = False,
     ) -> None:
         self.bare = self.module = model
         self._root = cast("FSDPModule", model)
@@ -110,6 +113,7 @@ class ShardedByFSDP:
         self._by_name = {part.name: part for part in self._parts}
         self._whole = whole
         self._optimizer = optimizer_of(trained if whole else [(part.name, part.local) for part in self._parts])
+        self._unused = UnusedParameters(list(_sharded(model))) if find_unused else None
         model.register_forward_hook(_reshard_unless_training)
 
     def window(self, last: bool) -> AbstractContextManager[object]:
@@ -124,6 +128,8 @@ class ShardedByFSDP:
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
+        if self._unused is not None and self._begins:  # that was the last of an update
+            self._unused.clear([part.whole for part in self._parts])
 
     def squared_norm(self) -> Tensor:
         """This rank's share: each of the replicas that hold the same part counts a fraction of it."""

@@ -44,6 +44,7 @@ from lockstep.sharding.single import Single
 from lockstep.training.invariance import NOTE, refuse_coupled
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Rate, Rooms, Session
+from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.compiling import Compile
 from lockstep.transforms.order import transform
 from lockstep.transforms.sync_batchnorm import SyncBatchNorm
@@ -97,7 +98,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     notes = list(start_weights(model, config.model)) if blank is None else []
     objective = make_objective(config, source.facts, given)
-    model = transform(model, _transforms(config, world.device), world.device)
+    model = transform(model, _transforms(config, model, world.device), world.device)
     invariant = config.run.determinism == "invariant"
     if invariant:
         refuse_coupled(model, objective)
@@ -256,8 +257,10 @@ def _set_determinism(config: Config) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _transforms(config: Config, device: torch.device) -> list[Transform]:
+def _transforms(config: Config, model: nn.Module, device: torch.device) -> list[Transform]:
     chosen: list[Transform] = []
+    if config.memory.activation_checkpointing.mode != "none":
+        chosen.append(RecomputeBlocks(config.memory.activation_checkpointing, repeated_blocks(model), _unheard))
     if config.model.compile:
         chosen.append(Compile(resolve_compute(config.precision.compute, device)))
     if config.parallel.ddp.sync_batchnorm:
@@ -375,7 +378,15 @@ def _fsdp(parts: _Parts) -> Sharding:
         give_memory(model, parts.world.device)
         parts.blank.fill()
         parts.notes.extend(start_weights(model, parts.config.model))
-    return ShardedByFSDP(model, parts.optimizer_of, squared_norm, options, mesh, whole=parts.optimizer_of.users)
+    return ShardedByFSDP(
+        model,
+        parts.optimizer_of,
+        squared_norm,
+        options,
+        mesh,
+        whole=parts.optimizer_of.users,
+        find_unused=parts.config.parallel.ddp.find_unused_parameters,
+    )
 
 
 def _machine(config: Config, world: World) -> Machine:

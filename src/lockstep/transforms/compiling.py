@@ -15,7 +15,7 @@ class Compile:
         self._compute = compute
 
     name = "model.compile"
-    after = ("parallel.ddp.sync_batchnorm",)
+    after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing")
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         grouped = any(isinstance(module, nn.GroupNorm) for module in model.modules())

@@ -1,0 +1,103 @@
+"""Recipes whose model and data come from the network: what they say without one, and what they do, their own settings
+kept, with a tiny model of the same class and text that is always there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from lockstep.config.loading import load
+from lockstep.config.recipes import resolve_all, resolve_recipe
+from lockstep.config.schema import Config, Parallel
+
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
+TINY = {"bert-imdb": "tiny/bert", "llama2-wikitext": "tiny/llama2", "llama2-wikitext-zero3": "tiny/llama2"}
+CLASSES = {"bert-imdb": "BertForSequenceClassification", "llama2-wikitext": "LlamaForCausalLM"}
+CLASSES["llama2-wikitext-zero3"] = CLASSES["llama2-wikitext"]
+KEPT = ("objective", "batch", "optim", "schedule", "precision", "parallel", "memory", "evaluation", "checkpoint")
+CPU = ["--launch.device", "cpu", "--monitor.progress", "plain", "--monitor.tensorboard", "false"]
+
+with_deepspeed = pytest.mark.skipif(
+    "deepspeed" not in get_args(Parallel.model_fields["strategy"].annotation), reason="there is no such strategy yet"
+)
+RECIPES = [name if "zero" not in name else pytest.param(name, marks=with_deepspeed) for name in TINY]
+
+
+def call(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **variables}
+    command = [*LOCKSTEP, *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=plain | variables, capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_tiny_model_runs_under_the_recipes_own_settings(recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    words = ["train", recipe, TINY[recipe], "--ranks", "2", "--json", "--run.folder", "run", *CPU]
+    summary = said(call(*words, cwd=tmp_path))
+    mine = load([resolve_recipe(recipe).path], environ={}).config
+    _ran_as_asked(summary, tmp_path / "run", mine)
+    _left_weights_for_transformers(summary, tmp_path / "run", CLASSES[recipe])
+    _showed_a_sample(tmp_path / "run", mine.evaluation.prompt)
+    assert call("ckpt", "verify", "run", cwd=tmp_path).returncode == 0
+    again = said(call("eval", "run", "--json", "--ranks", "1", cwd=tmp_path))  # in bf16, so not to the bit
+    assert again["evaluation"]["loss"] == pytest.approx(summary["evaluation"]["loss"], rel=1e-3)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> Any:
+    """The last line of a command that succeeded, which is JSON."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _ran_as_asked(summary: dict[str, Any], run: Path, mine: Config) -> None:
+    assert (summary["ranks"], summary["steps"], summary["discarded"]) == (2, 4, 0)
+    assert summary["samples"] == 4 * mine.batch.global_size
+    assert summary["strategy"] == {"auto": "ddp"}.get(mine.parallel.strategy, mine.parallel.strategy)
+    found = load([run / "config.yaml"], environ={}).config
+    for section in KEPT:
+        assert getattr(found, section) == getattr(mine, section), section
+    assert (found.model.kind, found.run.epochs) == ("huggingface", None)
+
+
+def _left_weights_for_transformers(summary: dict[str, Any], run: Path, kind: str) -> None:
+    import transformers
+
+    assert json.loads((run / "model" / "config.json").read_text())["architectures"] == [kind]
+    model, found = getattr(transformers, kind).from_pretrained(run / "model", output_loading_info=True)
+    assert [found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [set()] * 3
+    assert sum(parameter.numel() for parameter in model.parameters()) == summary["parameters"]
+
+
+def _showed_a_sample(run: Path, prompt: str | None) -> None:
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    samples = [event["logged"]["sample"] for event in events if "sample" in event.get("logged", {})]
+    assert len(samples) == (prompt is not None)
+    assert all(sample.startswith(prompt) and len(sample) > len(prompt) for sample in samples)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_without_a_network_it_fails_at_once(recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    began = time.monotonic()
+    done = call("train", recipe, "--ranks", "2", *CPU, cwd=tmp_path, HF_HOME=str(tmp_path / "empty"))
+    assert done.returncode == 2
+    assert "is neither a folder here nor in the cache" in done.stderr
+    assert "`lockstep data fetch RECIPE`" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 60
+    assert f"lockstep data fetch {recipe}" in load([resolve_recipe(recipe).path], environ={}).config.description
+
+
+def test_an_overlay_says_nothing_of_how_to_train() -> None:
+    for name in set(TINY.values()):
+        _, files = resolve_all(["digits", name])
+        assert set(yaml.safe_load(files[1].read_text())) == {"model", "data", "run"}

@@ -1,0 +1,91 @@
+"""Whatever the family of the model, the run under each strategy is the single process's."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.families import FAMILIES, family
+from kit.runs import Arrays, Trajectory, differences, recorded_all
+from kit.worlds import in_world
+
+from lockstep.plan.variants import VARIANTS
+
+SKIPPED = {
+    "single": "it is what the others are compared with",
+    "dp": "one process over several GPUs",
+}
+"""By variant, why it isn't compared here."""
+COMPARED = [name for name in VARIANTS if name not in SKIPPED]
+HYBRIDS = [name for name in COMPARED if "hybrid" in name]
+UPDATES = 3
+
+
+def config(name: str, ranks: int = 1, **parallel: Any) -> dict[str, Any]:
+    """Updates of 13 samples of unequal lengths, in two micro-batches."""
+    return {
+        **family(name),
+        "batch": {"global_size": 13, "micro_size": -(-13 // (2 * ranks))},
+        "optim": {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+        "precision": {"compute": "fp32"},
+        "parallel": parallel,
+        "run": {"steps": UPDATES},
+    }
+
+
+@cache
+def oracles() -> dict[str, Trajectory]:
+    runs = recorded_all([config(name, strategy="single") for name in FAMILIES], updates=UPDATES)
+    return dict(zip(FAMILIES, runs, strict=True))
+
+
+def off(variant: str, ranks: int, **parallel: Any) -> dict[str, list[str]]:
+    """What each family does otherwise than on the single process; all families in one world."""
+    configs = [config(name, ranks, **VARIANTS[variant], **parallel) for name in FAMILIES]
+    runs = recorded_all(configs, ranks, UPDATES)
+    found = {name: differences(run, oracles()[name]) for name, run in zip(FAMILIES, runs, strict=True)}
+    return {name: lines for name, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("variant", [name for name in COMPARED if name not in HYBRIDS])
+def test_every_family_is_the_single_process(variant: str, ranks: int) -> None:
+    assert off(variant, ranks) == {}
+
+
+@pytest.mark.parametrize("variant", HYBRIDS)
+def test_every_family_in_two_replicas_of_two_parts(variant: str) -> None:
+    assert off(variant, ranks=4, data=2) == {}
+
+
+# --- the start ------------------------------------------------------------------------------------------------------
+
+
+def first_weights(configs: list[dict[str, Any]]) -> list[Arrays]:
+    """Whole, before any update, on one rank."""
+    import torch.distributed as dist
+
+    import lockstep
+
+    found = []
+    dist.init_process_group("gloo")
+    try:
+        for asked in configs:
+            with lockstep.session(asked) as session:
+                found.append({name: value.clone().numpy() for name, value in session.rooms.sharding.weights()})
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def test_every_strategy_starts_from_the_same_bits() -> None:
+    rows = [(name, variant) for name in FAMILIES for variant in COMPARED]
+    expected = dict(zip(FAMILIES, in_world(1, first_weights, [config(name) for name in FAMILIES])[0], strict=True))
+    configs = [config(name, 2, **VARIANTS[variant]) for name, variant in rows]
+    for on_a_rank in in_world(2, first_weights, configs):
+        for (name, variant), weights in zip(rows, on_a_rank, strict=True):
+            assert list(weights) == list(expected[name]), (name, variant)
+            for parameter, values in expected[name].items():
+                assert np.array_equal(weights[parameter], values), (name, variant, parameter)
