@@ -44,9 +44,7 @@ from lockstep.launch.rank import Orders, run_entry, run_rank, sigterm_stops
 _LOOPBACK = "127.0.0.1"
 
 
-def launch(
-    entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, *, apart: bool = False
-) -> int:
+def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, *, apart: bool = False) -> int:
     """Runs `entry` on `ranks` ranks of this machine, and returns the run's exit code.
 
     Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named on stderr with its

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lockstep.verify.cases import Case
-from lockstep.verify.evidence import Compared, Evidence, Step
-from lockstep.verify.measures import loss_difference, norm_difference
-from lockstep.verify.tolerances import NORMALISING, Tolerance
+from lockstep.proof.cases import Case
+from lockstep.proof.evidence import Compared, Evidence, Step
+from lockstep.proof.measures import loss_difference, norm_difference
+from lockstep.proof.tolerances import NORMALISING, Tolerance
 
 _NEAR = 0.01
 """A factor is taken for a whole number's if it is so near, and what it leaves of a gradient is no more."""
@@ -160,7 +160,9 @@ def _gradient_reason(step: Step, case: Case, evidence: Evidence, loss_off: bool)
         return f"{who} takes no part in the reduction, or has become a parameter of its own"
     if gradient.off == gradient.number and gradient.rest <= _NEAR:
         said = _factor(gradient.factor, case)
-        return said or f"all gradients are multiplied by {gradient.factor:.6g}: the loss or its seed is scaled otherwise"
+        return (
+            said or f"all gradients are multiplied by {gradient.factor:.6g}: the loss or its seed is scaled otherwise"
+        )
     if tied and gradient.off == 1:
         return f"{first.name} is tied ({tied}), and not all of its uses reach its gradient: it is not synchronised"
     if first.rest <= _NEAR and gradient.off < gradient.number:
@@ -172,25 +174,40 @@ def _gradient_reason(step: Step, case: Case, evidence: Evidence, loss_off: bool)
         if _uneven(step):
             return (
                 "a mean of means: micro-batches (or ranks) have different numbers of valid targets "
-                f"({_spread(step)}), and are weighed alike; a loss is to be divided once, by the count of the whole update"
+                f"({_spread(step)}) and are weighed alike; a loss is to be divided once, by the count of the update"
             )
-        return "the forward or backward computes otherwise on the same samples: a rank's share is left out or used twice"
+        return (
+            "the forward or backward computes otherwise on the same samples: a rank's share is left out or used twice"
+        )
     return "the weights have drifted apart before this step, each update within tolerance; or the model draws numbers"
 
 
 def _factor(factor: float, case: Case) -> str | None:
     """What a constant factor says."""
     ranks, micro = case.ranks, case.accumulation
-    if ranks > 1 and _is(factor, ranks):
-        return f"all gradients are {ranks} times too large, as many as there are ranks: a missing division by the data ranks, or a second all-reduce"
-    if ranks > 1 and _is(factor, 1 / ranks):
-        return f"all gradients are 1/{ranks} of what they should be, and there are {ranks} ranks: divided by the data ranks twice, or not summed"
-    if micro > 1 and _is(factor, micro):
-        return f"all gradients are {micro} times too large, as many as micro-batches: each loss is a mean of its own, or is reduced again in each micro-batch"
-    if micro > 1 and _is(factor, 1 / micro):
-        return f"all gradients are 1/{micro}, and there are {micro} micro-batches: divided by accumulation twice"
-    if _is(factor, ranks * micro) or _is(factor, 1 / (ranks * micro)):
-        return f"all gradients are off by ranks x micro-batches = {ranks * micro}: a loss that is divided per micro-batch, or twice"
+    if _is(factor, ranks):
+        return (
+            f"all gradients are {ranks} times too large, and there are {ranks} ranks: a missing division by the data "
+            f"ranks, or a second all-reduce"
+        )
+    if _is(factor, 1 / ranks):
+        return (
+            f"all gradients are 1/{ranks} of what they should be, and there are {ranks} ranks: divided by the data "
+            f"ranks twice, or not summed over them"
+        )
+    if _is(factor, micro):
+        return (
+            f"all gradients are {micro} times too large, and there are {micro} micro-batches: each has a mean of its "
+            f"own, or is reduced again with those before it"
+        )
+    if _is(factor, 1 / micro):
+        return (
+            f"all gradients are 1/{micro} of what they should be, and there are {micro} micro-batches: divided by "
+            f"accumulation twice"
+        )
+    both = ranks * micro
+    if _is(factor, both) or _is(factor, 1 / both):
+        return f"all gradients are off by ranks x micro-batches = {both}: a loss divided for each of them, or twice"
     return None
 
 
@@ -201,18 +218,20 @@ def _is(factor: float, number: float) -> bool:
 def _loss_reason(step: Step, case: Case) -> str:
     factor = step.run.loss / step.reference.loss if step.reference.loss else math.nan
     if case.ranks > 1 and (_is(factor, case.ranks) or _is(factor, 1 / case.ranks)):
-        return f"the gradients are right, the report is off by the number of ranks ({case.ranks}): summed or divided twice"
+        return (
+            f"the gradients are right, the report is off by the number of ranks ({case.ranks}): summed or divided twice"
+        )
     return "the gradients are right, so the training is; the reported loss is not that of all samples"
 
 
 def _norm_reason(step: Step, case: Case) -> str:
     factor = step.run.norm / step.reference.norm if step.reference.norm else math.nan
-    ranks = case.ranks
-    if ranks > 1 and _is(factor**2, 1 / ranks):
-        return f"clipping goes by a wrong norm: its square is 1/{ranks} of the whole gradient's, so each of {ranks} ranks has its own share"
-    if ranks > 1 and _is(factor**2, ranks):
-        return f"clipping goes by a wrong norm: its square is {ranks} times the whole gradient's, summed over ranks that all hold it"
-    return f"clipping goes by a wrong norm: the gradients agree, and it is {factor:.6g} times theirs (counted twice, or in part)"
+    ranks, wrong = case.ranks, "clipping goes by a wrong norm"
+    if _is(factor**2, 1 / ranks):
+        return f"{wrong}: its square is 1/{ranks} of the whole gradient's, so each of {ranks} ranks has its own share"
+    if _is(factor**2, ranks):
+        return f"{wrong}: its square is {ranks} times the whole gradient's, summed over ranks that all hold the whole"
+    return f"{wrong}: it is {factor:.6g} times that of the same gradients, some counted twice or left out"
 
 
 def _apart_reason(name: str, evidence: Evidence) -> str:

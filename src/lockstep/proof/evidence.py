@@ -1,4 +1,4 @@
-"""What was seen at each step of a run and of its reference: plain values, which travel from rank to launcher as JSON."""
+"""What was seen at each step of a run and of its reference: plain values, on the first rank."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lockstep.verify.evidence import Step
+from lockstep.proof.evidence import Step
 
 
 def loss_difference(step: Step) -> float:

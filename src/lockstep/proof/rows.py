@@ -1,7 +1,7 @@
 """What a proof tells of each run: a row, as text and as JSON.
 
-    strategy  ranks  micro-batches  optimizer      loss     norm  gradient   weights
-    ddp           2              1  adamw       5.1e-08  1.2e-07   3.0e-07   2.1e-04  passed
+strategy  ranks  micro-batches  optimizer      loss     norm  gradient   weights
+ddp           2              1  adamw       5.1e-08  1.2e-07   3.0e-07   2.1e-04  passed
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lockstep.verify.cases import Case
-from lockstep.verify.evidence import Evidence
-from lockstep.verify.measures import loss_difference, norm_difference
-from lockstep.verify.reasons import Finding, finding
-from lockstep.verify.tolerances import Tolerance
+from lockstep.proof.cases import Case
+from lockstep.proof.evidence import Evidence
+from lockstep.proof.measures import loss_difference, norm_difference
+from lockstep.proof.reasons import Finding, finding
+from lockstep.proof.tolerances import Tolerance
 
 Status = Literal["passed", "failed", "refused", "crashed"]
 
@@ -160,4 +160,3 @@ def _aligned(words: Sequence[str]) -> str:
     for place, word in enumerate(others[:-1], 1):
         aligned.append(f"{word:<{_WIDTHS[place]}}" if place == 3 else f"{word:>{_WIDTHS[place]}}")
     return "  ".join([*aligned, others[-1]]).rstrip()
-

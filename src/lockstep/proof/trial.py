@@ -1,7 +1,7 @@
 """One run on one rank. The reference writes down what it did; any other is held against that as it goes.
 
-    reference     steps.json, gradient-0, weights-1, gradient-1, ...          on disk, safetensors
-    run           gradient of update 0 <-> gradient-0, one parameter at a time; weights after it <-> weights-1; ...
+reference     steps.json, gradient-0, weights-1, gradient-1, ...          on disk, safetensors
+run           gradient of update 0 <-> gradient-0, one parameter at a time; weights after it <-> weights-1; ...
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from lockstep.data.digests import MODULUS, digest
 from lockstep.models.objectives import coupling
+from lockstep.proof.comparing import Measure, Pairs, compare, write
+from lockstep.proof.evidence import Compared, Evidence, Seen, Step
+from lockstep.proof.randomness import without_randomness
+from lockstep.proof.tolerances import EPS, NOISE, Tolerance
 from lockstep.training.audit import expected_digest
-from lockstep.verify.comparing import Measure, Pairs, compare, write
-from lockstep.verify.evidence import Compared, Evidence, Seen, Step
-from lockstep.verify.randomness import without_randomness
-from lockstep.verify.tolerances import EPS, NOISE, Tolerance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -266,7 +266,7 @@ def _tied(session: Session) -> list[list[str]]:
 def _is_another(run: Tensor, expected: Tensor) -> tuple[float, bool]:
     """First weights are the same to the bit."""
     difference = (run - expected).abs().max().item() if run.numel() else 0.0
-    return difference, not difference == 0.0
+    return difference, difference != 0.0
 
 
 def _by_norm(whole: float, tolerance: float) -> Measure:

@@ -1,8 +1,8 @@
 """Tensors of a run beside those of its reference, one parameter in memory at a time.
 
-    run: (name, tensor), one after the other ---.
-                                                +--> Compared
-    reference: a safetensors file, by name -----'
+run: (name, tensor), one after the other ---.
+                                            +--> Compared
+reference: a safetensors file, by name -----'
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from lockstep.verify.evidence import Compared, Off
+from lockstep.proof.evidence import Compared, Off
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,9 +1,9 @@
 """Which runs a proof is made of: strategies x ranks x (optimizer, micro-batches). Arithmetic alone, no torch.
 
-    reference     the recipe on one process
-    as asked      the recipe's optimizer, micro size and global size, under each strategy
-    accumulated   the same in two micro-batches or more a rank
-    sgd           accumulated, under SGD with momentum: linear in the gradient, where Adam normalises its noise
+reference     the recipe on one process
+as asked      the recipe's optimizer, micro size and global size, under each strategy
+accumulated   the same in two micro-batches or more a rank
+sgd           accumulated, under SGD with momentum: linear in the gradient, where Adam normalises its noise
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def chosen(names: str | Sequence[str]) -> list[str]:
 
 def _unknown(name: str) -> str:
     near = close(name, VARIANTS)
-    return f"there is no strategy {name!r}; " + (f"did you mean {near}?" if near else f"there are {', '.join(VARIANTS)}")
+    return f"there is no strategy {name!r}; " + (
+        f"did you mean {near}?" if near else f"there are {', '.join(VARIANTS)}"
+    )
 
 
 def plan_proof(config: Config, strategies: Sequence[str], ranks: Sequence[int], precision: Precise, gpus: int) -> Proof:
@@ -99,7 +101,7 @@ def plan_proof(config: Config, strategies: Sequence[str], ranks: Sequence[int], 
     gpus: that one process can use.
     """
     base, notes = _for_proof(config, precision)
-    references = {base.optim.name: _under(base, SINGLE, 1)}
+    references: dict[str, Config] = {base.optim.name: _under(base, SINGLE, 1)}
     linear = _sgd(base)
     if base.optim.name != "sgd":
         references["sgd"] = _under(linear, SINGLE, 1)
@@ -139,7 +141,9 @@ def _cases(base: Config, linear: Config, strategy: str, ranks: int) -> Iterator[
         cut = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": batch.micro_size})})
         if strategy == SINGLE and batch == asked and config is base:
             continue
-        yield Case(0, strategy, ranks, config.optim.name, batch.accumulation, config.optim.name, _under(cut, strategy, ranks))
+        yield Case(
+            0, strategy, ranks, config.optim.name, batch.accumulation, config.optim.name, _under(cut, strategy, ranks)
+        )
 
 
 def _refusal(case: Case) -> str | None:
@@ -188,7 +192,9 @@ def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
         changed["parallel"] = config.parallel.model_copy(update={"fsdp": fsdp})
         notes.append("parallel.fsdp.mixed_precision is left out: this proof is in fp32")
     if getattr(config.data.train, "shift", 0):
-        changed["data"] = changed["data"].model_copy(update={"train": config.data.train.model_copy(update={"shift": 0})})
+        changed["data"] = changed["data"].model_copy(
+            update={"train": config.data.train.model_copy(update={"shift": 0})}
+        )
         notes.append("data.train.shift is 0: augmentation is drawn for each rank and micro-batch")
     return config.model_copy(update=changed), notes
 
@@ -197,9 +203,7 @@ def _sgd(config: Config) -> Config:
     """Under SGD with momentum at a constant rate; clipping, decay and rules as they are."""
     if config.optim.name == "sgd":
         return config
-    optim = config.optim.model_copy(
-        update={"name": "sgd", "lr": _SGD_RATE, "momentum": 0.9, "nesterov": False}
-    )
+    optim = config.optim.model_copy(update={"name": "sgd", "lr": _SGD_RATE, "momentum": 0.9, "nesterov": False})
     return config.model_copy(update={"optim": optim, "schedule": Schedule(kind="constant")})
 
 

@@ -10,16 +10,16 @@ Only ranks compute: this process never touches torch, so that they can be forked
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Failure, GiveUp, Paused, Stopped
 from lockstep.launch.local import launch
-from lockstep.verify.cases import Case, Proof
-from lockstep.verify.rows import Row, not_run, row_of
-from lockstep.verify.tolerances import TOLERANCES
+from lockstep.proof.cases import Case, Proof
+from lockstep.proof.rows import Row, not_run, row_of
+from lockstep.proof.tolerances import TOLERANCES
 
 if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
+    from lockstep.proof.trial import Tamper
     from lockstep.training.assemble import Given
-    from lockstep.verify.trial import Tamper
 
 Show = Callable[[Row], None]
 _PATIENCE_S = 30.0
@@ -125,9 +125,7 @@ def _on_ranks(orders: Orders) -> dict[int, Row]:
 
 def _launched(orders: Orders, left: Sequence[Case]) -> int:
     first = left[0]
-    told = Orders(
-        orders.folder, tuple(left), orders.given, orders.steps, orders.precision, orders.tamper, orders.show
-    )
+    told = replace(orders, cases=tuple(left))
     logs = orders.folder / f"logs-{first.number}"
     try:
         return launch(partial(_be_a_rank, told), first.ranks, first.config.launch, logs, apart=True)
@@ -175,10 +173,10 @@ def _tell(orders: Orders, case: Case, row: Row) -> None:
 
 
 def _refer(config: Config, given: Given, folder: Path, steps: int) -> int:
+    from lockstep.proof.trial import record
     from lockstep.training.job import opened
-    from lockstep.verify.trial import record
 
-    with opened(config, given) as session:
+    with opened(config, _own(given)) as session:
         notes = record(session, folder, steps)
     (folder / _NOTES).write_text(json.dumps(notes))
     return 0
@@ -197,17 +195,15 @@ def _be_a_rank(orders: Orders) -> int:
 
 def _try(orders: Orders, case: Case, world: World) -> Row:
     """The row of one case. A failure that all ranks have leaves them fit for the next; any other ends them."""
+    from lockstep.proof.trial import Comparison
     from lockstep.training.job import opened
-    from lockstep.verify.trial import Comparison
 
     began = time.monotonic()
     tolerance = TOLERANCES[orders.precision]
     comparison: Comparison | None = None
     try:
-        with opened(case.config, orders.given) as session:
-            comparison = Comparison(
-                session, orders.folder / case.reference, orders.steps, tolerance, case.optimizer
-            )
+        with opened(case.config, _own(orders.given)) as session:
+            comparison = Comparison(session, orders.folder / case.reference, orders.steps, tolerance, case.optimizer)
             comparison.run(orders.tamper)
     except Stopped:
         raise
@@ -224,6 +220,12 @@ def _try(orders: Orders, case: Case, world: World) -> Row:
         _say(orders.folder, case, world.rank, "".join(traceback.format_exception_only(error)).strip())
         raise
     return row_of(case, comparison.evidence, tolerance, time.monotonic() - began)
+
+
+def _own(given: Given) -> Given:
+    """A module that was handed over is trained in place: each run gets a copy of its own."""
+    made_here = given.model is None or not hasattr(given.model, "named_parameters")
+    return given if made_here else replace(given, model=copy.deepcopy(given.model))
 
 
 def _say(folder: Path, case: Case, rank: int, words: str) -> None:
