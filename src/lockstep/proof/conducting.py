@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Show = Callable[[Row], None]
 _PATIENCE_S = 30.0
-_FAILED, _BEGAN, _NOTES = "failed", "began", "notes.json"
+_FAILED, _NOTES = "failed", "notes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,14 @@ def conduct(
     Stopped: somebody asked for it.
     """
     with _folder() as folder:
-        for name, config in proof.references.items():
-            code = launch(partial(_refer, config, given, folder / name, steps), 1, config.launch, None, apart=True)
-            _stop_if_asked(code)
-            if code == ConfigError.exit_code:
-                raise ConfigError("the single process, which all others are compared with, can't be run as asked")
-            if code:
-                raise GiveUp(f"the single process, which all others are compared with, ended with exit code {code}")
-        notes = json.loads((folder / next(iter(proof.references)) / _NOTES).read_text())
+        refer = partial(_refer, proof.references, given, folder, steps)
+        code = launch(refer, 1, next(iter(proof.references.values())).launch, None, apart=True)
+        _stop_if_asked(code)
+        if code == ConfigError.exit_code:
+            raise ConfigError("the single process, which all others are compared with, can't be run as asked")
+        if code:
+            raise GiveUp(f"the single process, which all others are compared with, ended with exit code {code}")
+        notes = json.loads((folder / _NOTES).read_text())
         rows: dict[int, Row] = {}
         for one in proof.refused:
             rows[one.case.number] = not_run(one.case, "refused", one.reason)
@@ -172,12 +172,16 @@ def _tell(orders: Orders, case: Case, row: Row) -> None:
 # --- on a rank ------------------------------------------------------------------------------------------------------
 
 
-def _refer(config: Config, given: Given, folder: Path, steps: int) -> int:
+def _refer(references: Mapping[str, Config], given: Given, folder: Path, steps: int) -> int:
+    from lockstep.distributed.process_group import joined
     from lockstep.proof.trial import record
     from lockstep.training.job import opened
 
-    with opened(config, _own(given)) as session:
-        notes = record(session, folder, steps)
+    notes: list[str] = []
+    with joined(next(iter(references.values())).launch, grouped=True):
+        for name, config in references.items():
+            with opened(config, _own(given)) as session:
+                notes = record(session, folder / name, steps)
     (folder / _NOTES).write_text(json.dumps(notes))
     return 0
 

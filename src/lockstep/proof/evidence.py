@@ -15,7 +15,7 @@ class Seen:
         digest: of which samples they were (`data.digests`).
         content: of the samples' targets and inputs, in whatever order.
         counts: valid targets of each micro-batch, rank by rank.
-        loss, norm, rate, kept: of the report, which comes one update late on a GPU.
+        reported: the update came to its end, and what follows is of its report.
     """
 
     step: int
@@ -24,6 +24,7 @@ class Seen:
     digest: int
     content: list[float]
     counts: list[list[int]]
+    reported: bool = False
     loss: float = float("nan")
     norm: float = float("nan")
     rate: float = 0.0

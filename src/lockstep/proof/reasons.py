@@ -57,21 +57,22 @@ def _at(step: Step, case: Case, evidence: Evidence, tolerance: Tolerance) -> Fin
     number, gradient, weights = step.run.step + 1, step.gradient, step.weights
     unlike = _samples_differ(step)
     loss, norm = loss_difference(step), norm_difference(step)
-    loss_off, norm_off = not loss <= tolerance.loss, not norm <= tolerance.norm
+    loss_off = step.run.reported and not loss <= tolerance.loss
+    norm_off = step.run.reported and not norm <= tolerance.norm
     if unlike:
         reason = _other_samples(step, evidence)
         return Finding(number, gradient.named, f"step {number}: {unlike}{_and_loss(step, loss_off)}", reason)
-    if step.run.kept != step.reference.kept:
+    if step.run.reported and step.run.kept != step.reference.kept:
         verb = "kept" if step.run.kept else "discarded"
         what = f"step {number}: the update was {verb}, and by the single process it wasn't"
         return Finding(number, gradient.named, what, "an overflow or a NaN on one side alone: compare the loss scales")
     if not gradient.agrees:
         what = f"step {number}: {_gradients_off(gradient)}{_and_loss(step, loss_off)}"
         return Finding(number, gradient.named, what, _gradient_reason(step, case, evidence, loss_off))
-    if loss_off and not math.isnan(step.run.loss):
+    if loss_off:
         what = f"step {number}: loss {step.run.loss:.7g}, not {step.reference.loss:.7g} ({loss:.1e} relative)"
         return Finding(number, None, what, _loss_reason(step, case))
-    if norm_off and not math.isnan(step.run.norm):
+    if norm_off:
         what = f"step {number}: gradient norm {step.run.norm:.6g}, not {step.reference.norm:.6g}, of equal gradients"
         return Finding(number, None, what, _norm_reason(step, case))
     if step.apart is not None:

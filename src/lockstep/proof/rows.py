@@ -67,7 +67,7 @@ def row_of(case: Case, evidence: Evidence, tolerance: Tolerance, seconds: float)
     """Of a run that was compared, to its end or as far as it came."""
     found = finding(case, evidence, tolerance)
     steps = evidence.steps
-    last = steps[-1].weights if steps else None
+    last = next((step.weights for step in reversed(steps) if step.weights is not None), None)
     rate = evidence.summed_rate or 1.0
     return Row(
         strategy=case.strategy,
@@ -77,8 +77,8 @@ def row_of(case: Case, evidence: Evidence, tolerance: Tolerance, seconds: float)
         status="passed" if found is None else "failed",
         passed=found is None,
         steps=len(steps),
-        max_loss_difference=_most(loss_difference(step) for step in steps),
-        max_norm_difference=_most(norm_difference(step) for step in steps),
+        max_loss_difference=_most(loss_difference(step) for step in steps if step.run.reported),
+        max_norm_difference=_most(norm_difference(step) for step in steps if step.run.reported),
         max_gradient_difference=_most(step.gradient.worst for step in steps),
         max_weight_difference=None if last is None else last.worst,
         max_element_difference=None if last is None else last.largest / rate,

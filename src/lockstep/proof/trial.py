@@ -13,9 +13,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.data.digests import MODULUS, digest
+from lockstep.data.fetching import Request, fetch
 from lockstep.models.objectives import coupling
 from lockstep.proof.comparing import Measure, Pairs, compare, write
 from lockstep.proof.evidence import Compared, Evidence, Seen, Step
@@ -26,11 +29,13 @@ from lockstep.training.audit import expected_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.core.protocols import Source
     from lockstep.core.records import Batch, GlobalBatch, StepReport
     from lockstep.training.session import Session
 
 Tamper = Callable[["Session"], None]
 _STEPS = "steps.json"
+_TRIED = 4
 _IGNORED = -100
 _SHIFTS = tuple(shift for size in range(1, 9) for shift in (size, -size))
 
@@ -69,12 +74,29 @@ def by_design(session: Session) -> list[str]:
     if coupled is not None or not rooms.objective.decomposes:
         reason = coupled or "the objective says that it does not decompose over samples"
         notes.append(f"{reason}: the loss depends on batch.micro_size and on the number of ranks")
-    if rooms.source.draws:
-        notes.append("the data draw random numbers, for each rank and micro-batch: samples differ between ranks")
+    if rooms.source.draws and _draws(rooms.source):
+        notes.append("the data are drawn at random for each rank and micro-batch, so that samples differ between ranks")
     compression = rooms.config.parallel.ddp.compression
     if compression != "none" and rooms.plan.strategy == "ddp":
         notes.append(f"parallel.ddp.compression {compression} loses bits of each gradient")
     return notes
+
+
+def _draws(source: Source) -> bool:
+    """Whether samples differ where only the random numbers do; a source that may draw need not."""
+    some = np.arange(min(_TRIED, source.facts.samples))
+    one, other = (fetch(source, Request(some, False, 0, seed)) for seed in (1, 2))
+    return not _equal((one.inputs, one.targets), (other.inputs, other.targets))
+
+
+def _equal(one: object, other: object) -> bool:
+    mine, theirs = tree_leaves(one), tree_leaves(other)
+    if len(mine) != len(theirs):
+        return False
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+        for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 class Comparison:
@@ -178,6 +200,7 @@ def _see(seen: list[Seen], report: StepReport | None) -> None:
     if report is None:
         return
     one = seen[report.step - 1]
+    one.reported = True
     one.loss, one.norm, one.rate, one.kept = report.loss, report.grad_norm, report.lr, report.kept
 
 
@@ -187,8 +210,6 @@ def _count(session: Session, batch: Batch) -> int:
 
 def _on_cpu(batch: Batch) -> Batch:
     """For `Objective.count`."""
-    from torch.utils._pytree import tree_map
-
     move = lambda value: value.cpu() if isinstance(value, torch.Tensor) else value  # noqa: E731
     return replace(batch, inputs=tree_map(move, batch.inputs), targets=tree_map(move, batch.targets))
 
