@@ -23,6 +23,7 @@ from lockstep.plan.variants import VARIANTS
 Precise = Literal["fp32", "bf16", "fp16"]
 SINGLE = "single"
 _SGD_RATE = 0.02
+_LOSS_SCALE = 1024.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,12 @@ def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
     }
     if config.precision.compute not in ("auto", precision):
         notes.append(f"precision.compute is {precision}, not {config.precision.compute}")
+    if precision == "fp16" and config.precision.loss_scale.initial > _LOSS_SCALE:
+        scale = config.precision.loss_scale.model_copy(update={"initial": _LOSS_SCALE})
+        changed["precision"] = changed["precision"].model_copy(update={"loss_scale": scale})
+        notes.append(
+            f"precision.loss_scale.initial is {_LOSS_SCALE:g}: where fp16 overflows depends on how a batch is cut"
+        )
     if precision == "fp32" and config.parallel.fsdp.mixed_precision != FSDPPrecision():
         fsdp = config.parallel.fsdp.model_copy(update={"mixed_precision": FSDPPrecision()})
         changed["parallel"] = config.parallel.model_copy(update={"fsdp": fsdp})

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Pairs = Iterable[tuple[str, "Tensor"]]
-Measure = Callable[["Tensor", "Tensor"], tuple[float, bool]]
-"""The difference of (run's, reference's), both float64, and whether that is too much."""
+Measure = Callable[[str, "Tensor", "Tensor"], tuple[float, bool]]
+"""The difference of (name, run's, reference's), both float64, and whether that is too much."""
 
 
 def write(pairs: Pairs, path: Path) -> None:
@@ -52,7 +52,7 @@ def compare(pairs: Pairs, path: Path, order: Mapping[str, int], measure: Measure
                 continue
             left.discard(name)
             run, expected = tensor.double(), reference.get_tensor(name).double()
-            difference, too_much = measure(run, expected)
+            difference, too_much = measure(name, run, expected)
             found.number += 1
             found.worst = _larger(found.worst, difference)
             found.largest = _larger(found.largest, _largest(run - expected))

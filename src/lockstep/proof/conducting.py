@@ -191,13 +191,13 @@ def _be_a_rank(orders: Orders) -> int:
 
     with joined(orders.cases[0].config.launch, grouped=True) as world:
         for case in orders.cases:
-            row = _try(orders, case, world)
+            row = attempt(orders, case, world)
             if world.rank == 0:
                 _tell(orders, case, row)
     return 0
 
 
-def _try(orders: Orders, case: Case, world: World) -> Row:
+def attempt(orders: Orders, case: Case, world: World) -> Row:
     """The row of one case. A failure that all ranks have leaves them fit for the next; any other ends them."""
     from lockstep.proof.trial import Comparison
     from lockstep.training.job import opened

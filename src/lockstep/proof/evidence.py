@@ -87,6 +87,7 @@ class Step:
 
     Attributes:
         gradient: before clipping.
+        drift: how much its tolerance is wider, for weights that are off within theirs.
         weights: after the update.
         apart: the first parameter of which ranks that hold it whole hold different values.
     """
@@ -94,6 +95,7 @@ class Step:
     run: Seen
     reference: Seen
     gradient: Compared
+    drift: float = 0.0
     weights: Compared | None = None
     apart: str | None = None
 

@@ -14,6 +14,9 @@ EPS = 2.0**-24
 NOISE = 1e-3
 """A gradient whose norm is below this share of the whole one's is held against that share: to some parameters (the bias
 of an attention's keys) the loss is indifferent, and their gradient is the rounding of the others'."""
+INDIFFERENT = 1e-6
+"""A gradient below this share of the whole one's is rounding alone. Rules that normalise make whole steps of it, in
+directions that mean nothing: such a parameter's weights are judged under SGD only."""
 NORMALISING = ("adamw", "adam", "adafactor", "lion", "muon")
 """Rules whose step depends on a gradient's sign or on its ratio to its past, not on its size."""
 
@@ -38,7 +41,7 @@ class Tolerance:
 
 
 TOLERANCES: Mapping[str, Tolerance] = {
-    "fp32": Tolerance(loss=1e-6, norm=1e-5, gradient=1e-5, weights=1e-5, normalised=1e-2),
-    "bf16": Tolerance(loss=1e-2, norm=5e-2, gradient=1e-1, weights=1e-1, normalised=5e-1),
-    "fp16": Tolerance(loss=2e-3, norm=1e-2, gradient=2e-2, weights=2e-2, normalised=2e-1),
+    "fp32": Tolerance(loss=1e-6, norm=1e-5, gradient=1e-5, weights=1e-6, normalised=1e-2),
+    "bf16": Tolerance(loss=1e-3, norm=1e-2, gradient=5e-2, weights=5e-3, normalised=5e-1),
+    "fp16": Tolerance(loss=2e-4, norm=2e-3, gradient=1e-2, weights=1e-3, normalised=5e-1),
 }

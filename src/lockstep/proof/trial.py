@@ -23,7 +23,7 @@ from lockstep.models.objectives import coupling
 from lockstep.proof.comparing import Measure, Pairs, compare, write
 from lockstep.proof.evidence import Compared, Evidence, Seen, Step
 from lockstep.proof.randomness import without_randomness
-from lockstep.proof.tolerances import EPS, NOISE, Tolerance
+from lockstep.proof.tolerances import EPS, INDIFFERENT, NOISE, NORMALISING, Tolerance
 from lockstep.training.audit import expected_digest
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ class Comparison:
         self._steps = steps
         self._tolerance = tolerance
         self._allowed = tolerance.of_weights(optimizer)
+        self._normalises = optimizer in NORMALISING
+        self._indifferent: set[str] = set()
         self._reference = [Seen(**one) for one in json.loads((folder / _STEPS).read_text())]
         self._order = {name: place for place, (name, _) in enumerate(_named(session))}
         self._seen: list[Seen] = []
@@ -130,17 +132,18 @@ class Comparison:
             reference = self._reference[number]
             scale = float(session.rooms.scaler.scale)
             session.accumulate(batch)
+            drift = self._drift()
             gradient = self._compare(
                 _unscaled(session.rooms.sharding.gradients(wanted=self._first), scale),
                 _gradient(number),
-                _by_norm(reference.norm, self._tolerance.gradient),
+                self._by_norm(reference.norm, self._tolerance.gradient + drift),
             )
             self._seen.append(_seen(session, batch))
-            step = Step(self._seen[-1], reference, gradient)
+            step = Step(self._seen[-1], reference, gradient, drift)
             self.evidence.steps.append(step)
             _see(self._seen, session.commit())
             self.evidence.summed_rate += reference.rate if reference.kept else 0.0
-            measure = _in_rates(self.evidence.summed_rate, self._allowed, number + 1)
+            measure = self._in_rates(self.evidence.summed_rate, number + 1)
             step.weights = self._compare(self._weights(), _weights(number + 1), measure, _weights(number))
             step.apart = _apart(session)
         _see(self._seen, session.flush())
@@ -156,6 +159,38 @@ class Comparison:
                 pass
             return Compared()
         return compare(pairs, self._folder / name, self._order, measure, self._folder / base if base else None)
+
+    def _drift(self) -> float:
+        """By how much the weights that a gradient is taken at may be off: a difference of a share of the way gone
+        changes a gradient by about that share of it. Only rules that normalise make more of it than rounding."""
+        before = self.evidence.steps[-1].weights if self.evidence.steps else None
+        return min(before.worst, self._allowed) if before is not None and self._normalises else 0.0
+
+    def _by_norm(self, whole: float, tolerance: float) -> Measure:
+        """In units of the gradient's norm, or of a share of the whole one's."""
+
+        def measure(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
+            off, size = (run - expected).norm().item(), expected.norm().item()
+            if size <= INDIFFERENT * whole:
+                self._indifferent.add(name)
+            unit = max(size, NOISE * whole)
+            difference = off / unit if unit else (0.0 if off == 0 else math.inf)
+            return difference, not difference <= tolerance
+
+        return measure
+
+    def _in_rates(self, summed_rate: float, updates: int) -> Measure:
+        """In units of the summed learning rate, root mean square; beyond what rounding the weights explains."""
+
+        def measure(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
+            if self._normalises and name in self._indifferent:
+                return 0.0, False
+            size = max(1, expected.numel()) ** 0.5
+            off = (run - expected).norm().item() / size
+            rounding = updates * EPS * expected.norm().item() / size
+            return off / (summed_rate or 1.0), not off <= self._allowed * summed_rate + rounding
+
+        return measure
 
     def _look_for_shift(self) -> None:
         """Whether samples that are wrong are those of a cursor that is off."""
@@ -284,35 +319,10 @@ def _tied(session: Session) -> list[list[str]]:
 # --- measures -----------------------------------------------------------------------------------------------------
 
 
-def _is_another(run: Tensor, expected: Tensor) -> tuple[float, bool]:
+def _is_another(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
     """First weights are the same to the bit."""
     difference = (run - expected).abs().max().item() if run.numel() else 0.0
     return difference, difference != 0.0
-
-
-def _by_norm(whole: float, tolerance: float) -> Measure:
-    """In units of the gradient's norm, or of a share of the whole one's."""
-
-    def measure(run: Tensor, expected: Tensor) -> tuple[float, bool]:
-        off = (run - expected).norm().item()
-        unit = max(expected.norm().item(), NOISE * whole)
-        difference = off / unit if unit else (0.0 if off == 0 else math.inf)
-        return difference, not difference <= tolerance
-
-    return measure
-
-
-def _in_rates(summed_rate: float, tolerance: float, updates: int) -> Measure:
-    """In units of the summed learning rate, root mean square; beyond what rounding the weights explains."""
-
-    def measure(run: Tensor, expected: Tensor) -> tuple[float, bool]:
-        size = max(1, expected.numel()) ** 0.5
-        off = (run - expected).norm().item() / size
-        rounding = updates * EPS * expected.norm().item() / size
-        difference = off / (summed_rate or 1.0)
-        return difference, not off <= tolerance * summed_rate + rounding
-
-    return measure
 
 
 def _unscaled(pairs: Pairs, scale: float) -> Pairs:
