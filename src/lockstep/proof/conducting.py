@@ -79,8 +79,8 @@ def conduct(
     Stopped: somebody asked for it.
     """
     with _folder() as folder:
-        refer = partial(_refer, proof.references, given, folder, steps)
-        code = launch(refer, 1, next(iter(proof.references.values())).launch, None, apart=True)
+        entry = partial(refer, proof.references, given, folder, steps)
+        code = launch(entry, 1, next(iter(proof.references.values())).launch, None, apart=True)
         _stop_if_asked(code)
         if code == ConfigError.exit_code:
             raise ConfigError("the single process, which all others are compared with, can't be run as asked")
@@ -172,7 +172,8 @@ def _tell(orders: Orders, case: Case, row: Row) -> None:
 # --- on a rank ------------------------------------------------------------------------------------------------------
 
 
-def _refer(references: Mapping[str, Config], given: Given, folder: Path, steps: int) -> int:
+def refer(references: Mapping[str, Config], given: Given, folder: Path, steps: int) -> int:
+    """On one rank: what all others are compared with, into `folder`."""
     from lockstep.distributed.process_group import joined
     from lockstep.proof.trial import record
     from lockstep.training.job import opened
