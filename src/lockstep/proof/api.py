@@ -90,6 +90,8 @@ def prove(
         raise ConfigError(
             "verify starts ranks of its own, and this process is one already; start it without a launcher"
         )
+    if steps < 1 or not ranks or min(ranks) < 1:
+        raise ConfigError(f"{steps} steps on {list(ranks)} ranks prove nothing: give whole numbers above 0")
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
     proof = plan_proof(config, chosen(strategies), list(ranks), precision, gpus)
     if not proof.cases and not proof.refused:

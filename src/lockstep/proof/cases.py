@@ -80,7 +80,7 @@ def chosen(names: str | Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there is no such strategy.
     """
-    asked = names.split(",") if isinstance(names, str) else list(names)
+    asked = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     if asked == ["all"]:
         return list(VARIANTS)
     problems = [Problem("--strategies", "", _unknown(name)) for name in asked if name not in VARIANTS]

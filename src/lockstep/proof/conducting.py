@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Show = Callable[[Row], None]
 _PATIENCE_S = 30.0
-_FAILED, _NOTES = "failed", "notes.json"
+_FAILED, _NOTES, _CRASHED, _LOGS = "failed", "notes.json", "crashed", "logs-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,19 @@ def conduct(
 
 @contextmanager
 def _folder() -> Iterator[Path]:
+    """A temporary one; of ranks that crashed, what they said stays."""
     path = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        crashed = (path / _CRASHED).exists()
+        for entry in path.iterdir():
+            if entry.is_dir() and not (crashed and entry.name.startswith(_LOGS)):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.is_file():
+                entry.unlink()
+        if not crashed:
+            path.rmdir()
 
 
 def _on_ranks(orders: Orders) -> dict[int, Row]:
@@ -126,7 +134,7 @@ def _on_ranks(orders: Orders) -> dict[int, Row]:
 def _launched(orders: Orders, left: Sequence[Case]) -> int:
     first = left[0]
     told = replace(orders, cases=tuple(left))
-    logs = orders.folder / f"logs-{first.number}"
+    logs = orders.folder / f"{_LOGS}{first.number}"
     try:
         return launch(partial(_be_a_rank, told), first.ranks, first.config.launch, logs, apart=True)
     except ConfigError as refusal:
@@ -136,6 +144,7 @@ def _launched(orders: Orders, left: Sequence[Case]) -> int:
 
 
 def _crashed(orders: Orders, case: Case, code: int) -> Row:
+    (orders.folder / _CRASHED).touch()
     words = sorted(orders.folder.glob(f"{case.number}.{_FAILED}-*"), key=lambda path: path.stat().st_mtime)
     reason = words[0].read_text() if words else f"a rank ended with exit code {code}, and said nothing"
     row = not_run(case, "crashed", reason)

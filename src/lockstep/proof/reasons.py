@@ -47,6 +47,8 @@ def finding(case: Case, evidence: Evidence, tolerance: Tolerance) -> Finding | N
         if found is not None:
             by_design = "; ".join(evidence.notes)
             return found if not by_design else _replaced(found, f"by design: {by_design}. Else: {found.reason}")
+    if evidence.said is None and not evidence.steps:
+        return Finding(0, None, "no update was compared", "the run was over before its first")
     if evidence.said is not None:
         return Finding(len(evidence.steps), None, f"it ended after step {len(evidence.steps)}", evidence.said)
     return None
@@ -58,10 +60,10 @@ def _replaced(found: Finding, reason: str) -> Finding:
 
 def _at(step: Step, case: Case, evidence: Evidence, tolerance: Tolerance) -> Finding | None:
     number, gradient, weights = step.run.step + 1, step.gradient, step.weights
-    unlike = _samples_differ(step)
     loss, norm = loss_difference(step), norm_difference(step)
     loss_off = step.run.reported and not loss <= tolerance.loss
     norm_off = step.run.reported and not norm <= tolerance.norm + step.drift
+    unlike = _samples_differ(step, suspicious=loss_off or not gradient.agrees)
     if unlike:
         reason = _other_samples(step, evidence)
         return Finding(number, gradient.named, f"step {number}: {unlike}{_and_loss(step, loss_off)}", reason)
@@ -89,7 +91,8 @@ def _at(step: Step, case: Case, evidence: Evidence, tolerance: Tolerance) -> Fin
 # --- what differs ---------------------------------------------------------------------------------------------------
 
 
-def _samples_differ(step: Step) -> str | None:
+def _samples_differ(step: Step, *, suspicious: bool) -> str | None:
+    """Contents count only where something else is wrong: what pads a batch may look like content."""
     run, reference = step.run, step.reference
     if run.samples != reference.samples:
         return f"{run.samples:,} samples consumed, not {reference.samples:,}"
@@ -97,6 +100,8 @@ def _samples_differ(step: Step) -> str | None:
         return "other samples than the single process had (their digests differ)"
     if run.count != reference.count:
         return f"{run.count:,.0f} valid targets, not {reference.count:,.0f}"
+    if not suspicious:
+        return None
     digest_differs = run.content[0] != reference.content[0]
     if digest_differs or abs(run.content[1] - reference.content[1]) > 1e-9 * max(1.0, abs(reference.content[1])):
         return "the samples' numbers are right, and their contents are not"
