@@ -55,6 +55,7 @@ def test_a_difference_ends_with_exit_code_3(tmp_path: Path) -> None:
     assert [row["passed"] for row in rows] == [False] * 3
     assert all(row["step"] == 1 and row["parameter"] for row in rows)
     assert "likely: by design: parallel.ddp.compression fp16 loses bits of each gradient" in done.stdout
+    assert "something on the way is in a lower precision" in done.stdout
     assert "3 of 3 runs are not the single process's" in done.stdout
     page = (tmp_path / "page" / "mine.html").read_text()
     assert "Not proved" in page

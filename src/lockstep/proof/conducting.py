@@ -89,7 +89,9 @@ def conduct(
         notes = json.loads((folder / _NOTES).read_text())
         rows: dict[int, Row] = {}
         for one in proof.refused:
-            rows[one.case.number] = not_run(one.case, "refused", one.reason)
+            rows[one.case.number] = row = not_run(one.case, "refused", one.reason)
+            if show is not None:
+                show(row)
         for ranks in dict.fromkeys(case.ranks for case in proof.cases):
             cases = tuple(case for case in proof.cases if case.ranks == ranks)
             rows |= _on_ranks(Orders(folder, cases, given, steps, precision, tamper, show))
@@ -170,10 +172,8 @@ def _number(value: Any) -> Any:
 
 
 def _tell(orders: Orders, case: Case, row: Row) -> None:
-    """To the launcher, by a file that appears whole; and to whoever looks on."""
-    path = orders.folder / f"{case.number}.json"
-    path.with_suffix(".part").write_text(json.dumps(row.as_json()))
-    os.replace(path.with_suffix(".part"), path)
+    """To the launcher, and to whoever looks on."""
+    _put(orders.folder / f"{case.number}.json", json.dumps(row.as_json()))
     if orders.show is not None:
         orders.show(row)
 
@@ -243,9 +243,14 @@ def _own(given: Given) -> Given:
 
 
 def _say(folder: Path, case: Case, rank: int, words: str) -> None:
-    path = folder / f"{case.number}.{_FAILED}-{rank}"
-    path.with_suffix(".part").write_text(words)
-    os.replace(path.with_suffix(".part"), path)
+    _put(folder / f"{case.number}.{_FAILED}-{rank}", words)
+
+
+def _put(path: Path, text: str) -> None:
+    """A file that appears whole."""
+    part = path.with_name(f"part-of-{path.name}")
+    part.write_text(text)
+    os.replace(part, path)
 
 
 def _all_said(folder: Path, case: Case, ranks: int) -> bool:

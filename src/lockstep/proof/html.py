@@ -8,7 +8,9 @@ tolerances, remarks
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -16,6 +18,7 @@ from lockstep.monitor import page
 from lockstep.monitor.markup import Markup, element
 from lockstep.monitor.wording import date
 from lockstep.proof.rows import HEAD, Row, cells, story
+from lockstep.proof.tolerances import NORMALISING
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,22 @@ def compose(told: Told, verdict: str, tolerances: str) -> str:
     parts = [
         _masthead(told, verdict),
         _flaws(told),
+        page.big_figures(_figures(told)),
         page.section("Runs", _table(told)),
-        page.section("How much may differ", element("p", tolerances), *(element("p", words) for words in _LEGEND)),
+        page.section(
+            "How much may differ",
+            element("p", tolerances[:1].upper() + tolerances[1:] + "."),
+            *(element("p", words) for words in _LEGEND),
+        ),
         _remarks(told),
         _footer(),
     ]
     return page.document(f"{told.recipe}: proof", element("main", *parts))
+
+
+def _tolerances(said: str) -> Markup:
+    words = (f"{said[:1].upper()}{said[1:]}.", *_LEGEND)
+    return page.section("How much may differ", *(element("p", one) for one in words))
 
 
 _LEGEND = (
@@ -61,6 +74,27 @@ def _masthead(told: Told, verdict: str) -> Markup:
         element("p", verdict[:1].upper() + verdict[1:] + ".", class_="standfirst"),
         element("p", element("b", "Not proved" if _failed(told) else "Proved"), byline, class_="byline"),
     )
+
+
+def _figures(told: Told) -> list[tuple[str, str, str]]:
+    """What differs most."""
+    ran = [row for row in told.rows if row.passed is not None]
+    normalised = [row.max_weight_difference for row in ran if row.optimizer in NORMALISING]
+    linear = [row.max_weight_difference for row in ran if row.optimizer not in NORMALISING]
+    figures = [
+        ("Runs", f"{sum(row.passed is True for row in ran)} of {len(ran)}", "are the single process's"),
+        ("Loss", _most(row.max_loss_difference for row in ran), "largest relative difference"),
+        ("Gradient norm", _most(row.max_norm_difference for row in ran), "before clipping"),
+        ("Gradient", _most(row.max_gradient_difference for row in ran), "of a parameter, of its norm"),
+        ("Weights, SGD", _most(linear), "in summed learning rates"),
+        ("Weights, else", _most(normalised), "under rules that normalise"),
+    ]
+    return [figure for figure in figures if figure[1]]
+
+
+def _most(values: Iterable[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    return f"{max(found, key=lambda value: (math.isnan(value), value)):.1e}" if found else ""
 
 
 def _failed(told: Told) -> list[Row]:

@@ -168,9 +168,15 @@ def _gradient_reason(step: Step, case: Case, evidence: Evidence, tolerance: Tole
         who = f"{gradient.named} ({tied})" if tied else gradient.named
         return f"{who} takes no part in the reduction, or has become a parameter of its own"
     if gradient.off == gradient.number and gradient.rest <= _NEAR:
-        said = _factor(gradient.factor, case)
+        if abs(gradient.factor - 1) > 2 * gradient.rest:
+            said = _factor(gradient.factor, case)
+            return (
+                said
+                or f"all gradients are {gradient.factor:.6g} times theirs: the loss or its seed is scaled otherwise"
+            )
         return (
-            said or f"all gradients are multiplied by {gradient.factor:.6g}: the loss or its seed is scaled otherwise"
+            f"all gradients are off by a little ({gradient.rest:.0e} of the whole): something on the way is in a lower "
+            f"precision, such as a reduction, a cast or a matrix product"
         )
     if tied and gradient.off == 1:
         return f"{first.name} is tied ({tied}), and not all of its uses reach its gradient: it is not synchronised"
