@@ -29,7 +29,9 @@ def _prove(config: dict[str, Any], how: dict[str, Any]) -> list[Row]:
 
     for name in RankEnvironment().variables():
         os.environ.pop(name, None)
-    return lockstep.verify(config, **how)
+    with tempfile.TemporaryDirectory() as folder:  # what crashed ranks said would be kept
+        tempfile.tempdir = folder
+        return lockstep.verify(config, **how)
 
 
 def text(global_size: int = 13, **sections: Any) -> dict[str, Any]:
