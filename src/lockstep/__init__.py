@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.generators import register_generator as register_generator
     from lockstep.models.facts import count_parameters as count_parameters
     from lockstep.monitor import journal as log
+    from lockstep.proof.api import verify as verify
     from lockstep.training.api import checkpoints as checkpoints
     from lockstep.training.api import session as session
     from lockstep.training.api import train as train
@@ -48,6 +49,7 @@ _HOMES = {
     "session": "lockstep.training.api",
     "steps": "lockstep.training.session",
     "train": "lockstep.training.api",
+    "verify": "lockstep.proof.api",
 }
 
 __all__ = ["__version__", "log", *sorted(_HOMES)]

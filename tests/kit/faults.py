@@ -90,6 +90,43 @@ def clip_norm_of_one_rank(session: Any) -> None:
     _replace(session, sharding=Sharding(session.rooms.sharding))
 
 
+def stale_moment(session: Any) -> None:
+    """What the optimizer learned from the second update is forgotten: the third starts from moments of the first."""
+
+    class Sharding(_Wrapped):
+        def update(self, *how: Any) -> None:
+            moments = {name: tensor for name, tensor in self.state().tensors.items() if name.startswith("optimizer.")}
+            before = {name: tensor.clone() for name, tensor in moments.items()}
+            self._original.update(*how)
+            if session.progress.steps == 1:
+                for name, tensor in before.items():
+                    moments[name].copy_(tensor)
+
+    _replace(session, sharding=Sharding(session.rooms.sharding))
+
+
+def unsynchronised_tied_weight(session: Any) -> None:
+    """Of a weight that is embedding and head, the head's part of the gradient stays this rank's own."""
+    model = session.rooms.sharding.bare
+    head, part = model.head, []
+
+    def see(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        seen = inputs[0].detach().flatten(0, -2)
+        output.register_hook(lambda gradient: part.append(gradient.flatten(0, -2).T @ seen))
+
+    class Engine(_Wrapped):
+        def accumulate(self, *batches_and_scale: Any) -> None:
+            part.clear()
+            self._original.accumulate(*batches_and_scale)
+            own = torch.stack(part).sum(dim=0)
+            mean = own.clone()
+            dist.all_reduce(mean)
+            head.weight.grad += own - mean / session.rooms.world.size
+
+    head.register_forward_hook(see)
+    _replace(session, engine=Engine(session.rooms.engine))
+
+
 def _restart(session: Any, progress: Any = None) -> None:
     here, session._batch = session.progress, None
     session.progress = progress or here
@@ -104,4 +141,10 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "one swapped sample": swapped_sample,
     "a cursor off by one": cursor_off_by_one,
     "a clip norm of one rank": clip_norm_of_one_rank,
+    "a stale moment": stale_moment,
 }
+
+STOPPING: dict[str, Callable[[Any], None]] = {
+    "an unsynchronised tied weight": unsynchronised_tied_weight,
+}
+"""Those that stop a run at the next vote, because ranks differ."""

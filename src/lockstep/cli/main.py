@@ -24,6 +24,7 @@ VERBS = {
     "generate": ("generate", "let the language model of a run go on with a text"),
     "export": ("export", "write a run's model for other tools"),
     "report": ("report", "show a run as one page to read"),
+    "verify": ("verify", "prove that every strategy is the single process, on your own model"),
     "plan": ("plan", "what a run will be, without starting it"),
     "config": ("config", "show, check, or describe configs"),
     "recipes": ("recipes", "list the configs that come with Lockstep"),

@@ -97,3 +97,24 @@ class PlanArguments:
 
     json: bool = False
     trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyArguments:
+    """Attributes:
+    strategies: names with commas between them, or `all`.
+    ranks: numbers of processes to try each on.
+    steps: updates of each run.
+    precision: of forward and backward.
+    html: where to write the page; None: runs/verify-RECIPE.html.
+    json: as in training; a list of rows.
+    trust_remote_code: as in training.
+    """
+
+    strategies: str = "all"
+    ranks: tuple[int, ...] = (1, 2, 4)
+    steps: int = 8
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    html: Path | None = None
+    json: bool = False
+    trust_remote_code: bool = False

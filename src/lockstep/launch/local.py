@@ -44,7 +44,7 @@ from lockstep.launch.rank import Orders, run_entry, run_rank, sigterm_stops
 _LOOPBACK = "127.0.0.1"
 
 
-def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None) -> int:
+def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, *, apart: bool = False) -> int:
     """Runs `entry` on `ranks` ranks of this machine, and returns the run's exit code.
 
     Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named on stderr with its
@@ -56,6 +56,7 @@ def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | No
         launch: `port`, `environment`; `timeout`: seconds an orderly stop may take, for a collective may take as long.
         logs: folder for rank-N.log. Rank 0 also speaks to the terminal, the others only to their files, and their
             warnings are shown at the end. None: all ranks speak to the terminal.
+        apart: one rank, too, gets a process of its own, so that this one stays fit to fork others.
 
     Raises:
         ConfigError: if the ranks can't be started as asked; nothing has been started then.
@@ -66,7 +67,7 @@ def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | No
         _tell(f"note: {note}")
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
-    if ranks == 1:
+    if ranks == 1 and not apart:
         return _run_here(entry, launch, logs)
     return _run_ranks(entry, ranks, launch, logs)
 

@@ -98,7 +98,7 @@ def train(
         optimizer=optimizer,
         schedule=schedule,
     )
-    job = Job(_config(config, given), name, given=given)
+    job = Job(resolved(config, given), name, given=given)
     if ranks is None or names_a_rank(os.environ):
         return run_job(job)
     return _train_in_ranks(job, ranks)
@@ -129,12 +129,12 @@ def session(
         optimizer=optimizer,
         schedule=schedule,
     )
-    with opened(_config(config, given), given) as opened_session:
+    with opened(resolved(config, given), given) as opened_session:
         yield opened_session
 
 
-def _config(config: ConfigLike, given: Given) -> Config:
-    """The config, with `given` where objects were handed over."""
+def resolved(config: ConfigLike, given: Given) -> Config:
+    """The config, with `given` where objects were handed over. Raises ConfigError: all that is wrong with it."""
     handed = _handed(given)
     if isinstance(config, str | os.PathLike):
         file = resolve_recipe(os.fspath(config)).path

@@ -1,0 +1,100 @@
+"""The proof from Python, on a model and data that are handed over.
+
+lockstep.verify(config, model=Net, dataset=points, ranks=(1, 2)) --> [Row(strategy="ddp", passed=True, ...), ...]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.ranks import names_a_rank
+from lockstep.launch.devices import count_gpus
+from lockstep.proof.cases import Precise, Proof, chosen, plan_proof
+from lockstep.proof.conducting import Outcome, Show, conduct
+from lockstep.proof.rows import Row
+from lockstep.training.api import ConfigLike, resolved
+from lockstep.training.assemble import Given
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from lockstep.config.schema import Config
+    from lockstep.proof.trial import Tamper
+
+
+def verify(
+    config: ConfigLike,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    dataset: Any = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    objective: object | None = None,
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    schedule: Callable[[int, int | None], float] | None = None,
+    strategies: str | Sequence[str] = "all",
+    ranks: Sequence[int] = (1, 2, 4),
+    steps: int = 8,
+    precision: Precise = "fp32",
+    tamper: Tamper | None = None,
+) -> list[Row]:
+    """Runs `config` under each strategy on each number of ranks, beside one process on the same samples.
+
+    Ranks are processes of their own: what is handed over stays as it is. It goes to them by forking, or, where this
+    process has threads or uses CUDA, by pickling: then define it at the top of a module.
+
+    Args:
+        config, model, dataset, collate, objective, optimizer, schedule: as of `lockstep.train`.
+        strategies: names, or `all`.
+        steps: updates of each run.
+        precision: of forward and backward.
+        tamper: called with each session before its first update, but not with the single process's: a fault of your
+            making, to see that it is found.
+
+    Returns:
+        A row a run, whose `passed` is None where the strategy refuses.
+
+    Raises:
+        ConfigError: something asked for can't be had, or there is no such strategy.
+        GiveUp: the single process failed.
+    """
+    given = Given(
+        model=model, dataset=dataset, collate=collate, objective=objective, optimizer=optimizer, schedule=schedule
+    )
+    outcome, _ = prove(resolved(config, given), given, strategies, ranks, steps, precision, tamper=tamper)
+    return list(outcome.rows)
+
+
+def prove(
+    config: Config,
+    given: Given,
+    strategies: str | Sequence[str],
+    ranks: Sequence[int],
+    steps: int,
+    precision: Precise,
+    *,
+    tamper: Tamper | None = None,
+    show: Show | None = None,
+    begin: Callable[[Proof], None] = lambda proof: None,
+) -> tuple[Outcome, Proof]:
+    """What `verify` and the command share.
+
+    Args:
+        show: told each row as soon as it is there, by whichever process has it.
+        begin: told what is going to be run.
+    """
+    if names_a_rank(os.environ):
+        raise ConfigError(
+            "verify starts ranks of its own, and this process is one already; start it without a launcher"
+        )
+    if steps < 1 or not ranks or min(ranks) < 1:
+        raise ConfigError(f"{steps} steps on {list(ranks)} ranks prove nothing: give whole numbers above 0")
+    gpus = 0 if config.launch.device == "cpu" else count_gpus()
+    proof = plan_proof(config, chosen(strategies), list(ranks), precision, gpus)
+    if not proof.cases and not proof.refused:
+        raise ConfigError("there is nothing to run: " + "; ".join(proof.left_out))
+    begin(proof)
+    return conduct(proof, given, steps, precision, tamper=tamper, show=show), proof

@@ -1,0 +1,100 @@
+"""What the verb verify does: a line a run while it goes, the table, the page; exit code 3 if one isn't the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.core.errors import Distrust, GiveUp
+from lockstep.monitor.folder import write_atomically
+from lockstep.proof.api import prove
+from lockstep.proof.html import Told, compose
+from lockstep.proof.rows import Row, head, line, story
+from lockstep.proof.tolerances import TOLERANCES
+from lockstep.training.assemble import Given
+from lockstep.training.command import refuse_given
+
+if TYPE_CHECKING:
+    from lockstep.config.loading import Loaded
+    from lockstep.core.arguments import VerifyArguments
+    from lockstep.proof.cases import Proof
+
+
+def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
+    """Returns the exit code."""
+    refuse_given(loaded.config)
+    given = Given(trust_remote_code=arguments.trust_remote_code)
+
+    def begin(proof: Proof) -> None:
+        print(f"{recipe}: {introduction(proof, arguments.steps, arguments.precision)}\n\n{head()}", flush=True)
+
+    outcome, proof = prove(
+        loaded.config,
+        given,
+        arguments.strategies,
+        arguments.ranks,
+        arguments.steps,
+        arguments.precision,
+        show=_show,
+        begin=begin,
+    )
+    rows = outcome.rows
+    remarks = [*outcome.notes, *(f"not run: {one}" for one in proof.left_out)]
+    print(_end(rows, remarks, arguments.precision))
+    told = Told(recipe, rows, tuple(remarks), arguments.steps, arguments.precision)
+    print(_write(told, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
+    if arguments.json:
+        print(json.dumps([row.as_json() for row in rows]), flush=True)
+    return Distrust.exit_code if any(row.passed is False for row in rows) else 0
+
+
+def introduction(proof: Proof, steps: int, precision: str) -> str:
+    """What is going to be run."""
+    runs = len(proof.cases)
+    return (
+        f"{runs} run{'s' * (runs != 1)} of {steps} update{'s' * (steps != 1)} beside the single process, in {precision}"
+    )
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """All in one sentence."""
+    ran = [row for row in rows if row.passed is not None]
+    failed = [row for row in ran if not row.passed]
+    refused = len(rows) - len(ran)
+    also = f"; {refused} refused" if refused else ""
+    if failed:
+        return f"{len(failed)} of {len(ran)} runs are not the single process's{also}"
+    if not ran:
+        return f"nothing was compared{also}"
+    return f"all {len(ran)} runs are the single process's{also}"
+
+
+def _show(row: Row) -> None:
+    print(line(row), flush=True)
+
+
+def _end(rows: Sequence[Row], remarks: Sequence[str], precision: str) -> str:
+    parts = ["", *(f"{story(row)}\n" for row in rows if not row.passed)]
+    parts += [f"{said(precision)}", *(f"note: {remark}" for remark in remarks), "", verdict(rows)]
+    return "\n".join(parts)
+
+
+def said(precision: str) -> str:
+    """The tolerances."""
+    one = TOLERANCES[precision]
+    return (
+        f"tolerances of {precision}: loss {one.loss:g} and norm {one.norm:g}, relative; gradient {one.gradient:g} of "
+        f"each parameter's norm;\nweights {one.weights:g} under sgd and {one.normalised:g} under rules that "
+        f"normalise, in summed learning rates (root mean square)"
+    )
+
+
+def _write(told: Told, path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, compose(told, verdict(told.rows), said(told.precision)))
+    except OSError as error:
+        raise GiveUp(f"can't write {path}: {error.strerror or error}") from error
+    return path

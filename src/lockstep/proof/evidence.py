@@ -1,0 +1,120 @@
+"""What was seen at each step of a run and of its reference: plain values, on the first rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Seen:
+    """One update of one run, the same on all ranks.
+
+    Attributes:
+        count: valid targets.
+        samples: consumed so far.
+        digest: of which samples they were (`data.digests`).
+        content: of the samples' targets and inputs, in whatever order.
+        counts: valid targets of each micro-batch, rank by rank.
+        reported: the update came to its end, and what follows is of its report.
+    """
+
+    step: int
+    count: float
+    samples: int
+    digest: int
+    content: list[float]
+    counts: list[list[int]]
+    reported: bool = False
+    loss: float = float("nan")
+    norm: float = float("nan")
+    rate: float = 0.0
+    kept: bool = True
+
+
+@dataclass(slots=True)
+class Off:
+    """A parameter that is off.
+
+    Attributes:
+        difference: as the tolerance counts.
+        factor: by which the reference must be multiplied to come nearest.
+        rest: what is then left, in units of the reference's norm.
+    """
+
+    name: str
+    difference: float
+    factor: float
+    rest: float
+
+
+@dataclass(slots=True)
+class Compared:
+    """All parameters' gradients or weights of one step, against the reference's.
+
+    Attributes:
+        worst: the largest difference.
+        largest: of weights, the largest of a single element.
+        first: parameter out of tolerance, in the model's order.
+        off: how many are out of tolerance; of `number`.
+        factor, rest: as of `Off`, of all together.
+        missing, extra: names that only the reference, or only the run, has.
+    """
+
+    worst: float = 0.0
+    largest: float = 0.0
+    first: Off | None = None
+    off: int = 0
+    number: int = 0
+    factor: float = 1.0
+    rest: float = 0.0
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        return not (self.off or self.missing or self.extra)
+
+    @property
+    def named(self) -> str | None:
+        """The first parameter that is wrong in any way."""
+        names = [*self.missing, *self.extra]
+        return self.first.name if self.first else (names[0] if names else None)
+
+
+@dataclass(slots=True)
+class Step:
+    """An update of a run beside that of its reference.
+
+    Attributes:
+        gradient: before clipping.
+        drift: how much its tolerance is wider, for weights that are off within theirs.
+        weights: after the update.
+        apart: the first parameter of which ranks that hold it whole hold different values.
+    """
+
+    run: Seen
+    reference: Seen
+    gradient: Compared
+    drift: float = 0.0
+    weights: Compared | None = None
+    apart: str | None = None
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Attributes:
+    begins: the weights before the first update.
+    summed_rate: of the updates that were kept.
+    tied: names of one parameter, several in a row.
+    shift: by how many samples the run's are behind (or, negative, ahead), where that explains its digest.
+    said: why the run ended early, if it did.
+    notes: what of the model makes a run depend on ranks by design.
+    """
+
+    begins: Compared
+    steps: list[Step]
+    summed_rate: float
+    tied: list[list[str]]
+    shift: int | None = None
+    said: str | None = None
+    notes: list[str] = field(default_factory=list)

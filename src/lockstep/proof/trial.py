@@ -1,0 +1,337 @@
+"""One run on one rank. The reference writes down what it did; any other is held against that as it goes.
+
+reference     steps.json, gradient-0, weights-1, gradient-1, ...          on disk, safetensors
+run           gradient of update 0 <-> gradient-0, one parameter at a time; weights after it <-> weights-1; ...
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.data.digests import MODULUS, digest
+from lockstep.data.fetching import Request, fetch
+from lockstep.models.objectives import coupling
+from lockstep.proof.comparing import Measure, Pairs, compare, write
+from lockstep.proof.evidence import Compared, Evidence, Seen, Step
+from lockstep.proof.randomness import without_randomness
+from lockstep.proof.tolerances import EPS, INDIFFERENT, NOISE, NORMALISING, Tolerance
+from lockstep.training.audit import expected_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.core.protocols import Source
+    from lockstep.core.records import Batch, GlobalBatch, StepReport
+    from lockstep.training.session import Session
+
+Tamper = Callable[["Session"], None]
+_STEPS = "steps.json"
+_TRIED = 4
+_IGNORED = -100
+_SHIFTS = tuple(shift for size in range(1, 9) for shift in (size, -size))
+
+
+def record(session: Session, folder: Path, steps: int) -> list[str]:
+    """Runs the reference, on its one rank; returns what a reader of the proof must know of it."""
+    folder.mkdir(parents=True)
+    notes = prepare(session)
+    write(session.rooms.sharding.weights(), folder / _weights(0))
+    seen: list[Seen] = []
+    for step, batch in _updates(session, steps):
+        scale = float(session.rooms.scaler.scale)
+        session.accumulate(batch)
+        write(_unscaled(session.rooms.sharding.gradients(), scale), folder / _gradient(step))
+        seen.append(_seen(session, batch))
+        _see(seen, session.commit())
+        write(session.rooms.sharding.weights(), folder / _weights(step + 1))
+    _see(seen, session.flush())
+    (folder / _STEPS).write_text(json.dumps([asdict(one) for one in seen]))
+    return notes
+
+
+def prepare(session: Session) -> list[str]:
+    """Takes out what is drawn in forwards, and says what else makes a run depend on ranks by design."""
+    rooms = session.rooms
+    silenced = without_randomness(rooms.sharding.bare)
+    notes = [silenced] if silenced else []
+    return notes + by_design(session)
+
+
+def by_design(session: Session) -> list[str]:
+    """Why this run may depend on micro size and number of ranks, if anything."""
+    rooms = session.rooms
+    notes = []
+    coupled = coupling(rooms.sharding.bare)
+    if coupled is not None or not rooms.objective.decomposes:
+        reason = coupled or "the objective says that it does not decompose over samples"
+        notes.append(f"{reason}: the loss depends on batch.micro_size and on the number of ranks")
+    if rooms.source.draws and _draws(rooms.source):
+        notes.append("the data are drawn at random for each rank and micro-batch, so that samples differ between ranks")
+    compression = rooms.config.parallel.ddp.compression
+    if compression != "none" and rooms.plan.strategy == "ddp":
+        notes.append(f"parallel.ddp.compression {compression} loses bits of each gradient")
+    return notes
+
+
+def _draws(source: Source) -> bool:
+    """Whether samples differ where only the random numbers do; a source that may draw need not."""
+    some = np.arange(min(_TRIED, source.facts.samples))
+    one, other = (fetch(source, Request(some, False, 0, seed)) for seed in (1, 2))
+    return not _equal((one.inputs, one.targets), (other.inputs, other.targets))
+
+
+def _equal(one: object, other: object) -> bool:
+    mine, theirs = tree_leaves(one), tree_leaves(other)
+    if len(mine) != len(theirs):
+        return False
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+class Comparison:
+    """A run beside its reference: made on every rank, of use on the first.
+
+    Attributes:
+        evidence: grows as the run goes on; complete only once `run` has returned.
+    """
+
+    def __init__(self, session: Session, folder: Path, steps: int, tolerance: Tolerance, optimizer: str) -> None:
+        self._session = session
+        self._folder = folder
+        self._first = session.rooms.world.rank == 0
+        self._steps = steps
+        self._tolerance = tolerance
+        self._allowed = tolerance.of_weights(optimizer)
+        self._normalises = optimizer in NORMALISING
+        self._indifferent: set[str] = set()
+        self._reference = [Seen(**one) for one in json.loads((folder / _STEPS).read_text())]
+        self._order = {name: place for place, (name, _) in enumerate(_named(session))}
+        self._seen: list[Seen] = []
+        self.evidence = Evidence(Compared(), [], 0.0, _tied(session))
+
+    def run(self, tamper: Tamper | None) -> None:
+        """Raises what the session raises; what was seen until then is in `evidence`."""
+        session = self._session
+        prepare(session)
+        self.evidence.notes = by_design(session)
+        self.evidence.begins = self._compare(self._weights(), _weights(0), _is_another)
+        if tamper is not None:
+            tamper(session)
+        for number, batch in _updates(session, min(self._steps, len(self._reference))):
+            reference = self._reference[number]
+            scale = float(session.rooms.scaler.scale)
+            session.accumulate(batch)
+            drift = self._drift()
+            gradient = self._compare(
+                _unscaled(session.rooms.sharding.gradients(wanted=self._first), scale),
+                _gradient(number),
+                self._by_norm(reference.norm, self._tolerance.gradient + drift),
+            )
+            self._seen.append(_seen(session, batch))
+            step = Step(self._seen[-1], reference, gradient, drift)
+            self.evidence.steps.append(step)
+            _see(self._seen, session.commit())
+            self.evidence.summed_rate += reference.rate if reference.kept else 0.0
+            measure = self._in_rates(self.evidence.summed_rate, number + 1)
+            step.weights = self._compare(self._weights(), _weights(number + 1), measure, _weights(number))
+            step.apart = _apart(session)
+        _see(self._seen, session.flush())
+        self._look_for_shift()
+
+    def _weights(self) -> Pairs:
+        return self._session.rooms.sharding.weights(wanted=self._first)
+
+    def _compare(self, pairs: Pairs, name: str, measure: Measure, base: str | None = None) -> Compared:
+        """All ranks together; the first alone has something to compare."""
+        if not self._first:
+            for _ in pairs:
+                pass
+            return Compared()
+        return compare(pairs, self._folder / name, self._order, measure, self._folder / base if base else None)
+
+    def _drift(self) -> float:
+        """By how much the weights that a gradient is taken at may be off: a difference of a share of the way gone
+        changes a gradient by about that share of it. Only rules that normalise make more of it than rounding."""
+        before = self.evidence.steps[-1].weights if self.evidence.steps else None
+        return min(before.worst, self._allowed) if before is not None and self._normalises else 0.0
+
+    def _by_norm(self, whole: float, tolerance: float) -> Measure:
+        """In units of the gradient's norm, or of a share of the whole one's."""
+
+        def measure(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
+            off, size = (run - expected).norm().item(), expected.norm().item()
+            if size <= INDIFFERENT * whole:
+                self._indifferent.add(name)
+            unit = max(size, NOISE * whole)
+            difference = off / unit if unit else (0.0 if off == 0 else math.inf)
+            return difference, not difference <= tolerance
+
+        return measure
+
+    def _in_rates(self, summed_rate: float, updates: int) -> Measure:
+        """In units of the summed learning rate, root mean square; beyond what rounding the weights explains."""
+
+        def measure(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
+            if self._normalises and name in self._indifferent:
+                return 0.0, False
+            size = max(1, expected.numel()) ** 0.5
+            off = (run - expected).norm().item() / size
+            rounding = updates * EPS * expected.norm().item() / size
+            return off / (summed_rate or 1.0), not off <= self._allowed * summed_rate + rounding
+
+        return measure
+
+    def _look_for_shift(self) -> None:
+        """Whether samples that are wrong are those of a cursor that is off."""
+        segments = self._session.ledger.segments
+        order = segments[-1].order if segments else None
+        for step in self.evidence.steps:
+            if order is None or step.run.digest == step.reference.digest:
+                continue
+            last = step.reference.samples
+            first = self.evidence.steps[step.run.step - 1].reference.samples if step.run.step else 0
+            for shift in _SHIFTS:
+                if first + shift >= 0 and expected_digest(order, first + shift, last + shift) == step.run.digest:
+                    self.evidence.shift = shift
+            return
+
+
+# --- what is seen -------------------------------------------------------------------------------------------------
+
+
+def _updates(session: Session, steps: int) -> Iterator[tuple[int, GlobalBatch]]:
+    for batch in session.batches():
+        yield batch.step, batch
+        if batch.step + 1 >= steps:
+            return
+
+
+def _seen(session: Session, batch: GlobalBatch) -> Seen:
+    """All ranks together; before the update is committed."""
+    mine = (batch.count, batch.digest, _content(batch), [_count(session, one) for one in batch.micro_batches])
+    everywhere = cast("list[Any]", session.rooms.world.axis.gather(mine))
+    return Seen(
+        step=batch.step,
+        count=float(sum(count for count, _, _, _ in everywhere)),
+        samples=session.progress.samples + batch.samples,
+        digest=sum(one for _, one, _, _ in everywhere) % MODULUS,
+        content=_summed([content for _, _, content, _ in everywhere]),
+        counts=[counts for _, _, _, counts in everywhere],
+    )
+
+
+def _see(seen: list[Seen], report: StepReport | None) -> None:
+    if report is None:
+        return
+    one = seen[report.step - 1]
+    one.reported = True
+    one.loss, one.norm, one.rate, one.kept = report.loss, report.grad_norm, report.lr, report.kept
+
+
+def _count(session: Session, batch: Batch) -> int:
+    return session.rooms.objective.count(_on_cpu(batch)) if batch.samples else 0
+
+
+def _on_cpu(batch: Batch) -> Batch:
+    """For `Objective.count`."""
+    move = lambda value: value.cpu() if isinstance(value, torch.Tensor) else value  # noqa: E731
+    return replace(batch, inputs=tree_map(move, batch.inputs), targets=tree_map(move, batch.targets))
+
+
+def _content(batch: GlobalBatch) -> list[float]:
+    """Of targets and inputs, whatever their order, split and padding: a digest of the whole numbers that are no
+    padding, and a sum of the others."""
+    found = [[0.0, 0.0]]
+    for micro_batch in batch.micro_batches:
+        if micro_batch.samples:
+            found += [[_digest(tensor), _sum(tensor)] for tensor in _told(micro_batch)]
+    return _summed(found)
+
+
+def _told(batch: Batch) -> Iterator[Tensor]:
+    """Targets, and those inputs of which padding can be told from content."""
+    targets = batch.targets
+    if not isinstance(targets, torch.Tensor):
+        return
+    whole = not targets.is_floating_point()
+    valid = targets != _IGNORED if whole else torch.ones_like(targets, dtype=torch.bool)
+    yield targets[valid]
+    values = batch.inputs.values() if isinstance(batch.inputs, Mapping) else batch.inputs
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                yield value
+            elif value.shape == valid.shape:
+                yield value[valid]
+
+
+def _digest(tensor: Tensor) -> float:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return 0.0
+    return float(digest(0, tensor.detach().cpu().long().flatten().numpy()))
+
+
+def _sum(tensor: Tensor) -> float:
+    return tensor.detach().double().sum().item() if tensor.is_floating_point() else 0.0
+
+
+def _summed(parts: list[list[float]]) -> list[float]:
+    return [float(sum(int(one[0]) for one in parts) % MODULUS), math.fsum(one[1] for one in parts)]
+
+
+def _apart(session: Session) -> str | None:
+    """The first parameter that ranks hold whole, and differently. All ranks together."""
+    mine = {
+        name: (parameter.detach().double().sum().item(), parameter.detach().double().abs().sum().item())
+        for name, parameter in session.rooms.sharding.bare.named_parameters()
+        if not hasattr(parameter, "full_tensor")
+    }
+    everywhere = cast("list[dict[str, Any]]", session.rooms.world.axis.gather(mine))
+    for name, sums in mine.items():
+        if any(repr(other.get(name)) != repr(sums) for other in everywhere):
+            return name
+    return None
+
+
+def _named(session: Session) -> list[tuple[str, Any]]:
+    """Under all names, tied ones too."""
+    return list(session.rooms.sharding.bare.named_parameters(remove_duplicate=False))
+
+
+def _tied(session: Session) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in _named(session):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+# --- measures -----------------------------------------------------------------------------------------------------
+
+
+def _is_another(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
+    """First weights are the same to the bit."""
+    difference = (run - expected).abs().max().item() if run.numel() else 0.0
+    return difference, difference != 0.0
+
+
+def _unscaled(pairs: Pairs, scale: float) -> Pairs:
+    return ((name, gradient / scale if scale != 1 else gradient) for name, gradient in pairs)
+
+
+def _gradient(step: int) -> str:
+    return f"gradient-{step}.safetensors"
+
+
+def _weights(updates: int) -> str:
+    return f"weights-{updates}.safetensors"

@@ -1,0 +1,105 @@
+"""Every strategy that there is, beside the single process; and what happens to those that refuse or crash."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import small
+from kit.proofs import proved, text
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.plan.variants import VARIANTS
+from lockstep.proof.rows import Row, story
+
+
+def _failures(rows: list[Row]) -> list[str]:
+    return [story(row) for row in rows if not row.passed]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_strategy_is_the_single_process_on_ragged_text(ranks: int) -> None:
+    rows = proved(text(), strategies="all", ranks=(ranks,), steps=2)
+    assert _failures(rows) == []
+    hybrid = {name for name in VARIANTS if "hybrid" in name}
+    single = {"single"} if ranks == 1 else set()
+    everywhere = set(VARIANTS) - {"single", "dp"} - (hybrid if ranks == 1 else set())
+    assert {row.strategy for row in rows} == everywhere | single
+    for name in everywhere:
+        kinds = {(row.optimizer, row.accumulation > 1) for row in rows if row.strategy == name}
+        assert kinds == {("adamw", False), ("adamw", True), ("sgd", True)}
+    for row in rows:
+        assert row.steps == 2
+        assert row.max_loss_difference is not None
+        assert row.max_loss_difference <= 1e-6
+        assert row.max_gradient_difference is not None
+        assert row.max_gradient_difference <= 1e-5
+
+
+def _unharmed(config: dict[str, Any]) -> tuple[list[Row], bool]:
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    model = small.Net()
+    before = small.weights(model)
+    handed = {"model": model, "dataset": small.points(), "objective": small.CrossEntropy()}
+    rows = lockstep.verify(config, **handed, strategies=["ddp", "fsdp"], ranks=[2], steps=3)
+    after = small.weights(model)
+    return rows, all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_model_handed_over_is_proved_and_left_as_it_was() -> None:
+    config = {"batch": {"global_size": 13}, "launch": {"device": "cpu"}, "run": {"steps": 8}}
+    rows, unharmed = in_world(1, _unharmed, config)[0]
+    assert _failures(rows) == []
+    assert {row.strategy for row in rows} == {"ddp", "fsdp"}
+    assert unharmed
+
+
+def test_dropout_is_turned_off_for_the_proof() -> None:
+    dropping = text()
+    dropping["model"] = {**dropping["model"], "dropout": 0.2}
+    assert _failures(proved(dropping, strategies="ddp", ranks=(2,), steps=2)) == []
+
+
+def _dies_under_fsdp(session: Any) -> None:
+    if session.rooms.plan.strategy == "fsdp" and session.rooms.world.rank == 1:
+        raise RuntimeError("planted crash")
+
+
+def test_a_strategy_that_crashes_takes_no_other_down() -> None:
+    sgd = text(optim={"name": "sgd", "lr": 0.1})
+    rows = proved(sgd, strategies="fsdp,ddp", ranks=(2,), steps=2, tamper=_dies_under_fsdp)
+    assert [(row.strategy, row.status) for row in rows] == [("fsdp", "crashed")] * 2 + [("ddp", "passed")] * 2
+    assert all("planted crash" in (row.reason or "") and row.passed is False for row in rows[:2])
+
+
+def test_what_a_strategy_refuses_is_a_row_and_no_failure() -> None:
+    offloaded = text(parallel={"fsdp": {"cpu_offload": True}})
+    for config, word in (
+        (text(optim={"name": "muon", "lr": 1e-3}), "muon updates whole matrices"),  # known before any rank is started
+        (offloaded, "cpu_offload"),  # noticed by the ranks
+    ):
+        rows = proved(config, strategies="fsdp,ddp", ranks=(2,), steps=2)
+        assert [row.status for row in rows if row.strategy == "ddp"] == ["passed"] * 3
+        refused = [row for row in rows if row.status == "refused"]
+        assert refused
+        assert {row.strategy for row in refused} == {"fsdp"}
+        assert all(row.passed is None and word in (row.reason or "") for row in refused)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(lockstep.ConfigError, match=r"no strategy 'dpp'; did you mean dp"):
+        lockstep.verify(text(), strategies="dpp")
+    with pytest.raises(lockstep.ConfigError, match="nothing to run: single on 2 ranks"):
+        lockstep.verify(text(), strategies="single", ranks=(2,))
+
+
+def test_inside_a_rank_no_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(lockstep.ConfigError, match="starts ranks of its own"):
+        lockstep.verify(text())

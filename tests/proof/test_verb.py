@@ -1,0 +1,72 @@
+"""`lockstep verify` as people use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FIELDS = {"strategy", "ranks", "max_loss_difference", "max_weight_difference", "passed"}
+SMALL = ["--batch.global_size", "4", "--data.train.length", "32", "--model.layers", "2", "--launch.device", "cpu"]
+
+
+def verify(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    command = [sys.executable, "-m", "lockstep", "verify", "stdlib-lm", *SMALL, *words]
+    environment = {**plain, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=140)
+
+
+def test_a_recipe_is_proved(tmp_path: Path) -> None:
+    done = verify("--strategies", "ddp,fsdp,fsdp-hybrid", "--ranks", "1,2", "--steps", "4", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert {(row["strategy"], row["ranks"]) for row in rows} == {
+        ("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp-hybrid", 2)
+    }  # fmt: skip
+    for row in rows:
+        assert set(row) >= FIELDS
+        assert row["passed"] is True
+        assert row["max_loss_difference"] <= 1e-6
+    lines = done.stdout.splitlines()
+    assert sum(line.endswith("passed") for line in lines) == len(rows) == 15
+    assert f"all {len(rows)} runs are the single process's" in lines
+    assert "note: not run: fsdp-hybrid on 1 rank: two replicas, each divided, take an even number of ranks" in lines
+    page = (tmp_path / "runs" / "verify-stdlib-lm.html").read_text()
+    assert str(Path("runs/verify-stdlib-lm.html")) in lines
+    _needs_no_network(page)
+    assert page.count("<tr>") == 1 + len(rows)
+    assert "prefers-color-scheme: dark" in page
+
+
+def _needs_no_network(page: str) -> None:
+    assert "default-src 'none'" in page
+    assert not re.search(r"(?:src|href)=|url\(|@import|https?://(?!www\.w3\.org)", page)
+
+
+def test_a_difference_ends_with_exit_code_3(tmp_path: Path) -> None:
+    words = ["--strategies", "ddp", "--ranks", "2", "--steps", "2", "--json", "--html", "page/mine.html"]
+    done = verify(*words, "--parallel.ddp.compression", "fp16", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert [row["passed"] for row in rows] == [False] * 3
+    assert all(row["step"] == 1 and row["parameter"] for row in rows)
+    assert "likely: by design: parallel.ddp.compression fp16 loses bits of each gradient" in done.stdout
+    assert "something on the way is in a lower precision" in done.stdout
+    assert "3 of 3 runs are not the single process's" in done.stdout
+    page = (tmp_path / "page" / "mine.html").read_text()
+    assert "Not proved" in page
+    assert "loses bits of each gradient" in page
+    _needs_no_network(page)
+
+
+def test_a_wrong_word_is_answered(tmp_path: Path) -> None:
+    done = verify("--strategies", "fdsp", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean fsdp?" in done.stderr
+    done = verify("--ranks", "1,none", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "whole numbers above 0 with commas between them" in done.stderr
