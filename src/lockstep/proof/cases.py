@@ -16,9 +16,10 @@ from lockstep.config.closeness import close
 from lockstep.config.schema import Config, FSDPPrecision, Parallel, Schedule
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
+from lockstep.plan.features import check_features
 from lockstep.plan.mesh import mesh_of
 from lockstep.plan.plan import resolve_strategy
-from lockstep.plan.variants import VARIANTS
+from lockstep.plan.variants import VARIANTS, variant_of
 
 Precise = Literal["fp32", "bf16", "fp16"]
 SINGLE = "single"
@@ -153,6 +154,8 @@ def _refusal(case: Case) -> str | None:
     try:
         strategy, _ = resolve_strategy(case.config, case.ranks, (), None)
         mesh_of(parallel, strategy, case.ranks)
+        batch = plan_batch(case.config.batch.global_size, case.config.batch.micro_size, case.ranks)
+        check_features(case.config, variant_of(parallel, strategy), batch, frozen=0)
     except ConfigError as refusal:
         return str(refusal)
     return None

@@ -23,7 +23,7 @@ from lockstep.models.objectives import coupling
 from lockstep.proof.comparing import Measure, Pairs, compare, write
 from lockstep.proof.evidence import Compared, Evidence, Seen, Step
 from lockstep.proof.randomness import without_randomness
-from lockstep.proof.tolerances import EPS, INDIFFERENT, NOISE, NORMALISING, Tolerance
+from lockstep.proof.tolerances import EPS, INDIFFERENT, NORMALISING, Tolerance
 from lockstep.training.audit import expected_digest
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Comparison:
             off, size = (run - expected).norm().item(), expected.norm().item()
             if size <= INDIFFERENT * whole:
                 self._indifferent.add(name)
-            unit = max(size, NOISE * whole)
+            unit = max(size, self._tolerance.noise * whole)
             difference = off / unit if unit else (0.0 if off == 0 else math.inf)
             return difference, not difference <= tolerance
 
