@@ -145,8 +145,10 @@ def resolve_strategy(
     if asked == "dp" and ranks > 1:
         why = f"dp is one process over all its GPUs, but there are {ranks} ranks"
         raise ConfigError(_strategy_problem(why))
-    if asked == "fsdp" and config.optim.name in WHOLE_MATRICES:
-        why = f"{config.optim.name} updates whole matrices, which fsdp divides; take adamw, or parallel.strategy: ddp"
+    divides = asked == "fsdp" or (asked == "deepspeed" and config.parallel.deepspeed.zero_stage > 0)
+    if divides and config.optim.name in WHOLE_MATRICES:
+        name = asked if asked == "fsdp" else f"deepspeed with zero_stage {config.parallel.deepspeed.zero_stage}"
+        why = f"{config.optim.name} updates whole matrices, which {name} divides; take adamw, or parallel.strategy: ddp"
         raise ConfigError(Problem("", "optim.name", why))
     return asked, None
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 from lockstep.sharding.wrapping import units
 
 if TYPE_CHECKING:
@@ -116,6 +116,9 @@ class ShardedByFSDP:
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
+
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
 
     def squared_norm(self) -> Tensor:
         """This rank's share: each of the replicas that hold the same part counts a fraction of it."""

@@ -31,7 +31,7 @@ from lockstep.models.starting_weights import start_weights
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
-from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
+from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.schedule import learning_rate
@@ -270,6 +270,15 @@ class _OptimizerOf:
             group.setdefault("lr", self._optim.lr * group["lr_scale"])
         return adapt_optimizer(self._make(groups))
 
+    def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
+        """For a strategy that lays the elements of all parameters end to end, and makes the step by itself."""
+        if self.users:
+            raise ConfigError(
+                "an optimizer that was handed over may look at a parameter's shape, and DeepSpeed gives it flat parts; "
+                "name one in optim.name, or take parallel.strategy: fsdp, or ddp"
+            )
+        return build_elementwise(self._optim, parameter_groups(parameters, self._optim))
+
 
 def _unheard() -> AbstractContextManager[object]:
     """What user code logs inside goes nowhere."""
@@ -315,9 +324,24 @@ def _fsdp(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_
     return ShardedByFSDP(model, optimizer_of, squared_norm, options, plan.mesh, whole=optimizer_of.users)
 
 
+def _deepspeed(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
+    from lockstep.sharding.deepspeed import DividedByDeepSpeed, ReplicatedByDeepSpeed, engage
+
+    from lockstep.config.deepspeed import engine_config as ec
+    engine_config = ec(config, plan)
+    if config.parallel.deepspeed.zero_stage == 0:
+        optimizer = optimizer_of(model.named_parameters())
+        idle = torch.optim.SGD([one for one in model.parameters() if one.requires_grad])  # DeepSpeed wants one to begin
+        return ReplicatedByDeepSpeed(engage(model, idle, engine_config, world.device), model, optimizer, squared_norm)
+    rule = optimizer_of.elementwise(model.named_parameters())
+    engine = engage(model, rule.optimizer, engine_config, world.device)
+    return DividedByDeepSpeed(engine, model, squared_norm, rule.entries, counts=rule.counts)
+
+
 _SHARDING: Mapping[str, Callable[[Any, Any, Any, nn.Module, Any], Any]] = {
     "single": _single,
     "dp": _data_parallel,
     "ddp": _ddp,
     "fsdp": _fsdp,
+    "deepspeed": _deepspeed,
 }
