@@ -76,12 +76,15 @@ def engage(
 
 
 def _import(device: torch.device) -> Any:
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed calls them by their old names
+        warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import deepspeed
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled first
     except ImportError as error:
         raise ConfigError(
             Problem(

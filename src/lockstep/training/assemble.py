@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lockstep.config.deepspeed import engine_config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, RunFacts
 from lockstep.data.custom import adapt_dataset
@@ -33,7 +34,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
-from lockstep.plan.plan import Machine, make_plan
+from lockstep.plan.plan import Machine, derived_for_deepspeed, make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
@@ -327,14 +328,13 @@ def _fsdp(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_
 def _deepspeed(config: Config, world: World, plan: Plan, model: nn.Module, optimizer_of: _OptimizerOf) -> Sharding:
     from lockstep.sharding.deepspeed import DividedByDeepSpeed, ReplicatedByDeepSpeed, engage
 
-    from lockstep.config.deepspeed import engine_config as ec
-    engine_config = ec(config, plan)
+    handed = engine_config(config, derived_for_deepspeed(plan))
     if config.parallel.deepspeed.zero_stage == 0:
         optimizer = optimizer_of(model.named_parameters())
         idle = torch.optim.SGD([one for one in model.parameters() if one.requires_grad])  # DeepSpeed wants one to begin
-        return ReplicatedByDeepSpeed(engage(model, idle, engine_config, world.device), model, optimizer, squared_norm)
+        return ReplicatedByDeepSpeed(engage(model, idle, handed, world.device), model, optimizer, squared_norm)
     rule = optimizer_of.elementwise(model.named_parameters())
-    engine = engage(model, rule.optimizer, engine_config, world.device)
+    engine = engage(model, rule.optimizer, handed, world.device)
     return DividedByDeepSpeed(engine, model, squared_norm, rule.entries, counts=rule.counts)
 
 
