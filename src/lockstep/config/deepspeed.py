@@ -213,7 +213,9 @@ def _own_options(section: DeepSpeed) -> list[Problem]:
     for key in ("offload_optimizer", "offload_param"):
         place = f"parallel.deepspeed.{key}"
         if getattr(section, key) == "nvme":
-            why = "nvme is not there: DeepSpeed moves that state between files, where no checkpoint can read it; take cpu"
+            why = (
+                "nvme is not there: DeepSpeed moves that state between files, where no checkpoint can read it; take cpu"
+            )
             found.append(Problem("", place, why))
     if section.offload_param != "none" and section.zero_stage != 3:
         why = f"{section.offload_param} is of zero_stage 3, and it is {section.zero_stage}"
@@ -332,7 +334,9 @@ class _Comparison:
 
     def _untested(self, key: str, value: Any) -> None:
         if value is False and self._config.optim.name not in ("adam", "adamw"):
-            self._say(key, f"false, but DeepSpeed calls {self._config.optim.name} untested; write true, or leave it out")
+            self._say(
+                key, f"false, but DeepSpeed calls {self._config.optim.name} untested; write true, or leave it out"
+            )
 
     def _optimizer(self, key: str, value: Any) -> None:
         section, optim = self._section(key, value), self._config.optim
@@ -343,7 +347,9 @@ class _Comparison:
         if name != _AUTO and ours is None:
             self._say(f"{key}.type", f"{name} is not there; `optim.name` is adamw, adam, sgd or lion")
         elif ours is not None:
-            self._agrees(f"{key}.type", name, "optim.name", optim.name if ours != optim.name else name, f"`optim.name: {ours}`")
+            self._agrees(
+                f"{key}.type", name, "optim.name", optim.name if ours != optim.name else name, f"`optim.name: {ours}`"
+            )
         for unknown in set(section) - {"type", "params"}:
             self._say(f"{key}.{unknown}", "it is not taken; type and params are")
         known: dict[str, tuple[str, Any]] = {
@@ -378,8 +384,8 @@ class _Comparison:
             why = f"not given, which is 0.0001 to DeepSpeed, but schedule.final_ratio is {schedule.final_ratio:g}"
             self._say(f"{key}.params.cos_min_ratio", f'{why}; write `schedule.final_ratio: 0.0001`, or "auto" here')
         if name != _AUTO and "warmup_type" not in params and _warmup(self._config, self._derived):
-            self._say(f"{key}.params.warmup_type", 'not given, which is "log" to DeepSpeed, but warm-ups are linear here; '
-                                                   'write "linear"')  # fmt: skip
+            why = 'not given, which is "log" to DeepSpeed, but warm-ups are linear here'
+            self._say(f"{key}.params.warmup_type", f'{why}; write "linear"')
 
     def _of_schedule(self, place: str, one: str, value: Any) -> None:
         warmup = _warmup(self._config, self._derived)
@@ -425,11 +431,11 @@ class _Comparison:
         """Whether that is what is computed in."""
         enabled, compute = section.get("enabled", False), self._config.precision.compute
         if enabled is True and compute != dtype:
-            self._say(f"{key}.enabled", f'true, but precision.compute is {compute}; write `precision.compute: {dtype}`, '
-                                        f'or "auto" here')  # fmt: skip
+            todo = f'write `precision.compute: {dtype}`, or "auto" here'
+            self._say(f"{key}.enabled", f"true, but precision.compute is {compute}; {todo}")
         if enabled is False and compute == dtype:
-            self._say(f"{key}.enabled", f'false, but precision.compute is {compute}; write `precision.compute: fp32`, '
-                                        f'or "auto" here')  # fmt: skip
+            todo = 'write `precision.compute: fp32`, or "auto" here'
+            self._say(f"{key}.enabled", f"false, but precision.compute is {compute}; {todo}")
         return bool(enabled is True or (enabled == _AUTO and compute == dtype))
 
     # --- ZeRO ---

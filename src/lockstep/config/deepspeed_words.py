@@ -70,8 +70,7 @@ ONE_VALUE: Mapping[str, tuple[Any, str]] = {
 """The value that is taken, and why."""
 
 ZERO_ONE_VALUE: Mapping[str, tuple[Any, str]] = {
-    "round_robin_gradients": (False, "DeepSpeed's map of parameters to partitions doesn't follow it, and state is saved "
-                                     "by that map"),
+    "round_robin_gradients": (False, "DeepSpeed's map of partitions, by which state is saved, doesn't follow it"),
     "parameter_alignment": (False, "flat parts have no gaps here"),
     "compute_grad_norm": (True, "DeepSpeed takes its own norm of what is already clipped"),
     "ignore_unused_parameters": (True, "Lockstep itself refuses a parameter that no gradient reaches"),

@@ -466,9 +466,9 @@ Offload = Literal["none", "cpu", "nvme"]
 
 
 class DeepSpeed(Section):
-    """Options of DeepSpeed ZeRO. Batch sizes, optimizer, schedule, clipping and precision are Lockstep's own sections."""
+    """Options of DeepSpeed ZeRO. Batch, optimizer, schedule, clipping and precision have sections of their own."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 2
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
     """What is divided by the ranks: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
     offload_optimizer: Offload = "none"
     """Where optimizer state lives and updates are made; nvme is refused: its state can't be saved in this format."""

@@ -7,8 +7,8 @@
                  backward        judged here                 update
     gradients --> averaged  -->  norm of this rank's part --> divided, then engine.step(), or forgotten
 
-Stage 3 cuts every parameter by itself, so that each rank has a stretch of each. DeepSpeed reduces, keeps and updates; it
-doesn't scale the loss, clip, follow a schedule, or skip an update: that is judged by the session, under every strategy.
+Stage 3 cuts every parameter by itself, so that each rank has a stretch of each. DeepSpeed reduces, keeps and updates;
+it doesn't scale the loss, clip, follow a schedule, or skip an update: that is the session's, under every strategy.
 
 What is used of DeepSpeed beyond its documented API is in this file alone; `tests/training/test_deepspeed.py` fails if
 one of these names goes.
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
-def engage(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: torch.device
-) -> Any:
+def engage(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: torch.device) -> Any:
     """DeepSpeed's engine around the model, which is divided in place.
 
     Args:
@@ -70,7 +68,12 @@ def engage(
                 config=dict(config),
                 dist_init_required=False,
             )
-    except (AssertionError, ValueError, NotImplementedError, deepspeed.runtime.zero.utils.ZeRORuntimeException) as error:
+    except (
+        AssertionError,
+        ValueError,
+        NotImplementedError,
+        deepspeed.runtime.zero.utils.ZeRORuntimeException,
+    ) as error:
         raise ConfigError(Problem("", "parallel.deepspeed", f"DeepSpeed refuses: {error}")) from error
     return engine
 
@@ -88,7 +91,9 @@ def _import(device: torch.device) -> Any:
     except ImportError as error:
         raise ConfigError(
             Problem(
-                "", "parallel.strategy", f"deepspeed is not installed ({error}); pip install 'lockstep-train[deepspeed]'"
+                "",
+                "parallel.strategy",
+                f"deepspeed is not installed ({error}); pip install 'lockstep-train[deepspeed]'",
             )
         ) from error
     return deepspeed
@@ -257,7 +262,7 @@ class DividedByDeepSpeed:
 
     def _reduced_of(self, group: int) -> list[Tensor]:
         if _offloads(self._zero, self._stage):
-            return [self._flats[group].grad]
+            return [cast("Tensor", self._flats[group].grad)]
         return list(self._zero.averaged_gradients[group])
 
     # --- whole ----------------------------------------------------------------------------------------------------
@@ -339,8 +344,8 @@ class DividedByDeepSpeed:
                 step = saved.step(name)
                 if steps.setdefault(part.group, step) != step:
                     raise GiveUp(
-                        f"{name} has had {step:g} updates, and others beside it {steps[part.group]:g}: DeepSpeed counts "
-                        f"for all parameters of a group together; go on under ddp or fsdp"
+                        f"{name} has had {step:g} updates, and others beside it {steps[part.group]:g}: "
+                        f"DeepSpeed counts for all parameters of a group together; go on under ddp or fsdp"
                     )
         for group, step in steps.items():
             self._torch.state[self._flats[group]]["step"].fill_(step)
@@ -366,7 +371,14 @@ class _Part:
     """
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, shape: Sequence[int], group: int | None, memory: Tensor, start: int, at: int
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        shape: Sequence[int],
+        group: int | None,
+        memory: Tensor,
+        start: int,
+        at: int,
     ) -> None:
         self.name = name
         self.parameter = parameter
@@ -385,7 +397,7 @@ class _Part:
 
     def cut(self, value: Tensor) -> Tensor:
         """Its elements of a whole tensor; one that is no more than these is returned."""
-        return value if value.shape == self.memory.shape and value.shape != self.shape else self.shown(self.memory).of(value)
+        return self.shown(self.memory).of(value) if value.shape == self.shape else value
 
     def gathered(self, memory: Tensor) -> Tensor:
         """The whole of which each rank has its stretch, to the bit: bits are added to zeros."""
@@ -407,7 +419,8 @@ class _Saved:
             raise GiveUp(f"the saved state has no {key.removeprefix(_MODEL)}")
         found = cast("Tensor", self._tensors[key])
         if found.shape not in shapes:
-            raise GiveUp(f"{key.removeprefix(_MODEL)} is {list(shapes[0])} here, but {list(found.shape)} in the saved state")
+            name = key.removeprefix(_MODEL)
+            raise GiveUp(f"{name} is {list(shapes[0])} here, but {list(found.shape)} in the saved state")
         return found
 
     def entry(self, entry: str, name: str, part: _Part) -> Tensor | None:
@@ -431,10 +444,9 @@ class _Reached:
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(one): name for name, one in model.named_parameters() if one.requires_grad}
         self._seen: set[int] = set()
+        trained = [cast("Any", one) for one in model.parameters() if one.requires_grad]
         self._hooks = [
-            one.register_post_accumulate_grad_hook(lambda parameter: self._seen.add(id(parameter)))
-            for one in model.parameters()
-            if one.requires_grad
+            one.register_post_accumulate_grad_hook(lambda parameter: self._seen.add(id(parameter))) for one in trained
         ]
 
     def lacking(self) -> list[str]:
@@ -491,7 +503,7 @@ def _part_of_group(zero: Any, name: str, parameter: Any, flats: Sequence[Tensor]
 def _backward(engine: Any, loss: Tensor, seed: Tensor) -> None:
     """The model was called without the engine, whose forward would turn autocast off and has a hook on its outputs, of
     whatever type, that begins a backward: here it is on the loss."""
-    scaled = loss * seed
+    scaled: Any = loss * seed
     scaled.register_hook(lambda grad: engine._backward_prologue())
     engine.backward(scaled, scale_wrt_gas=False)
 
