@@ -14,7 +14,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lockstep.training.assemble", "kit.runs"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "lockstep.training.assemble", "kit.runs", "kit.deepspeed_imported"]
+)
 _PATIENCE_S = 120.0
 
 

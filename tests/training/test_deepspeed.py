@@ -132,8 +132,8 @@ def _state(session: Any) -> dict[str, bytes]:
 def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: int, only_rank: int) -> dict[str, Any]:
     """States before and after a poisoned update, and after the next one; and that of a run without the poisoned one."""
     share = -(-12 // int(os.environ["WORLD_SIZE"]))
-    sections = {"batch": {"global_size": 12, "micro_size": -(-share // accumulation)}, "parallel": zero(stage, **options)}
-    config = small.config(**sections, schedule={"kind": "constant"})
+    batch = {"global_size": 12, "micro_size": -(-share // accumulation)}
+    config = small.config(batch=batch, parallel=zero(stage, **options), schedule={"kind": "constant"})
     here = os.environ["RANK"] == str(only_rank)
     found: dict[str, Any] = {}
     with small.in_group():
@@ -144,13 +144,11 @@ def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: 
             found["before"] = _state(session)
             found["verdict"] = next(updates).verdict
             found["after"] = _state(session)
-            session.rooms.loader._source, batch = session.rooms.loader._source, session._batch
-            found["next batch"] = batch.step
             next(updates)
             found["next"] = _state(session)
             engine = session.rooms.sharding._engine
             found["steps"] = engine.micro_steps, engine.global_steps
-        with lockstep.session(config, objective=_Skips(2)) as session:
+        with lockstep.session(config, objective=small.CrossEntropy()) as session:
             for batch in session.batches():
                 if batch.step == 2:  # as if it had not been: nothing is accumulated, nothing committed
                     _pass_over(session)
@@ -163,12 +161,8 @@ def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: 
     return found
 
 
-class _Skips(small.CrossEntropy):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-
 def _pass_over(session: Any) -> None:
+    """The next batch, as if the update between had been made."""
     upcoming = next(session._batches)
     session._count = float(session.rooms.consensus.announce(upcoming.count, upcoming.tokens)[0])
     session.progress = session.progress.advance(session._batch.samples, 0)
