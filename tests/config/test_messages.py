@@ -86,11 +86,11 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         [],
         "/run.yaml:4:1: trainer: there is no such section\n"
         "/run.yaml:5:3: trainer.devices: Lockstep's word is launch.ranks: write `launch.ranks: 4`\n"
-        "/run.yaml:6:3: trainer.strategy: fsdp is not there yet; `parallel.strategy` is auto, single, dp, ddp or fsdp\n"
+        "/run.yaml:6:3: trainer.strategy: Lockstep's word is parallel.strategy: write `parallel.strategy: fsdp`\n"
         "/run.yaml:7:3: trainer.precision: Lockstep's word is precision.compute: write `precision.compute: bf16`\n"
         "/run.yaml:8:3: trainer.gradient_clip_val: Lockstep's word is optim.clip_norm: write `optim.clip_norm: null`\n"
-        "/run.yaml:9:1: zero_optimization: this strategy is not there yet; `parallel.strategy` is auto, single, dp or "
-        "ddp",
+        "/run.yaml:9:1: zero_optimization: write `parallel.strategy: deepspeed`, and the stage as "
+        "`parallel.deepspeed.zero_stage`",
     ),
     "no length of the run, or two": (
         "model: {kind: transformer}\ndata: {train: {kind: stdlib-text}}\nrun: {steps: 10, epochs: 2}\n",
