@@ -5,7 +5,7 @@
     dp                1           1           1
     ddp               1           1           1   + buckets
     fsdp              N           N           N
-    zero2             1           N           N   + masters
+    zero2             1           N           N   + masters, a second copy of what is updated, divided too
 
 Activations, and what torch and its libraries take for themselves, are not in here.
 """
@@ -57,7 +57,9 @@ DIVISIONS: Mapping[str, Division] = {
     "zero0": Division("every rank holds everything"),
     "zero1": Division("optimizer state is divided, with the values that it updates", optimizer=True, masters=True),
     "zero2": Division("gradients too", gradients=True, optimizer=True, masters=True),
-    "zero3": Division("parameters too; small ones are also held whole", True, True, True),
+    "zero3": Division(
+        "parameters too; those of fewer than 100,000 elements also lie whole", True, True, True, masters=True
+    ),
 }
 _OF_REPLICAS = ("fsdp-hybrid", "fsdp-hybrid-grad-op")
 """Listed only where asked for: how many replicas there are is the user's choice."""
