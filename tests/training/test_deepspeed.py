@@ -16,6 +16,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
+from lockstep.distributed.parts import local
 from lockstep.training.checkpoints import Checkpoints, Resume
 
 pytest.importorskip("deepspeed")
@@ -123,7 +124,7 @@ def test_running_means_and_frozen_parameters() -> None:
 def _state(session: Any) -> dict[str, bytes]:
     tensors = session.rooms.sharding.state().tensors
     return {
-        name: getattr(value, "memory", value).detach().numpy().tobytes()
+        name: local(value).numpy().tobytes()
         for name, value in tensors.items()
         if name.startswith(("model.", "optimizer."))
     }
