@@ -37,7 +37,6 @@ from lockstep.sharding.state import (
     restore_state,
     whole_gradients,
     whole_weights,
-    without_gradient,
 )
 
 if TYPE_CHECKING:
@@ -117,6 +116,7 @@ class ReplicatedByDeepSpeed:
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
         self._buffers = saved_buffers(model)
+        self._reached = _Reached(model)
         self._begins = True
 
     def window(self, last: bool) -> AbstractContextManager[object]:
@@ -130,12 +130,13 @@ class ReplicatedByDeepSpeed:
         _backward(self._engine, loss, seed)
 
     def unreached(self) -> list[str]:
-        return without_gradient(self.bare)
+        return self._reached.lacking()
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        self._reached.stop()
         self._optimizer.update(rate, divisor, keep)
 
     def synchronize(self) -> None:
@@ -439,7 +440,8 @@ class _Saved:
 
 
 class _Reached:
-    """Which parameters a gradient has reached in the first update: afterwards nothing is watched."""
+    """Which parameters a gradient has reached in the first update: afterwards nothing is watched. DeepSpeed takes
+    gradients away, and gives zeros to parameters that have none."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(one): name for name, one in model.named_parameters() if one.requires_grad}
