@@ -253,6 +253,15 @@ def test_offloading_fits_the_stage() -> None:
     )
 
 
+def test_what_does_not_go_with_it() -> None:
+    compiled = {"kind": "transformer", "compile": True}
+    assert said({"gradient_clipping": 2.0}, model=compiled) == (
+        "model.compile: DeepSpeed's hooks are part of the forward, and have not been tried compiled; write false, or "
+        "take ddp\n"
+        'gradient_clipping: 2.0, but optim.clip_norm says 1.0; write `optim.clip_norm: 2.0`, or "auto" here'
+    )
+
+
 def test_every_key_that_deepspeed_reads_is_answered() -> None:
     """A newer DeepSpeed may have keys that nobody has thought of."""
     zero = pytest.importorskip("deepspeed.runtime.zero.config")

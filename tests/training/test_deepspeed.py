@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kit import small
 from kit.runs import Trajectory, differences, record_all, recorded, recorded_all
 from kit.worlds import in_world
@@ -17,6 +19,7 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
 from lockstep.distributed.parts import local
+from lockstep.sharding.deepspeed import engage
 from lockstep.training.checkpoints import Checkpoints, Resume
 
 pytest.importorskip("deepspeed")
@@ -288,3 +291,16 @@ def test_optimizers_that_look_at_shapes_are_refused(name: str) -> None:
     }
     expected = recorded(small.config(optim={"name": name}))
     assert differences(recorded(small.config(optim={"name": name}, parallel=zero(0)), ranks=2), expected) == []
+
+
+def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    net = small.Net()
+    with pytest.raises(lockstep.ConfigError, match=r"is not installed .*; pip install 'lockstep-train\[deepspeed\]'"):
+        engage(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
+
+
+def test_parameters_in_half_precision_are_refused() -> None:
+    net = small.Net().bfloat16()
+    with pytest.raises(lockstep.ConfigError, match=r"inner\.weight is bfloat16; convert the model with \.float\(\)"):
+        engage(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))

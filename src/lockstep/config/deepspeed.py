@@ -100,7 +100,7 @@ def plain_config(config: Config, derived: Derived) -> dict[str, Any]:
 def check(config: Config, derived: Derived) -> None:
     """Raises ConfigError with all that contradicts, that isn't taken, or that DeepSpeed doesn't have."""
     given, problems = _read(config.parallel.deepspeed)
-    problems += _own_options(config.parallel.deepspeed)
+    problems += _own_options(config)
     problems += _Comparison(config, derived, given).problems()
     if problems:
         raise ConfigError(problems)
@@ -207,9 +207,15 @@ def _not_plain(config: Config, derived: Derived, train_batch: int) -> Iterator[P
 # --- what is compared ---------------------------------------------------------------------------------------------
 
 
-def _own_options(section: DeepSpeed) -> list[Problem]:
-    """Of parallel.deepspeed itself."""
-    found = []
+def _own_options(config: Config) -> list[Problem]:
+    """Of parallel.deepspeed itself, and what doesn't go with it."""
+    section, found = config.parallel.deepspeed, list[Problem]()
+    if config.model.compile:
+        why = "DeepSpeed's hooks are part of the forward, and have not been tried compiled; write false, or take ddp"
+        found.append(Problem("", "model.compile", why))
+    if config.parallel.ddp.find_unused_parameters:
+        why = "DeepSpeed gives a parameter that isn't used a gradient of zero; write false, or take ddp"
+        found.append(Problem("", "parallel.ddp.find_unused_parameters", why))
     for key in ("offload_optimizer", "offload_param"):
         place = f"parallel.deepspeed.{key}"
         if getattr(section, key) == "nvme":

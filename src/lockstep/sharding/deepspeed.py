@@ -55,6 +55,7 @@ def engage(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[s
         ConfigError: DeepSpeed is not installed, or can't do this with this config.
     """
     deepspeed = _import(device)
+    _refuse(model)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed insists on it
     try:
@@ -75,6 +76,13 @@ def engage(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[s
     ) as error:
         raise ConfigError(Problem("", "parallel.deepspeed", f"DeepSpeed refuses: {error}")) from error
     return engine
+
+
+def _refuse(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            message = f"deepspeed keeps parameters in fp32, and {name} is {str(parameter.dtype).removeprefix('torch.')}"
+            raise ConfigError(Problem("", "parallel.strategy", f"{message}; convert the model with .float()"))
 
 
 def _import(device: torch.device) -> Any:
