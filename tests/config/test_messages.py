@@ -89,8 +89,8 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:6:3: trainer.strategy: Lockstep's word is parallel.strategy: write `parallel.strategy: fsdp`\n"
         "/run.yaml:7:3: trainer.precision: Lockstep's word is precision.compute: write `precision.compute: bf16`\n"
         "/run.yaml:8:3: trainer.gradient_clip_val: Lockstep's word is optim.clip_norm: write `optim.clip_norm: null`\n"
-        "/run.yaml:9:1: zero_optimization: this strategy is not there yet; `parallel.strategy` is auto, single, dp, "
-        "ddp or fsdp",
+        "/run.yaml:9:1: zero_optimization: write `parallel.strategy: deepspeed`, and the stage as "
+        "`parallel.deepspeed.zero_stage`",
     ),
     "words for activation checkpointing": (
         GOOD + "gradient_checkpointing: true\nactivation_checkpointing: {partition_activations: true}\n"

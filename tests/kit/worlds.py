@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lockstep.training.assemble", "kit.runs"])
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported, which takes seconds: once is enough
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lockstep.training.assemble", "kit.runs", "deepspeed"])
 _PATIENCE_S = 120.0
 
 

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.config.schema import Parallel
 from lockstep.core.errors import ConfigError
-from lockstep.plan.mesh import AXES, Mesh, make_mesh
+from lockstep.plan.mesh import AXES, Mesh, make_mesh, mesh_of
 
 meshes = st.builds(Mesh, *[st.integers(1, 4)] * 5)
 
@@ -73,3 +74,20 @@ def test_a_mesh_that_does_not_multiply_out_is_refused_with_the_nearest(ranks, si
     with pytest.raises(ConfigError) as error:
         make_mesh(ranks, sizes)
     assert str(error.value) == f"parallel: {message}"
+
+
+def _mesh_of_zero(ranks: int, stage: int, **degrees: int) -> Mesh:
+    parallel = Parallel.model_validate({"strategy": "deepspeed", "deepspeed": {"zero_stage": stage}, **degrees})
+    return mesh_of(parallel, "deepspeed", ranks)
+
+
+def test_deepspeed_divides_by_all_ranks_or_by_none() -> None:
+    assert _mesh_of_zero(4, 0) == Mesh(data=4)
+    for stage in (1, 2, 3):
+        assert _mesh_of_zero(4, stage) == _mesh_of_zero(4, stage, shard=4) == Mesh(shard=4)
+    with pytest.raises(ConfigError, match=r"zero_stage 2 has one replica; leave parallel\.data out"):
+        _mesh_of_zero(4, 2, data=2)
+    with pytest.raises(ConfigError, match="deepspeed with zero_stage 0 divides nothing; zero_stage 1, 2 and 3 do"):
+        _mesh_of_zero(4, 0, shard=2)
+    with pytest.raises(ConfigError, match="data x shard = 1 x 2 = 2, but there are 4 ranks"):
+        _mesh_of_zero(4, 3, shard=2)

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kit import small
 from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.reading import Reader, Wanted, read_manifest
+from lockstep.checkpoint.saving import name_of
 from lockstep.plan.variants import VARIANTS
 from lockstep.training.checkpoints import Checkpoints, Resume
 
@@ -52,14 +55,12 @@ def _save(strategy: str, folder: str) -> dict[str, Any]:
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume())
         losses: list[float] = []
-        state: dict[str, Any] = {}
         for report in lockstep.steps(session):
             losses.append(report.loss)
             if report.step == CUT:
                 checkpoints.save()
-                state = _whole_state(session)
         assert all(ended.failure is None for ended in checkpoints.finish())
-        return {"state": state, "losses": losses[CUT:]}
+        return {"state": _saved(folder), "losses": losses[CUT:]}
 
 
 def resume_all(pairs: list[tuple[str, str]], folder: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -68,20 +69,28 @@ def resume_all(pairs: list[tuple[str, str]], folder: str) -> dict[tuple[str, str
 
 
 def _resume(source: str, target: str, folder: str) -> dict[str, Any]:
+    """What was restored is saved at once: so all of it can be read again, however it is divided."""
+    again = f"{folder}/{source}-{target}"
     with lockstep.session(asked(target)) as session:
-        checkpoints = Checkpoints(session, LocalStorage(Path(folder) / source), {})
-        checkpoints.begin(Resume())
+        checkpoints = Checkpoints(session, LocalStorage(Path(again)), {})
+        checkpoints.begin(Resume(origin=Path(folder) / source))
         assert checkpoints.resumed_from == CUT
-        state = _whole_state(session)
-        return {"state": state, "losses": [report.loss for report in lockstep.steps(session)]}
+        checkpoints.save()
+        assert all(ended.failure is None for ended in checkpoints.finish())
+        return {"state": _saved(again), "losses": [report.loss for report in lockstep.steps(session)]}
 
 
-def _whole_state(session: Any) -> dict[str, Any]:
-    """Every tensor whole, and every number."""
-    found = session.state()
-    tensors = {name: (one.full_tensor() if hasattr(one, "full_tensor") else one) for name, one in found.tensors.items()}
-    numbers = {name: value for name, value in found.values.items() if name in ("progress", "loss_scale", "patience")}
-    return {"numbers": numbers, **{name: value.detach().clone().numpy() for name, value in tensors.items()}}
+def _saved(folder: str) -> dict[str, Any]:
+    """Every tensor whole, and every number, of the checkpoint at the cut."""
+    storage, name = LocalStorage(Path(folder)), name_of(CUT)
+    manifest = read_manifest(storage, name)
+    memory = {
+        key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in manifest.tensors.items()
+    }
+    with Reader(storage, name, manifest) as reader:
+        reader.read(Wanted(key, entry.kind.whole, memory[key]) for key, entry in manifest.tensors.items())
+    numbers = {key: manifest.state[key] for key in ("progress", "loss_scale", "patience")}
+    return {"numbers": numbers, **{key: tensor.numpy() for key, tensor in memory.items()}}
 
 
 def _grouped() -> Any:

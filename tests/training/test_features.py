@@ -38,7 +38,9 @@ OPTIMIZERS = 1e-5  # of the loss: most divide a gradient by its size, noise too
 def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
     sections = {**SGD, **ASKS[feature]} if feature in ASKS else {"optim": {"name": feature, "lr": 1e-3}}
     parallel = {**VARIANTS[variant], **({"data": 2} if "hybrid" in variant and ranks > 1 else {})}
-    if sections.pop("offload", False):
+    if sections.pop("offload", False) and parallel["strategy"] == "deepspeed":
+        parallel = {**parallel, "deepspeed": {**parallel["deepspeed"], "offload_optimizer": "cpu"}}
+    elif feature == "offload":
         parallel = {**parallel, "fsdp": {**parallel.get("fsdp", {}), "cpu_offload": True}}
     return config(12, parallel=parallel, **sections)
 

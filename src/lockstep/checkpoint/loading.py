@@ -19,7 +19,7 @@ from lockstep.checkpoint.reading import Reader, Wanted, by_step, manifest_bytes
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.core.errors import GiveUp
 from lockstep.core.records import TrainingState
-from lockstep.distributed.parts import Kind, dtype_name, held, local
+from lockstep.distributed.parts import Kind, box_in, dtype_name, held, local
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +141,7 @@ def _read(storage: Storage, name: str, manifest: Manifest, live: TrainingState) 
         except RuntimeError:
             return f"{key} is said to be {entry.kind}, for which there is no memory here ({entry.size:,} bytes)"
         tensors[key] = memory
-        wanted += [Wanted(key, box, memory) for box in boxes]
+        wanted += [Wanted(key, box, box_in(memory, boxes, box)) for box in boxes]
     try:
         with Reader(storage, name, manifest) as reader:
             reader.read(wanted)

@@ -1,4 +1,4 @@
-"""lockstep config show | check | schema"""
+"""lockstep config show | check | schema | deepspeed"""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, read_config, split
+from lockstep.cli.words import (
+    CONFIG_EPILOG,
+    Parser,
+    add_config,
+    add_trust,
+    add_untested,
+    ranks,
+    read_config,
+    short_overrides,
+    split,
+)
 from lockstep.config.closeness import close
 
 _WAYS = {
     "show": "every value, and where it came from",
     "check": "ok, or all that is wrong",
     "schema": "the JSON Schema that editors complete from",
+    "deepspeed": "the DeepSpeed config of the run, as DeepSpeed alone would be given it",
 }
 
 
 def run(words: Sequence[str]) -> int:
-    """Delegates to one of the three."""
+    """Delegates to one of them."""
     if not words or words[0] in ("-h", "--help"):
-        lines = "\n".join(f"  {way:<6}  {summary}" for way, summary in _WAYS.items())
-        print(f"usage: lockstep config {{show,check,schema}} ...\n\n{lines}\n\n{CONFIG_EPILOG}")
+        lines = "\n".join(f"  {way:<9}  {summary}" for way, summary in _WAYS.items())
+        print(f"usage: lockstep config {{{','.join(_WAYS)}}} ...\n\n{lines}\n\n{CONFIG_EPILOG}")
         return 0 if words else 2
     way, *rest = words
     if way == "show":
@@ -29,6 +40,8 @@ def run(words: Sequence[str]) -> int:
         return _check(rest)
     if way == "schema":
         return _schema(rest)
+    if way == "deepspeed":
+        return _deepspeed(rest)
     near = close(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
     print(f"lockstep: config can't {way}{meant}", file=sys.stderr)
@@ -83,6 +96,20 @@ def _schema(words: Sequence[str]) -> int:
 
     print(json.dumps(json_schema(), indent=2))
     return 0
+
+
+def _deepspeed(words: Sequence[str]) -> int:
+    parser = _parser("deepspeed")
+    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="as if started on so many ranks")
+    add_trust(parser)
+    add_untested(parser)
+    own, overrides = split(words, parser.flags())
+    asked = parser.parse_args(own)
+    loaded, _ = read_config(asked.config, [*overrides, *short_overrides(asked)], parser.flags())
+
+    from lockstep.training.command import deepspeed_config
+
+    return deepspeed_config(loaded, trust_remote_code=asked.trust_remote_code)
 
 
 def _parser(way: str) -> Parser:

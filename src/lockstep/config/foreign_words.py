@@ -73,6 +73,9 @@ _RENAMED: dict[str, tuple[str, ...]] = {
         "transformer_layer_cls",
         "module_classes_to_wrap",
     ),
+    "parallel.deepspeed.zero_stage": ("zero_stage",),
+    "parallel.deepspeed.offload_optimizer": ("offload_optimizer_device",),
+    "parallel.deepspeed.offload_param": ("offload_param_device",),
     "checkpoint.every": ("save_steps", "save_interval", "save_every", "checkpoint_interval", "every_n_train_steps"),
     "checkpoint.keep_last": ("save_total_limit", "total_limit"),
     "checkpoint.best": ("metric_for_best_model", "monitor_metric"),
@@ -108,8 +111,12 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "write `parallel.strategy: fsdp` and what is special about it under `parallel.fsdp`": (
         "fsdp", "fsdp_config", "fsdp_plugin",
     ),
-    "this strategy is not there yet; `parallel.strategy` is auto, single, dp, ddp or fsdp": (
-        "zero_optimization", "zero_stage", "deepspeed", "tensor_parallel_size", "pipeline_parallel_size",
+    "write `parallel.strategy: deepspeed`, and the stage as `parallel.deepspeed.zero_stage`": ("zero_optimization",),
+    "write `parallel.strategy: deepspeed`, and a DeepSpeed config as `parallel.deepspeed.config`": (
+        "deepspeed", "deepspeed_config", "deepspeed_config_file", "deepspeed_plugin",
+    ),
+    "this strategy is not there yet; `parallel.strategy` is auto, single, dp, ddp, fsdp or deepspeed": (
+        "tensor_parallel_size", "pipeline_parallel_size",
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "tp_size", "pp_size",
     ),
     "the hub is never written to; leave it out": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
@@ -265,9 +272,13 @@ def _strategy(value: object, context: Context) -> str:
         return _write("parallel.strategy", "ddp") + unused
     if said.startswith("fsdp"):
         return _write("parallel.strategy", "fsdp")
+    if said.startswith("deepspeed"):
+        stage = next((one for one in "0123" if f"stage_{one}" in said), None)
+        beside = f" and `parallel.deepspeed.zero_stage: {stage}`" if stage else ""
+        return _write("parallel.strategy", "deepspeed") + beside
     if said in ("dp", "auto", "single", "single_device"):
         return _write("parallel.strategy", said.removesuffix("_device"))
-    return f"{value} is not there yet; `parallel.strategy` is auto, single, dp, ddp or fsdp"
+    return f"{value} is not there yet; `parallel.strategy` is auto, single, dp, ddp, fsdp or deepspeed"
 
 
 def _recomputing(value: object, context: Context) -> str:

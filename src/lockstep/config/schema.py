@@ -486,10 +486,29 @@ class FSDP(Section):
     """Parameters, gradients and optimizer state live in the host's memory, and the update is made there; for GPUs."""
 
 
+Offload = Literal["none", "cpu", "nvme"]
+
+
+class DeepSpeed(Section):
+    """Options of DeepSpeed ZeRO. Batch, optimizer, schedule, clipping and precision have sections of their own."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What is divided by the ranks: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
+    offload_optimizer: Offload = "none"
+    """Where optimizer state lives and updates are made; nvme is refused: its state can't be saved in this format."""
+    offload_param: Offload = "none"
+    """Where parameters live between uses, for stage 3."""
+    pin_memory: bool = False
+    """Page-locked memory for what is offloaded to the host."""
+    config: str | dict[str, Any] | None = None
+    """A DeepSpeed config, a JSON file or a mapping, as it is: `auto` is filled in from this config, what contradicts it
+    is refused, every other key is handed on or refused by name."""
+
+
 class Parallel(Section):
     """How the work is divided."""
 
-    strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "deepspeed"] = "auto"
     """auto: single on one rank; on more ddp if the training state fits in a rank's memory, otherwise fsdp."""
     data: Positive | Auto = "auto"
     """Replicas of the training state; auto: what `shard` leaves of the ranks."""
@@ -497,6 +516,7 @@ class Parallel(Section):
     """Parts that each replica is divided into; auto: all ranks, or of HYBRID_SHARD those of one machine."""
     ddp: DDP = DDP()
     fsdp: FSDP = FSDP()
+    deepspeed: DeepSpeed = DeepSpeed()
 
 
 class Launch(Section):

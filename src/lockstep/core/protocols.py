@@ -95,6 +95,9 @@ class Sharding(Protocol):
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         """The gradient of `seed` x `loss`, both 0-dim, added to what was accumulated; inside a `window`."""
 
+    def unreached(self) -> list[str]:
+        """Names of the trained parameters that no gradient has reached, in the backwards of the first update."""
+
     @property
     def norm_is_whole(self) -> bool:
         """Whether `squared_norm` is that of the whole gradient, the same on every rank."""

@@ -8,11 +8,16 @@
     +-----------+
 
 A tensor that isn't sharded is held whole. DTensors are known by what they can do: to import them takes 0.7 s, which a
-run without any doesn't spend.
+run without any doesn't spend. A `FlatShard` is a stretch of a tensor's elements, which may begin and end amid a row:
+
+    . . . #        the stretch from element 3 to 9 of [3, 4]: three boxes, whose elements lie one after the other
+    # # # #
+    # . . .
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -80,6 +85,60 @@ class Held:
     boxes: tuple[Box, ...]
 
 
+class FlatShard:
+    """What a rank holds of a tensor that is divided element by element, whatever its rows: as ZeRO does.
+
+    Attributes:
+        memory: this rank's elements, one after the other, 1-dim; perhaps none.
+        start: the first one's place among all elements.
+        shape: of the whole tensor.
+    """
+
+    def __init__(self, memory: Tensor, start: int, shape: Sequence[int]) -> None:
+        self.memory = memory
+        self.start = start
+        self.shape = tuple(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.memory.dtype
+
+    def to_local(self) -> Tensor:
+        return self.memory
+
+    def __create_chunk_list__(self) -> list[Box]:  # as a DTensor calls it
+        return list(stretch(self.shape, self.start, self.start + self.memory.numel()))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of a whole tensor."""
+        return whole.reshape(-1)[self.start : self.start + self.memory.numel()]
+
+
+def stretch(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The elements from `start` to `stop`, as boxes: the rest of a row, whole rows, the beginning of one."""
+    if stop <= start:
+        return
+    if len(shape) < 2:
+        yield Box((start,), (stop - start,)) if shape else Box((), ())
+        return
+    row, inner = prod(shape[1:]), tuple(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        yield from _in_row(first, stretch(inner, head, tail))
+        return
+    if head:
+        yield from _in_row(first, stretch(inner, head, row))
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+    yield from _in_row(last, stretch(inner, 0, tail))
+
+
+def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    return (Box((row, *box.offsets), (1, *box.sizes)) for box in boxes)
+
+
 def held(tensor: Tensor) -> Held:
     """What this rank holds of it: all, or the shards of a DTensor."""
     kind = Kind(dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -91,7 +150,15 @@ def held(tensor: Tensor) -> Held:
 
 def part(tensor: Tensor, box: Box) -> Tensor:
     """The live memory of one of the boxes that `held` named."""
-    return local(tensor).view(box.sizes)
+    return box_in(local(tensor), held(tensor).boxes, box)
+
+
+def box_in(memory: Tensor, boxes: Sequence[Box], box: Box) -> Tensor:
+    """The memory of one of the boxes, whose elements lie there one after the other."""
+    if len(boxes) == 1:
+        return memory.view(box.sizes)
+    before = sum(one.elements for one in boxes[: boxes.index(box)])
+    return memory[before : before + box.elements].view(box.sizes)
 
 
 def local(tensor: Tensor) -> Tensor:

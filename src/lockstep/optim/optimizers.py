@@ -10,7 +10,7 @@ a user's            any torch optimizer                          adapt_optimizer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,32 @@ def build_optimizer(optim: Optim, groups: Groups) -> Optimizer:
         ConfigError: it has nothing to work on.
     """
     return _BUILDERS[optim.name](optim, groups)
+
+
+class Elementwise(NamedTuple):
+    """An optimizer that looks at no parameter's shape: it may be given any stretch of elements, one after the other.
+
+    Attributes:
+        entries: what it keeps of each element, zero at first.
+        counts: it also counts updates, in `step`.
+    """
+
+    optimizer: torch.optim.Optimizer
+    entries: tuple[str, ...]
+    counts: bool
+
+
+def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
+    """As `build_optimizer`, for whoever steps a torch optimizer by himself. Not of muon and adafactor."""
+    if optim.name in ("adamw", "adam"):
+        rule = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+        adam = rule(groups, betas=optim.betas, eps=optim.eps, fused=True)
+        return Elementwise(adam, ("exp_avg", "exp_avg_sq"), counts=True)
+    if optim.name == "sgd":
+        sgd = torch.optim.SGD(groups, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
+        return Elementwise(sgd, ("momentum_buffer",) if optim.momentum else (), counts=False)
+    assert optim.name == "lion", f"{optim.name} looks at shapes"
+    return Elementwise(Lion(groups, optim.betas), ("exp_avg",), counts=False)
 
 
 def adapt_optimizer(torch_optimizer: torch.optim.Optimizer) -> Optimizer:

@@ -72,19 +72,30 @@ FEATURES: tuple[Feature, ...] = (
         lambda config, batch, frozen: config.memory.activation_checkpointing.mode != "none",
     ),
     Feature("frozen parameters", "model.freeze", lambda config, batch, frozen: frozen > 0),
-    Feature("offload", "parallel.fsdp.cpu_offload", lambda config, batch, frozen: config.parallel.fsdp.cpu_offload),
+    Feature("offload", "parallel", lambda config, batch, frozen: _offloads(config)),
     Feature("export", "", lambda config, batch, frozen: False),  # of a checkpoint, whatever wrote it
     *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation)),
 )
 
+
+def _offloads(config: Config) -> bool:
+    parallel = config.parallel
+    if parallel.strategy == "deepspeed":
+        return parallel.deepspeed.offload_optimizer != "none" or parallel.deepspeed.offload_param != "none"
+    return parallel.strategy == "fsdp" and parallel.fsdp.cpu_offload
+
+
 _CPU, _NONE = Cell("cpu"), Cell("none")
-_DIVIDED = ("fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-hybrid-grad-op")
+_DIVIDED = ("fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-hybrid-grad-op", "zero1", "zero2", "zero3")
+_ZERO = ("zero0", "zero1", "zero2", "zero3")
+_HOOKED = "DeepSpeed's hooks are part of the forward, and have not been tried compiled; write false, or take ddp"
 _WHOLE_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp"
 _NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
 
 _OTHERWISE: Mapping[tuple[str, str], Cell] = {
-    **{(name, "offload"): _NONE for name in VARIANTS if not name.startswith("fsdp")},
+    **{(name, "offload"): _NONE for name in ("single", "dp", "ddp", "zero0")},
     **{(name, "offload"): Cell("untested", _NEEDS_GPU) for name in VARIANTS if name.startswith("fsdp")},
+    **{(name, "compile"): Cell("refused", _HOOKED) for name in _ZERO},
     **{(name, rule): Cell("refused", _WHOLE_MATRICES) for name in _DIVIDED for rule in ("muon", "adafactor")},
 }
 

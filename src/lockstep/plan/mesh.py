@@ -110,13 +110,17 @@ def mesh_of(parallel: Parallel, strategy: str, ranks: int, machine_ranks: int | 
     sharding = parallel.fsdp.sharding_strategy if strategy == "fsdp" else None
     if sharding in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         return make_mesh(ranks, _hybrid(parallel, ranks, machine_ranks or ranks))
-    divides = sharding in ("FULL_SHARD", "SHARD_GRAD_OP")
+    stage = parallel.deepspeed.zero_stage if strategy == "deepspeed" else 0
+    divides = sharding in ("FULL_SHARD", "SHARD_GRAD_OP") or stage > 0
     word = f"fsdp with {sharding}" if sharding else strategy
+    word = f"deepspeed with zero_stage {stage}" if strategy == "deepspeed" else word
     if divides and parallel.data not in ("auto", 1):
-        why = f"{word} has one replica; HYBRID_SHARD has {parallel.data}, or leave parallel.data out"
+        others = "" if stage else f"HYBRID_SHARD has {parallel.data}, or "
+        why = f"{word} has one replica; {others}leave parallel.data out"
         raise ConfigError(Problem("", "parallel.data", why))
     if not divides and parallel.shard not in ("auto", 1):
-        why = f"{word} divides nothing; fsdp with FULL_SHARD or HYBRID_SHARD does, or leave parallel.shard out"
+        others = "zero_stage 1, 2 and 3 do" if strategy == "deepspeed" else "fsdp with FULL_SHARD or HYBRID_SHARD does"
+        why = f"{word} divides nothing; {others}, or leave parallel.shard out"
         raise ConfigError(Problem("", "parallel.shard", why))
     axis: Axis = "shard" if divides else "data"
     size = parallel.shard if divides else parallel.data

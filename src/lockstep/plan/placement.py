@@ -5,6 +5,7 @@
     dp                1           1           1
     ddp               1           1           1   + buckets
     fsdp              N           N           N
+    zero2             1           N           N   + masters, a second copy of what is updated, divided too
 
 Activations, and what torch and its libraries take for themselves, are not in here.
 """
@@ -32,6 +33,7 @@ class Division:
     Attributes:
         parameters, gradients, optimizer: what is divided by the mesh's shard axis; the rest is whole on each.
         buckets: gradients lie a second time in the buckets of an all-reduce, unless they are views of these.
+        masters: each rank holds the values that it updates a second time, beside its optimizer state.
         note: what the row means.
     """
 
@@ -40,6 +42,7 @@ class Division:
     gradients: bool = False
     optimizer: bool = False
     buckets: bool = False
+    masters: bool = False
 
 
 DIVISIONS: Mapping[str, Division] = {
@@ -51,6 +54,12 @@ DIVISIONS: Mapping[str, Division] = {
     "fsdp-no-shard": Division("every rank holds everything"),
     "fsdp-hybrid": Division("as fsdp, in each replica", True, True, True),
     "fsdp-hybrid-grad-op": Division("as fsdp-grad-op, in each replica", True, True, True),
+    "zero0": Division("every rank holds everything"),
+    "zero1": Division("optimizer state is divided, with the values that it updates", optimizer=True, masters=True),
+    "zero2": Division("gradients too", gradients=True, optimizer=True, masters=True),
+    "zero3": Division(
+        "parameters too; those of fewer than 100,000 elements also lie whole", True, True, True, masters=True
+    ),
 }
 _OF_REPLICAS = ("fsdp-hybrid", "fsdp-hybrid-grad-op")
 """Listed only where asked for: how many replicas there are is the user's choice."""
@@ -98,13 +107,13 @@ def _place(
     trained = [parameter for parameter in parameters if parameter.trainable]
     gradients = _divided(sum(map(_bytes, trained)), ranks, division.gradients)
     copies = 2 if division.buckets and not config.parallel.ddp.gradient_as_bucket_view else 1
+    state = sum(state_bytes(parameter, config.optim) for parameter in trained)
+    masters = sum(map(_bytes, trained)) if division.masters else 0
     return Placement(
         strategy=strategy,
         parameters=_divided(sum(map(_bytes, parameters)), ranks, division.parameters),
         gradients=gradients * (copies if division.gradients else copies + partial_sums),
-        optimizer=_divided(
-            sum(state_bytes(parameter, config.optim) for parameter in trained), ranks, division.optimizer
-        ),
+        optimizer=_divided(state + masters, ranks, division.optimizer),
         note=division.note,
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config import deepspeed
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
@@ -111,7 +112,7 @@ def make_plan(
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     total = sum(parameter.elements for parameter in parameters)
     check_features(config, variant, batch, total - trainable)
-    return Plan(
+    made = Plan(
         ranks=ranks,
         strategy=strategy,
         variant=variant,
@@ -130,6 +131,14 @@ def make_plan(
         placements=placements(config, ranks, parameters, variant, mesh.shard),
         warnings=(*_batch_warnings(batch, facts), *_schedule_warnings(config, steps)),
     )
+    if strategy == "deepspeed":
+        deepspeed.check(config, derived_for_deepspeed(made))
+    return made
+
+
+def derived_for_deepspeed(plan: Plan) -> deepspeed.Derived:
+    """The numbers that a DeepSpeed config is compared with, or filled in from."""
+    return deepspeed.Derived(plan.ranks, plan.batch.micro_size, plan.batch.accumulation, plan.steps, plan.trainable)
 
 
 def resolve_strategy(

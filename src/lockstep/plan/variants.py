@@ -21,6 +21,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "fsdp-no-shard": {"strategy": "fsdp", "fsdp": {"sharding_strategy": "NO_SHARD"}},
     "fsdp-hybrid": {"strategy": "fsdp", "fsdp": {"sharding_strategy": "HYBRID_SHARD"}},
     "fsdp-hybrid-grad-op": {"strategy": "fsdp", "fsdp": {"sharding_strategy": "_HYBRID_SHARD_ZERO2"}},
+    "zero0": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 0}},
+    "zero1": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 1}},
+    "zero2": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}},
+    "zero3": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}},
 }
 """Keys of the section `parallel` that make each; what else a user has said there stays as it is."""
 
@@ -29,4 +33,6 @@ _BY_SHARDING = {one["fsdp"]["sharding_strategy"]: name for name, one in VARIANTS
 
 def variant_of(parallel: Parallel, strategy: str) -> str:
     """The name of what is asked, given the strategy that `auto` came to."""
+    if strategy == "deepspeed":
+        return f"zero{parallel.deepspeed.zero_stage}"
     return _BY_SHARDING[parallel.fsdp.sharding_strategy] if strategy == "fsdp" else strategy

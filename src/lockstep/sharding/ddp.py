@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,6 +80,9 @@ class ReplicatedByDDP:
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
+
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 from lockstep.sharding.unused import UnusedParameters
 from lockstep.sharding.wrapping import units
 
@@ -130,6 +130,9 @@ class ShardedByFSDP:
         loss.backward(seed)  # type: ignore[no-untyped-call]
         if self._unused is not None and self._begins:  # that was the last of an update
             self._unused.clear([part.whole for part in self._parts])
+
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
 
     def squared_norm(self) -> Tensor:
         """This rank's share: each of the replicas that hold the same part counts a fraction of it."""

@@ -23,7 +23,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import Share, share_of
 from lockstep.plan.summation import FixedSum, Node, nodes_of, total
 from lockstep.sharding.single import SquaredNorm, gradients, trainable_parameters
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -103,6 +103,9 @@ class Invariant:
         self._lacking &= term.fill(self._parameters, loss.detach())
         self._terms.put(Node(0, self._next), term)
         self._next += 1
+
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))

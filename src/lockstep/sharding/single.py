@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,6 +46,9 @@ class Single:
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
+
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))

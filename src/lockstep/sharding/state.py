@@ -40,7 +40,7 @@ def live_state(model: nn.Module, optimizer: Optimizer, shown: Fit = _as_it_is) -
     Raises:
         GiveUp: something keeps state that is neither a tensor nor plain.
     """
-    tensors, tied = _of_model(model)
+    tensors, tied = of_model(model)
     parameters = {name for name, _ in model.named_parameters()}
     changing = frozenset(f"{_MODEL}{name}" for name in tensors if name not in parameters)
     found = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
@@ -65,7 +65,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: TrainingState, 
     Args:
         fit: saved optimizer state, as the optimizer has it.
     """
-    tensors, _ = _of_model(model)
+    tensors, _ = of_model(model)
     for name, tensor in tensors.items():
         _local(tensor).copy_(_saved(state, f"{_MODEL}{name}"))
     entries: dict[str, dict[str, Any]] = {name: dict(found) for name, found in state.values["optimizer"].items()}
@@ -81,13 +81,18 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: TrainingState, 
 
 def whole_weights(model: nn.Module, wanted: bool) -> Iterator[tuple[str, Tensor]]:
     """See `core.protocols.Sharding.weights`."""
-    return _whole(_of_model(model)[0].items(), wanted)
+    return _whole(of_model(model)[0].items(), wanted)
 
 
 def whole_gradients(model: nn.Module, wanted: bool) -> Iterator[tuple[str, Tensor]]:
     """See `core.protocols.Sharding.gradients`."""
     found = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return _whole(((name, grad) for name, grad in found if grad is not None), wanted)
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """Names of the trained parameters that have none."""
+    return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
 
 
 def _whole(parts: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
@@ -98,7 +103,7 @@ def _whole(parts: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[
             yield name, cast("Tensor", found).detach().cpu()
 
 
-def _of_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def of_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and saved buffers, each once under its first name; and the other names of tied ones."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lockstep.config.deepspeed import engine_config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, RunFacts
 from lockstep.data.custom import adapt_dataset
@@ -33,9 +34,9 @@ from lockstep.models.starting_weights import start_weights
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
-from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
+from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
-from lockstep.plan.plan import Machine, make_plan, resolve_strategy
+from lockstep.plan.plan import Machine, derived_for_deepspeed, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
@@ -288,6 +289,15 @@ class _OptimizerOf:
             group.setdefault("lr", self._optim.lr * group["lr_scale"])
         return adapt_optimizer(self._make(groups))
 
+    def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
+        """For a strategy that lays the elements of all parameters end to end, and makes the step by itself."""
+        if self.users:
+            raise ConfigError(
+                "an optimizer that was handed over may look at a parameter's shape, and DeepSpeed gives it flat parts; "
+                "name one in optim.name, or take parallel.strategy: fsdp, or ddp"
+            )
+        return build_elementwise(self._optim, parameter_groups(parameters, self._optim))
+
 
 def _unheard() -> AbstractContextManager[object]:
     """What user code logs inside goes nowhere."""
@@ -389,6 +399,20 @@ def _fsdp(parts: _Parts) -> Sharding:
     )
 
 
+def _deepspeed(parts: _Parts) -> Sharding:
+    from lockstep.sharding.deepspeed import DividedByDeepSpeed, ReplicatedByDeepSpeed, engage
+
+    model, device = parts.model.to(parts.world.device), parts.world.device
+    handed = engine_config(parts.config, derived_for_deepspeed(parts.plan))
+    if parts.config.parallel.deepspeed.zero_stage == 0:
+        optimizer = parts.optimizer_of(model.named_parameters())
+        idle = torch.optim.SGD([one for one in model.parameters() if one.requires_grad])  # DeepSpeed wants one to begin
+        return ReplicatedByDeepSpeed(engage(model, idle, handed, device), model, optimizer, squared_norm)
+    rule = parts.optimizer_of.elementwise(model.named_parameters())
+    engine = engage(model, rule.optimizer, handed, device)
+    return DividedByDeepSpeed(engine, model, squared_norm, rule.entries, counts=rule.counts)
+
+
 def _machine(config: Config, world: World) -> Machine:
     memory = memory_of_a_rank(world) if config.parallel.strategy == "auto" else None
     return Machine(world.machine_ranks, memory)
@@ -410,4 +434,5 @@ _SHARDING: Mapping[str, Callable[[_Parts], Sharding]] = {
     "dp": _data_parallel,
     "ddp": _ddp,
     "fsdp": _fsdp,
+    "deepspeed": _deepspeed,
 }

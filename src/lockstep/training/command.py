@@ -120,12 +120,20 @@ def _print_summary(folder: Path, as_json: bool) -> None:
 
 def evaluate(run: Path, arguments: EvaluateArguments) -> int:
     """Judges the weights that a run left, on its evaluation sets."""
-    config = to_rebuild(run_config(run), trusted=arguments.trust_run)
+    config = _without_deepspeed(to_rebuild(run_config(run), trusted=arguments.trust_run))
     if arguments.ranks is not None:
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": arguments.ranks})})
     if names_a_rank(os.environ):
         return _evaluate_rank(config, run, arguments)
     return launch(partial(_evaluate_rank, config, run, arguments), choose_ranks(config.launch), config.launch, None)
+
+
+def _without_deepspeed(config: Config) -> Config:
+    """The weights that a run left are whole, and DeepSpeed divides a model together with its optimizer alone."""
+    if config.parallel.strategy != "deepspeed":
+        return config
+    parallel = config.parallel.model_copy(update={"strategy": "auto", "data": "auto", "shard": "auto"})
+    return config.model_copy(update={"parallel": parallel})
 
 
 def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments) -> int:
@@ -196,3 +204,35 @@ def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
     made = make_plan(config, choose_ranks(config.launch), source.facts, parameters)
     print(json.dumps(as_json(made)) if arguments.json else f"{recipe}\n{describe(made)}")
     return 0
+
+
+def deepspeed_config(loaded: Loaded, *, trust_remote_code: bool) -> int:
+    """Shows the DeepSpeed config that makes the same run without Lockstep; on stderr, what no config can say."""
+    from lockstep.config.deepspeed import plain_config
+    from lockstep.models.facts import describe_model
+    from lockstep.plan.plan import derived_for_deepspeed, make_plan
+
+    config, given = loaded.config, Given(trust_remote_code=trust_remote_code)
+    refuse_given(config)
+    if config.parallel.strategy != "deepspeed":
+        why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write deepspeed"
+        raise ConfigError(Problem("", "parallel.strategy", why))
+    source, _ = open_sources(config, given)
+    parameters = describe_model(config.model, source.facts, trust_remote_code=trust_remote_code)
+    made = make_plan(config, choose_ranks(config.launch), source.facts, parameters)
+    print(json.dumps(plain_config(config, derived_for_deepspeed(made)), indent=2))
+    for note in _beyond_deepspeed(config, len(made.groups)):
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _beyond_deepspeed(config: Config, groups: int) -> list[str]:
+    schedule = config.schedule
+    notes = ["a script's usual loss is the mean of each micro-batch, Lockstep's the mean over all targets of an update"]
+    if groups > 1:
+        notes.append(
+            f"the optimizer has {groups} groups of parameters (optim.decay, optim.rules): make them in the script"
+        )
+    if schedule.kind != "constant" or schedule.warmup_steps or schedule.warmup_ratio:
+        notes.append("DeepSpeed's schedules run two updates behind Lockstep's; a constant rate without warm-up doesn't")
+    return notes

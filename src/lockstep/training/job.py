@@ -102,7 +102,7 @@ def run_job(job: Job) -> Finished:
 @contextmanager
 def opened(config: Config, given: Given) -> Iterator[Session]:
     """A session on this rank, among the ranks that the environment names."""
-    grouped = names_a_rank(os.environ) or config.parallel.strategy in ("ddp", "fsdp")
+    grouped = names_a_rank(os.environ) or config.parallel.strategy in ("ddp", "fsdp", "deepspeed")
     with joined(config.launch, grouped=grouped) as world:
         session = assemble(config, world, given)
         try:

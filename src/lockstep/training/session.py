@@ -264,11 +264,7 @@ class Session:
         """Under DDP a parameter without a gradient stops the run at the next step; under any strategy it is a bug."""
         if self.rooms.config.parallel.ddp.find_unused_parameters:
             return
-        unused = [
-            name
-            for name, parameter in self.rooms.sharding.bare.named_parameters()
-            if parameter.requires_grad and parameter.grad is None
-        ]
+        unused = self.rooms.sharding.unreached()
         if not unused:
             return
         shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")

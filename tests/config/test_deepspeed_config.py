@@ -1,0 +1,285 @@
+"""A DeepSpeed config beside ours: what agrees is taken, what contradicts is refused with both values, all at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.config import deepspeed_words
+from lockstep.config.deepspeed import Derived, check, engine_config, plain_config
+from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError
+
+DERIVED = Derived(ranks=2, micro_size=4, accumulation=2, steps=100, trainable=1000)
+
+
+def config(given: Any = None, zero: dict[str, Any] | None = None, **sections: Any) -> Any:
+    parallel = {"strategy": "deepspeed", "deepspeed": {"config": given, **(zero or {})}}
+    plain = {
+        "model": {"kind": "transformer"},
+        "data": {"train": {"kind": "stdlib-text"}},
+        "batch": {"global_size": 16},
+        "precision": {"compute": "fp32"},
+        "run": {"steps": 100},
+        "parallel": parallel,
+        **sections,
+    }
+    return validate(plain).config
+
+
+def said(given: Any, zero: dict[str, Any] | None = None, **sections: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(config(given, zero, **sections), DERIVED)
+    return str(error.value).replace("parallel.deepspeed.config.", "")
+
+
+AS_PEOPLE_WRITE_IT = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {
+            "total_num_steps": "auto",
+            "warmup_num_steps": "auto",
+            "warmup_type": "linear",
+            "cos_min_ratio": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": 10000,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "tensorboard": {"enabled": False},
+}
+OFFLOADED = {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "pin_memory": True}
+
+
+def test_a_usual_config_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(AS_PEOPLE_WRITE_IT))
+    for given in (AS_PEOPLE_WRITE_IT, str(path)):
+        assert engine_config(config(given, OFFLOADED), DERIVED) == {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 2000,
+            "wall_clock_breakdown": False,
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": 1000,
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+                "sub_group_size": 1e9,
+                "stage3_param_persistence_threshold": 10000,
+                "stage3_max_live_parameters": 1e9,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "offload_param": {"device": "cpu", "pin_memory": True},
+            },
+        }
+
+
+def test_what_deepspeed_alone_would_be_given() -> None:
+    schedule = {"kind": "cosine", "warmup_steps": 10, "final_ratio": 0.1}
+    found = plain_config(config(AS_PEOPLE_WRITE_IT, OFFLOADED, schedule=schedule), DERIVED)
+    assert found["train_batch_size"] == 16
+    assert found["gradient_accumulation_steps"] == 2
+    assert found["gradient_clipping"] == 1.0
+    assert found["optimizer"] == {
+        "type": "AdamW",
+        "params": {
+            "lr": 0.001,
+            "weight_decay": 0.01,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+            "torch_adam": True,
+            "adam_w_mode": True,
+        },
+    }
+    assert found["scheduler"] == {
+        "type": "WarmupCosineLR",
+        "params": {
+            "total_num_steps": 100,
+            "warmup_min_ratio": 0.0,
+            "cos_min_ratio": 0.1,
+            "warmup_num_steps": 11,
+            "warmup_type": "linear",
+        },
+    }
+    assert "auto" not in json.dumps(found)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "global batch": (
+        {"train_batch_size": 64},
+        'train_batch_size: 64, but batch.global_size says 16; write `batch.global_size: 64`, or "auto" here',
+    ),
+    "micro-batch": (
+        {"train_micro_batch_size_per_gpu": 8},
+        'train_micro_batch_size_per_gpu: 8, but batch.micro_size says 4; write `batch.micro_size: 8`, or "auto" here',
+    ),
+    "accumulation": (
+        {"gradient_accumulation_steps": 4},
+        "gradient_accumulation_steps: 4, but batch.global_size and batch.micro_size come to 2 (16 samples on 2 x 4); "
+        'write `batch.micro_size: 2`, or "auto" here',
+    ),
+    "clipping": (
+        {"gradient_clipping": 0.5},
+        'gradient_clipping: 0.5, but optim.clip_norm says 1.0; write `optim.clip_norm: 0.5`, or "auto" here',
+    ),
+    "no clipping": (
+        {"gradient_clipping": 0},
+        'gradient_clipping: 0, but optim.clip_norm says 1.0; write `optim.clip_norm: null`, or "auto" here',
+    ),
+    "optimizer": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        'optimizer.type: "SGD", but optim.name says "adamw"; write `optim.name: sgd`, or "auto" here\n'
+        'optimizer.params.lr: 0.1, but optim.lr says 0.001; write `optim.lr: 0.1`, or "auto" here',
+    ),
+    "an Adam that is not AdamW": (
+        {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "betas": [0.9, 0.95]}}},
+        'optimizer.type: "Adam", but optim.name says "adamw"; write `optim.name: adam`, or "auto" here\n'
+        "optimizer.params.betas: [0.9, 0.95], but optim.betas says [0.9, 0.999]; write `optim.betas: [0.9, 0.95]`, or "
+        '"auto" here',
+    ),
+    "an optimizer that is not there": (
+        {"optimizer": {"type": "OneBitAdam"}},
+        "optimizer.type: OneBitAdam is not there; `optim.name` is adamw, adam, sgd or lion",
+    ),
+    "schedule": (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "warmup_type": "log"}}},
+        'scheduler.type: WarmupDecayLR, but schedule.kind is cosine; write `schedule.kind: linear`, or "auto" here\n'
+        "scheduler.params.warmup_num_steps: 10, but schedule.warmup_steps says 0; write `schedule.warmup_steps: 10`, "
+        'or "auto" here\n'
+        'scheduler.params.warmup_type: "log" is not taken: warm-ups are linear here; write "linear", or leave it out',
+    ),
+    "precision": (
+        {"bf16": {"enabled": True}},
+        'bf16.enabled: true, but precision.compute is fp32; write `precision.compute: bf16`, or "auto" here',
+    ),
+    "stage": (
+        {"zero_optimization": {"stage": 3}},
+        "zero_optimization.stage: 3, but parallel.deepspeed.zero_stage says 2; write `parallel.deepspeed.zero_stage: "
+        '3`, or "auto" here',
+    ),
+    "offload": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        'zero_optimization.offload_optimizer.device: "cpu", but parallel.deepspeed.offload_optimizer says "none"; '
+        'write `parallel.deepspeed.offload_optimizer: "cpu"`, or "auto" here',
+    ),
+    "activation checkpointing": (
+        {"activation_checkpointing": {"partition_activations": False}},
+        "activation_checkpointing: DeepSpeed checkpoints activations only of models that call its functions, and "
+        "memory.activation_checkpointing.mode is none; write `memory.activation_checkpointing.mode: full`, or leave it "
+        "out",
+    ),
+    "what would lose bits": (
+        {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}, "communication_data_type": "fp16"},
+        "zero_optimization.zero_quantized_gradients: true is not taken: it loses bits of each gradient; write false, "
+        "or leave it out\n"
+        'communication_data_type: "fp16" is not taken: gradients are summed in fp32, so that the run is the single '
+        'process\'s; write "fp32", or leave it out',
+    ),
+    "what Lockstep does": (
+        {"tensorboard": {"enabled": True}, "elasticity": {"enabled": True}},
+        "tensorboard: Lockstep writes its own: monitor.tensorboard; leave it out\n"
+        "elasticity: batch.global_size holds on any number of ranks; leave it out",
+    ),
+    "misspelt": (
+        {"zero_optimisation": {"stage": 2}, "zero_optimization": {"stage": 2, "overlap_com": True}},
+        "zero_optimisation: DeepSpeed has no such key; did you mean zero_optimization?\n"
+        "zero_optimization.overlap_com: DeepSpeed has no such key; did you mean overlap_comm?",
+    ),
+    "an old spelling": (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+        'zero_optimization.cpu_offload: it is an old word: write "offload_optimizer": {"device": "cpu"}; leave it out',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictions_name_both_values(case: str) -> None:
+    given, expected = CONTRADICTIONS[case]
+    assert said(given) == expected
+
+
+def test_loss_scaling_of_fp16_must_agree() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 1000, "hysteresis": 2}
+    assert said({"fp16": fp16}, precision={"compute": "fp16"}) == (
+        "fp16.initial_scale_power: 12, but precision.loss_scale.initial says 16.0; write "
+        '`precision.loss_scale.initial: 4096`, or "auto" here\n'
+        "fp16.loss_scale_window: 1000, but precision.loss_scale.growth_interval says 2000; write "
+        '`precision.loss_scale.growth_interval: 1000`, or "auto" here\n'
+        "fp16.hysteresis: 2 is not taken: the loss scale is lowered at each overflow; write 1, or leave it out"
+    )
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "broken.json").write_text("{")
+    place = "parallel.deepspeed.config"
+    assert said(str(tmp_path / "none.json")) == f"{place}: can't read {tmp_path}/none.json: No such file or directory"
+    assert said(str(tmp_path / "list.json")) == f"{place}: {tmp_path}/list.json holds no JSON object, but a list"
+    assert said(str(tmp_path / "broken.json")).startswith(f"{place}: {tmp_path}/broken.json is not JSON: ")
+
+
+def test_offloading_fits_the_stage() -> None:
+    assert said(None, {"offload_optimizer": "nvme"}).startswith(
+        "parallel.deepspeed.offload_optimizer: nvme is not there"
+    )
+    assert said(None, {"offload_param": "cpu"}) == (
+        "parallel.deepspeed.offload_param: cpu is of zero_stage 3, and it is 2"
+    )
+
+
+def test_what_does_not_go_with_it() -> None:
+    assert said({"gradient_clipping": 2.0}, {"offload_param": "cpu"}) == (
+        "parallel.deepspeed.offload_param: cpu is of zero_stage 3, and it is 2\n"
+        'gradient_clipping: 2.0, but optim.clip_norm says 1.0; write `optim.clip_norm: 2.0`, or "auto" here'
+    )
+
+
+def test_every_key_that_deepspeed_reads_is_answered() -> None:
+    """A newer DeepSpeed may have keys that nobody has thought of."""
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    answered = {
+        *deepspeed_words.ZERO_HANDED_ON, *deepspeed_words.ZERO_ONE_VALUE, *deepspeed_words.ZERO_REFUSED,
+        "stage", "offload_optimizer", "offload_param",
+    }  # fmt: skip
+    fields = zero.DeepSpeedZeroConfig.model_fields
+    assert {one for name, field in fields.items() for one in (name, field.alias) if one} <= answered
+
+
+def test_the_command_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["config", "deepspeed", "stdlib-lm", "--ranks", "2", "--precision.compute", "fp32"]
+    assert main([*words, "--parallel.strategy", "deepspeed"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["train_batch_size"] == 2 * found["train_micro_batch_size_per_gpu"]
+    assert found["zero_optimization"]["stage"] == 2
+    assert "note: the optimizer has 2 groups of parameters" in shown.err
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "lockstep: parallel.strategy: auto, so that DeepSpeed has no part in it; write deepspeed\n"
+    )

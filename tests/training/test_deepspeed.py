@@ -1,0 +1,346 @@
+"""ZeRO by DeepSpeed: every stage is the single process, forgets what is discarded, and shares its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit import small
+from kit.runs import Trajectory, differences, record_all, recorded, recorded_all
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.core.records import Verdict
+from lockstep.distributed.parts import local
+from lockstep.sharding.deepspeed import engage
+from lockstep.training.checkpoints import Checkpoints, Resume
+
+pytest.importorskip("deepspeed")
+
+STAGES = (0, 1, 2, 3)
+GLOBAL_SIZES = (16, 13)
+ACCUMULATIONS = (1, 2)
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    return {"strategy": "deepspeed", "deepspeed": {"zero_stage": stage, **options}}
+
+
+# --- the same run -------------------------------------------------------------------------------------------------
+
+
+def ragged(global_size: int, micro_size: int | str = "auto", **sections: Any) -> dict[str, Any]:
+    """A small transformer on ragged text, its embeddings tied, clipped, in fp32."""
+    data = {"kind": "custom", "target": "kit.ragged:Ragged", "collate": "kit.ragged:collate"}
+    return {
+        "model": {"kind": "transformer", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocabulary": 64},
+        "data": {"train": data, "evaluation": {"held-out": {**data, "arguments": {"samples": 11}}}},
+        "batch": {"global_size": global_size, "micro_size": micro_size},
+        "optim": {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+        "precision": {"compute": "fp32"},
+        "run": {"steps": 8},
+        **sections,
+    }
+
+
+@cache
+def oracle(global_size: int) -> Trajectory:
+    return recorded(ragged(global_size))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_stage_is_the_single_process(ranks: int) -> None:
+    configs, oracles = [], []
+    for stage in STAGES:
+        for global_size in GLOBAL_SIZES:
+            for accumulation in ACCUMULATIONS:
+                micro_size = -(-global_size // (ranks * accumulation))
+                configs.append(ragged(global_size, micro_size, parallel=zero(stage)))
+                oracles.append(oracle(global_size))
+    for run, expected, asked in zip(recorded_all(configs, ranks), oracles, configs, strict=True):
+        assert differences(run, expected) == [], (asked["batch"], asked["parallel"])
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {"name": "adam", "lr": 0.01},
+    "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.0},
+    "sgd with momentum": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "lion": {"name": "lion", "lr": 0.003},
+    "a rule of its own for the head": {"lr": 0.01, "rules": [{"match": ["head.*"], "lr_scale": 0.3}]},
+}
+
+
+def test_optimizers_and_their_groups() -> None:
+    configs = [small.config(optim=optim) for optim in OPTIMIZERS.values()]
+    expected = recorded_all(configs)
+    for stage in (1, 2, 3):
+        runs = recorded_all([{**one, "parallel": zero(stage)} for one in configs], ranks=2)
+        for name, run, alone in zip(OPTIMIZERS, runs, expected, strict=True):
+            assert differences(run, alone) == [], (stage, name)
+            for parameter, values in alone.weights.items():
+                assert run.weights[parameter] == pytest.approx(values, abs=2e-5), (stage, name, parameter)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "optimizer offloaded, stage 1": zero(1, offload_optimizer="cpu"),
+    "optimizer offloaded, stage 2": zero(2, offload_optimizer="cpu"),
+    "optimizer offloaded, stage 3": zero(3, offload_optimizer="cpu"),
+    "both offloaded": zero(3, offload_optimizer="cpu", offload_param="cpu"),
+    "all-reduce in place of reduce-scatter": zero(
+        2, config={"zero_optimization": {"stage": 2, "reduce_scatter": False, "contiguous_gradients": False}}
+    ),
+    "overlapping": zero(2, config={"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 500}}),
+    "nothing held whole": zero(
+        3, config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 4000}}
+    ),
+}
+
+
+def test_options_make_the_same_run() -> None:
+    configs = [ragged(13, 4, parallel=parallel) for parallel in OPTIONS.values()]
+    for name, run in zip(OPTIONS, recorded_all(configs, ranks=2), strict=True):
+        assert differences(run, oracle(13)) == [], name
+
+
+def test_running_means_and_frozen_parameters() -> None:
+    for sections in ({"model": "WithBatchNorm"}, {}):
+        config = small.config(**sections, batch={"global_size": 10})
+        if not sections:
+            config["model"]["freeze"] = ["inner.*"]
+        configs = [{**config, "parallel": {"strategy": "ddp"}}, *({**config, "parallel": zero(one)} for one in STAGES)]
+        expected, *runs = in_world(2, record_all, configs, 4, None)[0]  # of each rank its own running means
+        for stage, run in enumerate(runs):
+            assert differences(run, expected) == [], (stage, sections)
+            assert run.weights.keys() == expected.weights.keys()
+
+
+def _beside_deepspeed_alone(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights after four updates: of a session, and of DeepSpeed by hand on the same samples, by the config written."""
+    import deepspeed
+    from torch.nn import functional as F
+
+    from lockstep.config.deepspeed import plain_config
+    from lockstep.plan.plan import derived_for_deepspeed
+
+    optim = {"name": "adamw", "lr": 0.01, "decay": "all", "clip_norm": 0.3}
+    sections = {"batch": {"global_size": 20, "micro_size": 5}, "schedule": {"kind": "constant"}, "optim": optim}
+    with small.in_group():
+        with lockstep.session(small.config(**sections, parallel=zero(stage), run={"steps": 4})) as session:
+            rooms = session.rooms
+            plain = plain_config(rooms.config, derived_for_deepspeed(rooms.plan))
+            net = small.Net()
+            net.load_state_dict(dict(rooms.sharding.weights()))
+            seen = []
+            for batch in session.batches():
+                seen += [({**one.inputs} if isinstance(one.inputs, dict) else one.inputs, one.targets) for one in
+                         batch.micro_batches]  # fmt: skip
+                session.accumulate(batch)
+                session.commit()
+            ours = {name: value.clone().numpy() for name, value in rooms.sharding.weights()}
+        engine, *_ = deepspeed.initialize(model=net, config=plain, model_parameters=net.parameters())
+        for inputs, targets in seen:
+            outputs = engine(**inputs) if isinstance(inputs, dict) else engine(*inputs)
+            engine.backward(F.cross_entropy(outputs, targets))
+            engine.step()
+        names = [name for name, _ in net.named_parameters()]
+        alone = {name: value.detach().numpy().copy() for name, value in zip(names, net.parameters(), strict=True)}
+    return ours, alone
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_config_written_out_makes_the_same_run_by_deepspeed_alone(stage: int) -> None:
+    for ours, alone in in_world(2, _beside_deepspeed_alone, stage):
+        for name, values in ours.items():
+            assert alone[name] == pytest.approx(values, abs=2e-5), name
+
+
+# --- a transaction ------------------------------------------------------------------------------------------------
+
+
+def _state(session: Any) -> dict[str, bytes]:
+    tensors = session.rooms.sharding.state().tensors
+    return {
+        name: local(value).numpy().tobytes()
+        for name, value in tensors.items()
+        if name.startswith(("model.", "optimizer."))
+    }
+
+
+def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: int, only_rank: int) -> dict[str, Any]:
+    """States before and after a poisoned update, and after the next one; and that of a run without the poisoned one."""
+    share = -(-12 // int(os.environ["WORLD_SIZE"]))
+    batch = {"global_size": 12, "micro_size": -(-share // accumulation)}
+    config = small.config(batch=batch, parallel=zero(stage, **options), schedule={"kind": "constant"})
+    here = os.environ["RANK"] == str(only_rank)
+    found: dict[str, Any] = {}
+    with small.in_group():
+        calls = range(2 * accumulation, 2 * accumulation + 1)
+        with lockstep.session(config, objective=small.NanAt(calls, here)) as session:
+            updates = lockstep.steps(session)
+            next(updates), next(updates)
+            found["before"] = _state(session)
+            found["verdict"] = next(updates).verdict
+            found["after"] = _state(session)
+            next(updates)
+            found["next"] = _state(session)
+            engine = session.rooms.sharding._engine
+            found["steps"] = engine.micro_steps, engine.global_steps
+        with lockstep.session(config, objective=small.CrossEntropy()) as session:
+            for batch in session.batches():
+                if batch.step == 2:  # as if it had not been: nothing is accumulated, nothing committed
+                    _pass_over(session)
+                    continue
+                session.accumulate(batch)
+                session.commit()
+                if batch.step == 3:
+                    break
+            found["never"] = _state(session)
+    return found
+
+
+def _pass_over(session: Any) -> None:
+    """The next batch, as if the update between had been made."""
+    upcoming = next(session._batches)
+    session._count = float(session.rooms.consensus.announce(upcoming.count, upcoming.tokens)[0])
+    session.progress = session.progress.advance(session._batch.samples, 0)
+    session._batch = upcoming
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(0, {}), (1, {}), (2, {}), (3, {}), (2, {"offload_optimizer": "cpu"}), (3, {"offload_optimizer": "cpu"})],
+)
+def test_a_discarded_update_leaves_no_bit(stage: int, options: dict[str, Any], accumulation: int) -> None:
+    for found in in_world(2, _with_a_discarded_update, stage, options, accumulation, 1):
+        assert found["verdict"] is Verdict.NON_FINITE
+        assert found["after"] == found["before"]
+        assert found["next"] != found["after"]
+        assert found["next"] == found["never"]
+        if stage > 0:
+            assert found["steps"] == (3, 3)
+
+
+def _in_fp16(stage: int) -> list[tuple[str, float, float]]:
+    scale = {"initial": 2.0**24, "growth_interval": 1000}
+    precision = {"compute": "fp16", "loss_scale": scale}
+    with lockstep.session(small.config(precision=precision, parallel=zero(stage), run={"steps": 14})) as session:
+        return [(report.verdict.name, report.loss_scale, report.loss) for report in lockstep.steps(session)]
+
+
+def test_fp16_overflows_are_discarded_as_in_the_single_process() -> None:
+    alone = [(verdict, scale) for verdict, scale, _ in in_world(1, _in_fp16_alone)[0]]
+    assert {verdict for verdict, _ in alone} == {"OVERFLOW", "KEPT"}
+    for stage in STAGES:
+        for found in in_world(2, _in_fp16, stage):
+            assert [(verdict, scale) for verdict, scale, _ in found] == alone, stage
+            assert found[-1][2] < found[0][2]
+
+
+def _in_fp16_alone() -> list[tuple[str, float, float]]:
+    scale = {"initial": 2.0**24, "growth_interval": 1000}
+    config = small.config(precision={"compute": "fp16", "loss_scale": scale}, run={"steps": 14})
+    with lockstep.session(config) as session:
+        return [(report.verdict.name, report.loss_scale, report.loss) for report in lockstep.steps(session)]
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+STEPS, CUT = 8, 4
+
+
+def _go_on(parallel: dict[str, Any], folder: str, cut: int | None, save: bool) -> dict[str, Any]:
+    config = ragged(12, "auto", parallel=parallel, schedule={"kind": "constant"}, run={"steps": STEPS})
+    with lockstep.session(config) as session:
+        checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
+        checkpoints.begin(Resume(step=cut))
+        losses = {}
+        for report in lockstep.steps(session):
+            losses[report.step] = report.loss
+            if save and report.step == CUT:
+                checkpoints.save()
+        assert all(ended.failure is None for ended in checkpoints.finish())
+        weights = {name: value.clone().numpy() for name, value in session.rooms.sharding.weights()}
+        return {"losses": losses, "weights": weights, "state": _state(session)}
+
+
+PAIRS = [
+    (zero(1), 2, {"strategy": "ddp"}, 3),
+    ({"strategy": "ddp"}, 2, zero(3), 3),
+    (zero(2), 3, zero(3), 2),
+    (zero(3), 4, zero(1), 2),
+    (zero(3), 3, {"strategy": "single"}, 1),
+    ({"strategy": "single"}, 1, zero(2), 4),
+    (zero(0), 2, zero(2), 2),
+    (zero(3), 2, {"strategy": "fsdp"}, 3),
+    ({"strategy": "fsdp"}, 3, zero(1), 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "ranks_before", "after", "ranks_after"),
+    PAIRS,
+    ids=lambda one: str(one.get("deepspeed", one["strategy"])) if isinstance(one, dict) else str(one),
+)
+def test_a_run_goes_on_under_another_strategy(
+    tmp_path: Path, before: dict[str, Any], ranks_before: int, after: dict[str, Any], ranks_after: int
+) -> None:
+    uncut = in_world(ranks_before, _go_on, before, str(tmp_path), None, True)[0]
+    for found in in_world(ranks_after, _go_on, after, str(tmp_path), CUT, False):
+        assert set(found["losses"]) == set(range(CUT + 1, STEPS + 1))
+        for step, loss in found["losses"].items():
+            assert loss == pytest.approx(uncut["losses"][step], rel=2e-6), step
+        for name, values in uncut["weights"].items():
+            np.testing.assert_allclose(found["weights"][name], values, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_goes_on_to_the_bit_under_the_same_stage(tmp_path: Path, stage: int) -> None:
+    uncut = in_world(2, _go_on, zero(stage), str(tmp_path), None, True)
+    cut = in_world(2, _go_on, zero(stage), str(tmp_path), CUT, False)
+    for mine, whole in zip(cut, uncut, strict=True):
+        assert mine["state"] == whole["state"]
+
+
+# --- what it refuses ----------------------------------------------------------------------------------------------
+
+
+def _refused(config: dict[str, Any]) -> str:
+    return small.refusal(config)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_without_gradient_is_refused(stage: int) -> None:
+    said = in_world(2, _refused, small.config("WithSpare", parallel=zero(stage)))
+    assert all(one.startswith("model: spare.weight, spare.bias: no gradient reaches them.") for one in said)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_optimizers_that_look_at_shapes_are_refused(name: str) -> None:
+    said = in_world(2, _refused, small.config(optim={"name": name}, parallel=zero(2)))
+    assert set(said) == {
+        f"optim.name: {name} doesn't go with zero2: it updates whole matrices, of which a rank holds a part; "
+        f"take adamw, or parallel.strategy: ddp"
+    }
+    expected = recorded(small.config(optim={"name": name}))
+    assert differences(recorded(small.config(optim={"name": name}, parallel=zero(0)), ranks=2), expected) == []
+
+
+def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    net = small.Net()
+    with pytest.raises(lockstep.ConfigError, match=r"is not installed .*; pip install 'lockstep-train\[deepspeed\]'"):
+        engage(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
+
+
+def test_parameters_in_half_precision_are_refused() -> None:
+    net = small.Net().bfloat16()
+    with pytest.raises(lockstep.ConfigError, match=r"inner\.weight is bfloat16; convert the model with \.float\(\)"):
+        engage(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
