@@ -50,6 +50,19 @@ def test_the_large_recipe_is_sharded_and_recomputed() -> None:
     assert (config.memory.activation_checkpointing.mode, config.memory.activation_checkpointing.every) == ("full", 1)
 
 
+def test_the_large_recipe_by_deepspeed() -> None:
+    config = load([resolve_recipe("llama2-wikitext-zero3").path], environ={}).config
+    zero = config.parallel.deepspeed
+    assert (config.parallel.strategy, zero.zero_stage, zero.pin_memory) == ("deepspeed", 3, True)
+    assert (zero.offload_optimizer, zero.offload_param) == ("cpu", "cpu")
+    assert (config.batch.global_size, config.batch.micro_size, config.schedule.warmup_ratio) == (128, 1, 0.1)
+    assert (config.monitor.every, str(config.evaluation.every), str(config.checkpoint.every)) == (
+        100, "500 steps", "500 steps",
+    )  # fmt: skip
+    assert (config.checkpoint.keep_last, config.checkpoint.best) == (3, "validation.loss")
+    assert (config.run.epochs, config.run.end_with) == (1, "best")
+
+
 def test_an_overlay_has_a_name_and_is_no_recipe() -> None:
     names = [overlay.name for overlay in overlays()]
     assert names == ["tiny/bert", "tiny/llama2"]
@@ -78,7 +91,8 @@ def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
         (
             "xyz",
             "'xyz' is neither a recipe nor a file nor a run's folder; "
-            "the recipes are stdlib-lm, bert-imdb, digits, llama2-wikitext, stdlib-classify",
+            "the recipes are stdlib-lm, bert-imdb, digits, llama2-wikitext, llama2-wikitext-zero3, "
+            "stdlib-classify",
         ),
         ("tiny/lama", "'tiny/lama' is neither a recipe nor a file nor a run's folder; did you mean tiny/llama2?"),
         ("recipes/digitz.yaml", "there is no file recipes/digitz.yaml; did you mean recipes/digits.yaml?"),
