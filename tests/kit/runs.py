@@ -77,7 +77,7 @@ def record(config: dict[str, Any], updates: int, fault: str | None) -> Trajector
         if fault is not None:
             FAULTS[fault](session)
         for batch in session.batches():
-            scale = session.rooms.scaler.scale
+            scale = session.gradient_unit
             session.accumulate(batch)
             found.gradients.append({name: _array(grad) / scale for name, grad in session.rooms.sharding.gradients()})
             report = session.commit()

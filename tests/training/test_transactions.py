@@ -113,6 +113,14 @@ def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int, strategy: 
         assert reports[-1].loss < reports[0].loss
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_ranks_overflow_where_one_does(strategy: str) -> None:
+    """A mean over ranks takes a loss as many times larger, unless gradients are summed."""
+    alone, _ = in_world(1, _in_fp16, 2.0**24, "single")[0]
+    together, _ = in_world(2, _in_fp16, 2.0**24, strategy)[0]
+    assert [report.loss_scale for report in together] == [report.loss_scale for report in alone]
+
+
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
     config = small.config(precision={"compute": compute}, run={"steps": PATIENCE + 50})

@@ -87,7 +87,7 @@ class Sharding(Protocol):
 
     @property
     def averages_over(self) -> int:
-        """The reduction of gradients divides by this many ranks; the engine multiplies the loss by it."""
+        """The reduction of gradients divides by this many ranks; `Session.gradient_unit` makes up for it."""
 
     def window(self, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of a micro-batch; gradients are reduced only in the last one's."""

@@ -1,7 +1,7 @@
 """Forward and backward, micro-batch after micro-batch, in this process.
 
     for each micro-batch:   key draws -> forward (autocast) -> loss sum (fp32) -> backward, seeded with
-                                                                          loss scale x averaged ranks / global count
+                                                                                         loss scale / global count
 
 The gradient of an update is that of (sum of losses / global count of valid targets), however it was split.
 """
@@ -57,7 +57,6 @@ class Eager:
         micro_batches, step = batch.micro_batches, batch.step
         sharding, objective = self._sharding, self._objective
         module, last = sharding.module, len(micro_batches) - 1
-        seed_scale = seed_scale * sharding.averages_over
         total: Tensor | None = None
         for index, micro_batch in enumerate(micro_batches):
             self._key_draws(step, index)

@@ -47,7 +47,7 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
     write(session.rooms.sharding.weights(), folder / _weights(0))
     seen: list[Seen] = []
     for step, batch in _updates(session, steps):
-        scale = float(session.rooms.scaler.scale)
+        scale = float(session.gradient_unit)
         session.accumulate(batch)
         write(_unscaled(session.rooms.sharding.gradients(), scale), folder / _gradient(step))
         seen.append(_seen(session, batch))
@@ -130,7 +130,7 @@ class Comparison:
             tamper(session)
         for number, batch in _updates(session, min(self._steps, len(self._reference))):
             reference = self._reference[number]
-            scale = float(session.rooms.scaler.scale)
+            scale = float(session.gradient_unit)
             session.accumulate(batch)
             drift = self._drift()
             gradient = self._compare(

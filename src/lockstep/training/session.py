@@ -129,6 +129,12 @@ class Session:
         if batch.step == 0:
             self._refuse_unused_parameters()
 
+    @property
+    def gradient_unit(self) -> float | Tensor:
+        """What the accumulated gradient is divided by to be the update's. A mean over ranks is made good here: what it
+        takes, multiplied into the loss, would overflow fp16 that much earlier than in one process."""
+        return self.rooms.scaler.scale / self.rooms.sharding.averages_over
+
     def request(self, requests: Iterable[Request]) -> None:
         """Heard by all ranks in the next vote that is opened."""
         self._requests.update(requests)
@@ -142,14 +148,14 @@ class Session:
         rooms, batch, upcoming = self.rooms, self._current, self._upcoming
         assert upcoming is not None, "commit() comes after accumulate()"
         outcome = rooms.consensus.close(rooms.sharding.squared_norm(), whole=rooms.sharding.norm_is_whole)
-        scale = rooms.scaler.scale
-        norm = outcome.squared_norm**0.5 / scale
+        scale, unit = rooms.scaler.scale, self.gradient_unit
+        norm = outcome.squared_norm**0.5 / unit
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
         if self._let_update is not None:
             self._let_update()
             self._let_update = None
-        rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, scale), keep)
+        rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, unit), keep)
         rooms.scaler.update(keep)
         tokens = rooms.readback.tokens()
         self.progress = self.progress.advance(batch.samples, tokens)
