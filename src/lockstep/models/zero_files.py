@@ -30,7 +30,7 @@ from lockstep.models.weight_files import check_plain, read_torch, readable, unwr
 _LATEST = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>[0-9]{1,6})_)?mp_rank_(?P<tensor>[0-9]{2,6})_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>[0-9]{1,6})_mp_rank_(?P<tensor>[0-9]{2,6})_optim_states\.pt")
-_OF_OTHERS = re.compile(r"(?:layer_[0-9].*|.*expert_[0-9].*)_(?:model|optim)_states\.pt")
+_OF_OTHERS = re.compile(r"(?:layer_[0-9]|expp_rank_|.*expert_).*_(?:model|optim)_states\.pt")
 _WAY_OUT = (
     "These of DeepSpeed's are known, and replaced by records without code: {known}. Where you trust the checkpoint, "
     "DeepSpeed's own program makes weights of it, which `lockstep ckpt import` reads:\n"
