@@ -222,12 +222,13 @@ def _prune(words: Sequence[str]) -> int:
 
 def _import(words: Sequence[str]) -> int:
     summary = (
-        "Makes a file for `model.init_from` of weights that other programs have saved. Nothing in it is unpickled;\n"
-        "what isn't weights is left out, and named."
+        "Makes a file for `model.init_from` of weights that other programs have saved. Nothing in it is executed;\n"
+        "what isn't weights is left out, and named. Of a checkpoint of DeepSpeed's (ZeRO 0, 1, 2, 3), the fp32 values\n"
+        "of all ranks are put together; name the folder that `save_checkpoint` was given, or a tag's in it."
     )
     parser = Parser("ckpt import", summary)
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="of torch, Lightning or safetensors, or a folder of them"
+        "file", type=Path, metavar="FILE", help="of torch, Lightning or safetensors, or a folder of them or DeepSpeed's"
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write to")
     parser.add_argument("--force", action="store_true", help="replace what is there")
@@ -238,8 +239,6 @@ def _import(words: Sequence[str]) -> int:
 
     made = import_weights(asked.file, asked.folder, force=asked.force)
     print(made)
-    if asked.json:
-        _print_json({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
     if asked.json:
         _print_json({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
     return 0

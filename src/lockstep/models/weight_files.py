@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -118,6 +119,8 @@ def _no_weights_in(folder: Path) -> str:
             f"the run in {folder} has left no weights yet (there is no {folder / 'model'}); "
             f"`lockstep export {folder}` takes those of its newest checkpoint"
         )
+    if (folder / "latest").is_file() or any(folder.glob("*_model_states.pt")):
+        return f"{folder} is a checkpoint of DeepSpeed's; `lockstep ckpt import {folder} WEIGHTS` makes weights of it"
     files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *_OF_TORCH))
     holds = f"; it holds {', '.join(files[:4])}: give one of them by its name" if files else ""
     return f"{folder} has none of {', '.join(_IN_FOLDERS)}{holds}"
@@ -190,7 +193,7 @@ def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}),
         ConfigError: it is no such file, is damaged, or asks for more than tensors and what has a stand-in.
     """
     try:
-        known = [(stand_in, name) for name, stand_in in stand_ins.items()]
+        known: list[Any] = [(stand_in, name) for name, stand_in in stand_ins.items()]
         with warnings.catch_warnings(), torch.serialization.safe_globals(known):
             warnings.simplefilter("ignore")  # of formats that it then refuses
             return torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError
-from lockstep.models.weight_files import check_plain, read_torch, readable, unwrapped
+from lockstep.models.weight_files import check_plain, holds_weights, read_torch, readable, unwrapped
 
 _LATEST = "latest"
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>[0-9]{1,6})_)?mp_rank_(?P<tensor>[0-9]{2,6})_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>[0-9]{1,6})_mp_rank_(?P<tensor>[0-9]{2,6})_optim_states\.pt")
-_OF_OTHERS = re.compile(r"(?:layer_[0-9]|expp_rank_|.*expert_).*_(?:model|optim)_states\.pt")
+_OF_OTHERS = re.compile(r"(?:layer_[0-9]|expp_rank_|.*expert_).*[-_](?:model|optim)_states\.pt")
 _WAY_OUT = (
     "These of DeepSpeed's are known, and replaced by records without code: {known}. Where you trust the checkpoint, "
     "DeepSpeed's own program makes weights of it, which `lockstep ckpt import` reads:\n"
@@ -121,7 +121,12 @@ class ZeroCheckpoint:
 
 def is_zero(place: Path) -> bool:
     """Whether it looks like DeepSpeed's: the folder that was given to `save_checkpoint`, or a tag's in it."""
-    return place.is_dir() and ((place / _LATEST).is_file() or any(_files(place, _MODEL) or _files(place, _OPTIM)))
+    if not place.is_dir():
+        return False
+    if _is_tag(place):
+        return True
+    # a folder of transformers' Trainer has both
+    return (place / _LATEST).is_file() and (not holds_weights(place) or any(map(_is_tag, place.iterdir())))
 
 
 def read_zero(place: Path) -> ZeroCheckpoint:
@@ -203,12 +208,16 @@ def _tag(place: Path) -> Path:
     if tag in ("", ".", "..") or Path(tag).name != tag or not tag.isprintable():
         raise ConfigError(f"{latest} doesn't name a folder beside it: {tag!r}")
     folder = place / tag
-    if is_zero(folder):
+    if _is_tag(folder):
         return folder
-    there = sorted(entry.name for entry in place.iterdir() if entry.is_dir() and is_zero(entry))
+    there = sorted(entry.name for entry in place.iterdir() if _is_tag(entry))
     others = f"give one of {', '.join(map(readable, there))} by its name" if there else "no other is there either"
     what = "has no checkpoint of DeepSpeed's in it" if folder.is_dir() else "isn't there"
     raise ConfigError(f"{latest} names {tag}, and {folder} {what}; {others}")
+
+
+def _is_tag(folder: Path) -> bool:
+    return folder.is_dir() and any(_files(folder, _MODEL) or _files(folder, _OPTIM))
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
