@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import small
 from kit.worlds import in_world
 from safetensors.torch import load_file, save_file
 from zero_saves import TAG, Asked, save_all
 
+import lockstep
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.models.weight_files import read_torch, read_weights
 from lockstep.models.zero_files import STAND_INS, read_zero
+from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.importing_runs import import_run
 from lockstep.training.importing_weights import import_weights
 
 pytest.importorskip("deepspeed")
@@ -57,7 +66,7 @@ def copied(saves: Path, tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize(("ranks", "asked"), EACH, ids=[f"{ranks}-ranks-{asked.name}" for ranks, asked in EACH])
 def test_weights_are_the_engines_to_the_bit(saves: Path, ranks: int, asked: Asked, tmp_path: Path) -> None:
     folder = saves / str(ranks) / asked.name
-    held = torch.load(folder.with_suffix(".held"))
+    held = {name: value for name, value in torch.load(folder.with_suffix(".held")).items() if " " not in name}
     made = import_weights(folder, tmp_path / "out")
     found = load_file(made.file)
     assert set(found) == set(held)
@@ -68,6 +77,111 @@ def test_weights_are_the_engines_to_the_bit(saves: Path, ranks: int, asked: Aske
     stage = f" ZeRO stage {asked.stage} on {ranks} rank" if asked.stage else ""
     assert f"{len(held)} tensors of {folder / TAG}: DeepSpeed{stage}" in str(made)
     assert {"the optimizer's state", "mine", "global_steps"} <= set(made.skipped)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def config_for(asked: Asked, **sections: Any) -> dict[str, Any]:
+    model = {"kind": "custom", "target": "zero_saves:Net", "arguments": {"width": asked.width}, "freeze": ["still.*"]}
+    data = {"train": {"kind": "custom", "target": "zero_saves:Sentences"}}
+    return {**small.config(), "model": model, "data": data, "batch": {"global_size": 4}, **sections}
+
+
+OF_ADAM = [(ranks, asked) for ranks, asked in EACH if asked.stage > 0]
+
+
+@pytest.mark.parametrize(("ranks", "asked"), OF_ADAM, ids=[f"{ranks}-ranks-{asked.name}" for ranks, asked in OF_ADAM])
+def test_moments_and_steps_begin_a_run(saves: Path, ranks: int, asked: Asked, tmp_path: Path) -> None:
+    folder = saves / str(ranks) / asked.name
+    held = torch.load(folder.with_suffix(".held"))
+    config = validate(config_for(asked)).config
+    made = import_run(folder, tmp_path / "run", config, "mine")
+    assert (made.of, made.steps) == (folder / TAG, 2)
+    with lockstep.session(config) as session:
+        checkpoints = Checkpoints(session, LocalStorage(tmp_path / "run" / "checkpoints"), {})
+        checkpoints.begin(Resume())
+        assert checkpoints.resumed_from == 0
+        assert (session.progress.steps, session.progress.samples) == (0, 0)
+        state = session.state().tensors
+        for name, value in session.rooms.sharding.bare.state_dict().items():
+            assert torch.equal(value, held[name].to(value.dtype)), name
+        moments = {key for key in held if " " in key}
+        assert {key for key in state if key.startswith("optimizer.exp")} == {
+            f"optimizer.{key.replace(' ', '.')}" for key in moments
+        }
+        for key in moments:
+            entry, name = key.split(" ")
+            assert torch.equal(state[f"optimizer.{entry}.{name}"], held[key]), key
+            assert state[f"optimizer.step.{name}"] == 2
+
+
+@pytest.mark.parametrize("strategy", ["single", "deepspeed"])
+def test_the_run_is_trained(saves: Path, tmp_path: Path, strategy: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps(config_for(ON_TWO[0], run={"steps": 3}, parallel={"strategy": strategy})))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DS_ACCELERATOR": "cpu"}
+
+    def lockstep_says(*words: object) -> str:
+        command = [sys.executable, "-m", "lockstep", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = lockstep_says("ckpt", "import", saves / "2" / "3-fp32", "run", "--config", file, "--optim.lr", "0.02")
+    assert "after 2 steps of its optimizer" in said
+    assert "at the first sample and the beginning of the schedule" in said
+    assert "resumes from step 0" in lockstep_says("train", "run")
+    assert "complete, each sample of the order once" in lockstep_says("ckpt", "audit", "run")
+    saved = load_file(next((tmp_path / "run/checkpoints/step-00000003").glob("*.safetensors")))
+    assert {tensor.max().item() for key, tensor in saved.items() if "optimizer.step." in key} == {5.0}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optim": {"name": "sgd", "lr": 0.1}}, "optim.name is sgd: moments are taken for adamw and adam"),
+        ({"model": {"kind": "custom", "target": "kit.small:Net"}}, "missing: inner.weight"),
+        ({"model": {"kind": "custom", "target": "zero_saves:Net", "freeze": ["still.*", "body.*"]}}, "train body.bias"),
+    ],
+)
+def test_a_run_that_does_not_fit(saves: Path, tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    config = validate(config_for(ON_TWO[0], **sections)).config
+    with pytest.raises(ConfigError, match=message):
+        import_run(saves / "2" / "1-fp32", tmp_path / "run", config, "mine")
+    assert not (tmp_path / "run").exists()
+
+
+def test_moments_that_are_not_adams(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copied("2-fp32")
+
+    def rename(found: Any) -> None:
+        for state in found["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["momentum_buffer"] = state.pop("exp_avg")
+
+    changed(folder / OPTIM.format(1), rename)
+    config = validate(config_for(ON_TWO[0])).config
+    with pytest.raises(ConfigError, match=r"optim_states\.pt: its optimizer is not Adam or AdamW: it keeps .*momentum"):
+        import_run(folder, tmp_path / "run", config, "mine")
+
+
+def test_ranks_that_are_not_as_far(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copied("2-fp32")
+
+    def advance(found: Any) -> None:
+        for state in found["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["step"] += 1
+
+    changed(folder / OPTIM.format(1), advance)
+    config = validate(config_for(ON_TWO[0])).config
+    with pytest.raises(ConfigError, match="have made different numbers of steps: 2, 3"):
+        import_run(folder, tmp_path / "run", config, "mine")
+
+
+def test_a_run_is_not_overwritten(saves: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(ConfigError, match="isn't empty; give a new folder for the run"):
+        import_run(saves / "2" / "1-fp32", tmp_path, validate(config_for(ON_TWO[0])).config, "mine")
 
 
 # --- what can't be imported -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 TAG = "global_step2"
 
@@ -28,10 +29,20 @@ class Asked:
     width: int = 5
 
 
-class Net(nn.Module):
-    """With a tied parameter, frozen ones, and a buffer."""
+class Sentences(Dataset[Any]):
+    """Ids, and what follows them."""
 
-    def __init__(self, width: int) -> None:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([at % 7, 2]), torch.tensor([2, at % 5])
+
+
+class Net(nn.Module):
+    """With a tied parameter, frozen ones, and buffers."""
+
+    def __init__(self, width: int = 5) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, width)
         self.still = nn.Linear(width, width).requires_grad_(False)
@@ -91,4 +102,21 @@ def _save(asked: Asked, folder: Path) -> dict[str, Tensor]:
         else:
             with deepspeed.zero.GatheredParameters([parameter], enabled=asked.stage == 3):
                 held[name] = parameter.detach().clone()
-    return {**held, **dict(engine.module.named_buffers())}
+    return {**held, **dict(engine.module.named_buffers()), **_moments(engine, asked)}
+
+
+def _moments(engine: Any, asked: Asked) -> dict[str, Tensor]:
+    """Entry and name, by DeepSpeed's own way to them."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    if asked.stage == 0:
+        return {}
+    if asked.stage < 3 and hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._hp_optimizer_states_linked = False  # it was linked before torch's optimizer had any
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    return {
+        f"{entry} {name}": safe_get_full_optimizer_state(parameter, entry)
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+        for entry in ("exp_avg", "exp_avg_sq")
+    }

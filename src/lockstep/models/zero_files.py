@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -41,6 +41,7 @@ _OWN = (
     "optimizer",
 )  # fmt: skip
 """What is taken from the model's file, or is told of apart from its other keys."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _DIVIDED = "ds_zero_partition_groups"
 _Kind = TypeVar("_Kind")
 _PERHAPS_FILLED = 2  # elements a rank: what DeepSpeed fills groups up to, where a file doesn't say by how many
@@ -110,6 +111,8 @@ class ZeroCheckpoint:
     tensors: fp32 values of what was trained, whole; buffers and frozen parameters as they are; tied ones under each
         of their names.
     skipped: what else the files hold, by key.
+    moments: where they were asked for: by what they are, and the parameter's name.
+    steps: that the optimizer has made.
     """
 
     place: Path
@@ -117,6 +120,8 @@ class ZeroCheckpoint:
     ranks: int
     tensors: Mapping[str, Tensor]
     skipped: tuple[str, ...]
+    moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    steps: int = 0
 
 
 def is_zero(place: Path) -> bool:
@@ -129,23 +134,27 @@ def is_zero(place: Path) -> bool:
     return (place / _LATEST).is_file() and (not holds_weights(place) or any(map(_is_tag, place.iterdir())))
 
 
-def read_zero(place: Path) -> ZeroCheckpoint:
+def read_zero(place: Path, *, moments: bool = False) -> ZeroCheckpoint:
     """Args:
         place: the folder of a tag, or the one above, whose `latest` says which.
+        moments: read Adam's too.
 
     Raises:
-        ConfigError: files are missing, damaged, not what they should be, or ask for code to be run.
+        ConfigError: files are missing, damaged, not what they should be, or ask for code to be run; or the moments of
+            another optimizer than Adam or AdamW are asked for.
     """
     try:
-        return _read(_tag(place))
+        return _read(_tag(place), moments)
     except OSError as error:
         raise ConfigError(f"{error.filename or place} can't be read: {error.strerror or error}") from error
 
 
-def _read(folder: Path) -> ZeroCheckpoint:
+def _read(folder: Path, moments: bool) -> ZeroCheckpoint:
     _refuse_what_is_not_data_parallel(folder)
     parts = [_Part(file, _mapping(file, _load(file), "optimizer_state_dict")) for file in _rank_files(folder, _OPTIM)]
     if not parts:
+        if moments:
+            raise ConfigError(f"{folder} has no *_optim_states.pt: the optimizer's state is taken from ZeRO 1, 2 and 3")
         return _undivided(folder)
     count = parts[0].count
     for part in parts:
@@ -160,9 +169,24 @@ def _read(folder: Path) -> ZeroCheckpoint:
         raise ConfigError(f"{folder} has the ranks' parts but no *mp_rank_00_model_states.pt, which says what they are")
     if stage3:
         _refuse_other_ranks([model.file for model in models], count, _MODEL)
-    trained = _by_parameter(parts, models[0]) if stage3 else _by_group(parts, models[0])
+    put_together = _by_parameter if stage3 else _by_group
+    trained = put_together(parts, models[0], [part.flats for part in parts])
     frozen = _frozen(models, count if stage3 else 1)
-    return _named(folder, parts[0].stage, count, models[0], {**trained, **frozen})
+    found = _named(folder, parts[0].stage, count, models[0], {**trained, **frozen})
+    if not moments:
+        return found
+    entries = {
+        entry: unwrapped(put_together(parts, models[0], [part.moments(entry) for part in parts])) for entry in _MOMENTS
+    }
+    return replace(found, moments=entries, steps=_steps(parts))
+
+
+def _steps(parts: Sequence[_Part]) -> int:
+    steps = {step for part in parts for step in part.steps}
+    if len(steps) != 1:
+        said = ", ".join(map(str, sorted(steps))) or "none"
+        raise ConfigError(f"{parts[0].file.parent}: its ranks or groups have made different numbers of steps: {said}")
+    return steps.pop()
 
 
 def _undivided(folder: Path) -> ZeroCheckpoint:
@@ -348,13 +372,58 @@ class _Part:
     def flats(self) -> list[Tensor]:
         """This rank's fp32 values: one a group; at stage 3 one or more."""
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        return [self._flat(key, tensor) for tensor in _sequence(self.file, self.found, key)]
+
+    def moments(self, entry: str) -> list[Tensor]:
+        """As `flats`."""
         found = []
-        for tensor in _sequence(self.file, self.found, key):
-            check_plain(self.file, key, _of_kind(self.file, key, tensor, Tensor))
-            if tensor.dim() != 1 or not tensor.is_floating_point():
-                raise ConfigError(f"{self.file}: {key} holds a {tensor.dtype} of shape {list(tensor.shape)}")
-            found.append(tensor.detach())
+        for state in self._states:
+            others = sorted(str(key) for key in state if key not in ("step", *_MOMENTS))
+            if others or entry not in state:
+                keys = ", ".join(map(readable, map(str, state))) or "nothing"
+                raise ConfigError(f"{self.file}: its optimizer is not Adam or AdamW: it keeps {keys}")
+            found.append(self._flat(entry, state[entry]))
         return found
+
+    @property
+    def steps(self) -> set[int]:
+        """That the optimizer has made; one number, unless something is wrong."""
+        said = [state["step"] for state in self._states if "step" in state]
+        groups = self._optimizer.get("param_groups") if isinstance(self._optimizer, dict) else None
+        if not said and isinstance(groups, list):
+            said = [group["step"] for group in groups if isinstance(group, dict) and "step" in group]
+        if not said and "base_optimizer_state_step" in self.found:
+            said = [self.found["base_optimizer_state_step"]]
+        plain = [step.item() if isinstance(step, Tensor) and step.numel() == 1 else step for step in said]
+        whole = [int(step) if isinstance(step, float) and step.is_integer() else step for step in plain]
+        return {_whole_number(self.file, "step", step) for step in whole}
+
+    @property
+    def _optimizer(self) -> object:
+        return self.found.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
+
+    @property
+    def _states(self) -> list[dict[str, Any]]:
+        """Of each of `flats`."""
+        said = self._optimizer
+        if isinstance(said, list):  # with `elastic_checkpoint`
+            return [_of_kind(self.file, "base_optimizer_state", one, dict) for one in said]
+        found = _of_kind(self.file, "the optimizer's state", said, dict)
+        states: Mapping[Any, Any] = _mapping(self.file, found, "state")
+        groups = [_of_kind(self.file, "param_groups", one, dict) for one in _sequence(self.file, found, "param_groups")]
+        keys = [key for group in groups for key in _sequence(self.file, group, "params")]
+        if any(not isinstance(key, int) or key not in states for key in keys):
+            raise ConfigError(
+                f"{self.file} has no optimizer's state of some parameters: was it saved before any update?"
+            )
+        return [_of_kind(self.file, "state", states[key], dict) for key in keys]
+
+    def _flat(self, key: str, tensor: object) -> Tensor:
+        found = _of_kind(self.file, key, tensor, Tensor)
+        check_plain(self.file, key, found)
+        if found.dim() != 1 or not found.is_floating_point():
+            raise ConfigError(f"{self.file}: {key} holds a {found.dtype} of shape {list(found.shape)}")
+        return found.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,9 +465,8 @@ class _Model:
 # --- putting together ---------------------------------------------------------------------------------------------
 
 
-def _by_group(parts: Sequence[_Part], model: _Model) -> dict[str, Tensor]:
+def _by_group(parts: Sequence[_Part], model: _Model, flats: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
     """Stages 1 and 2."""
-    flats = [part.flats for part in parts]
     groups, taken = model.shapes, {}
     for part, held in zip(parts, flats, strict=True):
         if len(held) != len(groups):
@@ -461,9 +529,8 @@ def _refuse_another_place(
         start = stop
 
 
-def _by_parameter(parts: Sequence[_Part], model: _Model) -> dict[str, Tensor]:
+def _by_parameter(parts: Sequence[_Part], model: _Model, flats: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
     """Stage 3."""
-    flats = [part.flats for part in parts]
     taken, at = {}, 0
     for name, shape in ((name, shape) for group in model.shapes for name, shape in group.items()):
         each = -(-math.prod(shape) // len(parts))
