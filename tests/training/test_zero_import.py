@@ -184,6 +184,17 @@ def test_a_run_is_not_overwritten(saves: Path, tmp_path: Path) -> None:
         import_run(saves / "2" / "1-fp32", tmp_path, validate(config_for(ON_TWO[0])).config, "mine")
 
 
+def test_checkpoints_of_another_run_stay(saves: Path, tmp_path: Path) -> None:
+    kept = {"folder": str(tmp_path / "kept")}
+    config = validate(config_for(ON_TWO[0], checkpoint=kept)).config
+    import_run(saves / "2" / "1-fp32", tmp_path / "one", config, "mine")
+    before = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*kept holds checkpoints; give another folder"):
+        import_run(saves / "2" / "2-fp32", tmp_path / "two", config, "mine")
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == before
+    assert not (tmp_path / "two").exists()
+
+
 # --- what can't be imported -------------------------------------------------------------------------------------------
 
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.config.schema import Config, Parallel
 from lockstep.config.writing import to_yaml
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import TrainingState
 from lockstep.models.starting_weights import fit_weights
 from lockstep.models.weight_files import Weights
@@ -59,6 +59,9 @@ def import_run(source: Path, folder: Path, config: Config, recipe: str) -> Begun
     """
     if is_run(folder) or (folder.exists() and any(folder.iterdir())):
         raise ConfigError(f"{folder} isn't empty; give a new folder for the run")
+    storage = storage_of(config, folder)
+    if storage.names():
+        raise ConfigError(Problem("", "checkpoint.folder", f"{storage.place} holds checkpoints; give another folder"))
     if config.optim.name not in _ADAMS:
         raise ConfigError(f"optim.name is {config.optim.name}: moments are taken for {' and '.join(_ADAMS)}")
     found = read_zero(source.expanduser(), moments=True)
@@ -101,8 +104,6 @@ def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:
     try:
         checkpoints = Checkpoints(session, storage_of(config, folder), environment)
         checkpoints.begin(Resume())
-        if checkpoints.resumed_from is not None:
-            raise ConfigError(f"checkpoint.folder holds checkpoints of another run: {config.checkpoint.folder}")
         checkpoints.save()
         for report in checkpoints.finish():
             if report.failure is not None:
