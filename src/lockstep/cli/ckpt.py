@@ -8,18 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.words import Parser, add_json, step, whole
+from lockstep.cli.words import Parser, add_json, check_flags, read_config, split, step, whole
 from lockstep.config.closeness import close
 from lockstep.core.errors import ConfigError, Distrust, GiveUp
 
 if TYPE_CHECKING:
     from lockstep.config.every import Every
+    from lockstep.config.override import Override
     from lockstep.config.schema import Checkpoint
     from lockstep.training.places import Place
 
@@ -30,7 +31,10 @@ _WAYS = {
     "diff": ("A B, or RUN --steps N M", "in what two differ"),
     "prune": ("RUN [--keep-last N] [--keep-every INTERVAL] [--aside] [--dry-run]", "delete what needn't stay"),
     "audit": ("RUN [--step N]", "prove that it was trained on every sample once"),
-    "import": ("FILE FOLDER [--force]", "make weights of other programs a file for model.init_from"),
+    "import": (
+        "FILE FOLDER [--force | --config RECIPE [overrides]]",
+        "make weights of other programs a file for model.init_from",
+    ),
 }
 
 
@@ -222,17 +226,28 @@ def _prune(words: Sequence[str]) -> int:
 
 def _import(words: Sequence[str]) -> int:
     summary = (
-        "Makes a file for `model.init_from` of weights that other programs have saved. Nothing in it is unpickled;\n"
-        "what isn't weights is left out, and named."
+        "Makes a file for `model.init_from` of weights that other programs have saved. Nothing in it is executed;\n"
+        "what isn't weights is left out, and named. Of a checkpoint of DeepSpeed's (ZeRO 0, 1, 2, 3), the fp32 values\n"
+        "of all ranks are put together; name the folder that `save_checkpoint` was given, or a tag's in it.\n"
+        "With --config, Adam's moments and steps too: FOLDER becomes a run for `lockstep train FOLDER`, which begins\n"
+        "at its first sample and at the beginning of its schedule."
     )
-    parser = Parser("ckpt import", summary)
+    usage = "FILE FOLDER [--force] [--json] | FILE FOLDER --config RECIPE [overrides] [--json]"
+    parser = Parser("ckpt import", summary, usage=usage)
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="of torch, Lightning or safetensors, or a folder of them"
+        "file", type=Path, metavar="FILE", help="of torch, Lightning or safetensors, or a folder of them or DeepSpeed's"
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write to")
     parser.add_argument("--force", action="store_true", help="replace what is there")
+    parser.add_argument("--config", metavar="RECIPE", help="of the run to make: a recipe, or a file")
     add_json(parser)
-    asked = parser.parse_args(words)
+    own, overrides = split(words, parser.flags())
+    asked = parser.parse_args(own)
+    if asked.config is not None:
+        return _import_run(asked, overrides, parser.flags())
+    check_flags(overrides, parser.flags())
+    if overrides:
+        raise ConfigError(f"{overrides[0].place} is for a config, and none is given; --config RECIPE names one")
 
     from lockstep.training.importing_weights import import_weights
 
@@ -240,8 +255,22 @@ def _import(words: Sequence[str]) -> int:
     print(made)
     if asked.json:
         _print_json({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
+    return 0
+
+
+def _import_run(asked: argparse.Namespace, overrides: Sequence[Override], flags: Mapping[str, bool]) -> int:
+    if asked.force:
+        raise ConfigError("--force replaces a file of weights; a run is made in a new folder")
+    loaded, name = read_config([asked.config], overrides, flags)
+
+    from lockstep.training.command import refuse_given
+    from lockstep.training.importing_runs import import_run
+
+    refuse_given(loaded.config)
+    made = import_run(asked.file, asked.folder, loaded.config, name)
+    print(made)
     if asked.json:
-        _print_json({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
+        _print_json({"run": str(made.run), "of": str(made.of), "steps": made.steps})
     return 0
 
 

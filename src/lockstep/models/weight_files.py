@@ -22,6 +22,8 @@ import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -66,7 +68,7 @@ def read_weights(place: Path) -> Weights:
         tensors, skipped = _read_sharded(where) if where.name.endswith(_INDEX) else _read(where)
     except OSError as error:
         raise ConfigError(f"{place} can't be read: {error.strerror or error}") from error
-    return Weights(where, _unwrapped(tensors), skipped)
+    return Weights(where, unwrapped(tensors), skipped)
 
 
 def holds_weights(folder: Path) -> bool:
@@ -117,6 +119,8 @@ def _no_weights_in(folder: Path) -> str:
             f"the run in {folder} has left no weights yet (there is no {folder / 'model'}); "
             f"`lockstep export {folder}` takes those of its newest checkpoint"
         )
+    if (folder / "latest").is_file() or any(folder.glob("*_model_states.pt")):
+        return f"{folder} is a checkpoint of DeepSpeed's; `lockstep ckpt import {folder} WEIGHTS` makes weights of it"
     files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *_OF_TORCH))
     holds = f"; it holds {', '.join(files[:4])}: give one of them by its name" if files else ""
     return f"{folder} has none of {', '.join(_IN_FOLDERS)}{holds}"
@@ -132,7 +136,7 @@ def _read(file: Path) -> Found:
     if file.suffix == ".safetensors":
         return _read_safetensors(file), ()
     if file.suffix in _OF_TORCH:
-        return _state_dict(file, _read_torch(file))
+        return _state_dict(file, read_torch(file))
     raise ConfigError(
         f"{file} is no file of weights, by its name: these are folders, .safetensors, "
         f"and what torch.save wrote: {' '.join(_OF_TORCH)}"
@@ -178,13 +182,23 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{file} is no safetensors file, or a damaged one: {error}") from error
 
 
-def _read_torch(file: Path) -> object:
+def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}), way_out: str | None = None) -> object:
+    """What torch.save wrote; nothing of it is executed.
+
+    Args:
+        stand_ins: by the full names of classes of other programs: what is made in their place.
+        way_out: what to do where more is asked for; None: how to make it a file of tensors alone.
+
+    Raises:
+        ConfigError: it is no such file, is damaged, or asks for more than tensors and what has a stand-in.
+    """
     try:
-        with warnings.catch_warnings():
+        known: list[Any] = [(stand_in, name) for name, stand_in in stand_ins.items()]
+        with warnings.catch_warnings(), torch.serialization.safe_globals(known):
             warnings.simplefilter("ignore")  # of formats that it then refuses
             return torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))
     except pickle.UnpicklingError as error:
-        raise ConfigError(_refused(file, str(error))) from error
+        raise ConfigError(_refused(file, str(error), way_out)) from error
     except Exception as error:  # whatever bytes that nobody wrote make torch say
         raise ConfigError(_unreadable(file, error)) from error
 
@@ -198,14 +212,14 @@ def _can_be_mapped(file: Path) -> bool:
         return False
 
 
-def _refused(file: Path, message: str) -> str:
+def _refused(file: Path, message: str, way_out: str | None) -> str:
     wanted = re.search(r"GLOBAL (\S+)", message)
     if wanted is None:
         return f"{file} is no file of tensors that torch.save wrote: {_looks(file)}"
     return (
         f"{file} asks for {readable(wanted[1])} to be unpickled, which is more than tensors. Unpickling can run any "
-        f"code, so it is refused. Where you trust the file, this turns it into one of tensors alone:\n"
-        f"  {_conversion(file)}"
+        f"code, so it is refused. "
+        + (way_out or f"Where you trust the file, this turns it into one of tensors alone:\n  {_conversion(file)}")
     )
 
 
@@ -259,7 +273,7 @@ def _state_dict(file: Path, found: object) -> Found:
             f"{file} holds no tensors by name, neither at its top nor under {_listed(_NESTS)}: it has {keys}"
         )
     for name, tensor in tensors.items():
-        _check(file, name, tensor)
+        check_plain(file, name, tensor)
     skipped += [readable(str(key)) for key in found if key not in tensors]
     return {name: tensor.detach() for name, tensor in tensors.items()}, tuple(skipped)
 
@@ -270,8 +284,8 @@ def _nest(found: object) -> str | None:
     return next((key for key in _NESTS if isinstance(found.get(key), Mapping) and found[key]), None)
 
 
-def _check(file: Path, name: str, tensor: Tensor) -> None:
-    """That it is a plain tensor whose elements are all in the file."""
+def check_plain(file: Path, name: str, tensor: Tensor) -> None:
+    """Raises ConfigError unless it is a plain tensor whose elements are all in the file."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.device.type != "cpu":
         kind = "quantized" if tensor.is_quantized else f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
@@ -281,7 +295,7 @@ def _check(file: Path, name: str, tensor: Tensor) -> None:
         raise ConfigError(f"{file}: {readable(name)} says that it is {shape}, for which its bytes are too few")
 
 
-def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without what wrappers have put before all names."""
     while (wrapper := _common(tensors)) is not None:
         tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
