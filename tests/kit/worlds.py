@@ -14,8 +14,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 _CONTEXT = mp.get_context("forkserver")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported, which takes seconds: once is enough
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lockstep.training.assemble", "kit.runs", "deepspeed"])
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
+_CONTEXT.set_forkserver_preload([
+    "torch", "torch.distributed", "torch._dynamo", "networkx", "deepspeed",
+    "lockstep.training.assemble", "lockstep.training.job", "lockstep.sharding.fsdp", "lockstep.sharding.deepspeed",
+    "lockstep.checkpoint.saving", "kit.runs",
+])  # fmt: skip
+"""What ranks import sooner or later, which takes seconds: once is enough."""
 _PATIENCE_S = 120.0
 
 

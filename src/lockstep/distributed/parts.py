@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -176,9 +175,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@torch.no_grad()
 def put(tensor: Tensor, whole: Tensor) -> None:
     """Gives a tensor the values of `whole`; a sharded one those of the part that this rank holds."""
     everything = held(whole).kind.whole
     for box in held(tensor).boxes:
-        part(tensor, box).copy_(whole[box.within(everything)])
+        part(tensor, box).copy_(whole.detach()[box.within(everything)])  # `part` is no part of a graph
