@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kit import small
@@ -53,19 +52,6 @@ def ragged(global_size: int, micro_size: int | str = "auto", **sections: Any) ->
 @cache
 def oracle(global_size: int) -> Trajectory:
     return recorded(ragged(global_size))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_stage_is_the_single_process(ranks: int) -> None:
-    configs, oracles = [], []
-    for stage in STAGES:
-        for global_size in GLOBAL_SIZES:
-            for accumulation in ACCUMULATIONS:
-                micro_size = -(-global_size // (ranks * accumulation))
-                configs.append(ragged(global_size, micro_size, parallel=zero(stage)))
-                oracles.append(oracle(global_size))
-    for run, expected, asked in zip(recorded_all(configs, ranks), oracles, configs, strict=True):
-        assert differences(run, expected) == [], (asked["batch"], asked["parallel"])
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -282,23 +268,6 @@ PAIRS = [
     (zero(3), 2, {"strategy": "fsdp"}, 3),
     ({"strategy": "fsdp"}, 3, zero(1), 2),
 ]
-
-
-@pytest.mark.parametrize(
-    ("before", "ranks_before", "after", "ranks_after"),
-    PAIRS,
-    ids=lambda one: str(one.get("deepspeed", one["strategy"])) if isinstance(one, dict) else str(one),
-)
-def test_a_run_goes_on_under_another_strategy(
-    tmp_path: Path, before: dict[str, Any], ranks_before: int, after: dict[str, Any], ranks_after: int
-) -> None:
-    uncut = in_world(ranks_before, _go_on, before, str(tmp_path), None, True)[0]
-    for found in in_world(ranks_after, _go_on, after, str(tmp_path), CUT, False):
-        assert set(found["losses"]) == set(range(CUT + 1, STEPS + 1))
-        for step, loss in found["losses"].items():
-            assert loss == pytest.approx(uncut["losses"][step], rel=2e-6), step
-        for name, values in uncut["weights"].items():
-            np.testing.assert_allclose(found["weights"][name], values, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -49,8 +49,9 @@ def off(variant: str, ranks: int, **parallel: Any) -> dict[str, list[str]]:
     return {name: lines for name, lines in found.items() if lines}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("variant", [name for name in COMPARED if name not in HYBRIDS])
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [*((name, 2) for name in COMPARED if name not in HYBRIDS), ("ddp", 3), ("fsdp", 3)]
+)
 def test_every_family_is_the_single_process(variant: str, ranks: int) -> None:
     assert off(variant, ranks) == {}
 

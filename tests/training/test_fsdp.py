@@ -201,3 +201,37 @@ def _shapes_seen(asked: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return {
             name: tuple(one.shape) for group in seen for name, one in zip(group["names"], group["params"], strict=True)
         }
+
+
+# --- precision ----------------------------------------------------------------------------------------------------
+
+PRECISIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "gathered in bf16": ({"param_dtype": "bf16"}, "bf16"),
+    "gathered in fp16": ({"param_dtype": "fp16"}, "fp16"),
+    "reduced in bf16": ({"param_dtype": "bf16", "reduce_dtype": "bf16"}, "bf16"),
+    "outputs in fp32": ({"param_dtype": "bf16", "output_dtype": "fp32", "cast_forward_inputs": False}, "bf16"),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_precisions_round_as_much_as_they_must(name: str) -> None:
+    """Parameters at rest and moments stay in fp32, so that a run doesn't lose what an update is too small to show."""
+    mixed, compute = PRECISIONS[name]
+    asked = config(16, 4, parallel=fsdp(mixed_precision=mixed), precision={"compute": compute})
+    expected = recorded(config(16, precision={"compute": compute}))
+    run = recorded(asked, ranks=2)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-3)
+    assert run.losses != expected.losses
+    assert all(value.dtype == np.float32 for value in (*run.weights.values(), *run.gradients[-1].values()))
+
+
+def test_buffers_are_cast_by_us() -> None:
+    asked = small.config("WithBatchNorm", parallel=fsdp(mixed_precision={"buffer_dtype": "bf16"}))
+    for found in in_world(2, _dtypes_of_buffers, asked):
+        assert found == {"norm.running_mean": "torch.bfloat16", "norm.running_var": "torch.bfloat16",
+                         "norm.num_batches_tracked": "torch.int64"}  # fmt: skip
+
+
+def _dtypes_of_buffers(asked: dict[str, Any]) -> dict[str, str]:
+    with lockstep.session(asked) as session:
+        return {name: str(buffer.dtype) for name, buffer in session.rooms.sharding.bare.named_buffers()}

@@ -88,7 +88,7 @@ def other_bits(run: Trajectory, oracle: Trajectory) -> list[str]:
     return found + [name for name in oracle.weights if run.weights[name].tobytes() != oracle.weights[name].tobytes()]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_any_number_of_ranks_gives_the_same_bits(name: str, ranks: int) -> None:
     alone = runs(1)[name]

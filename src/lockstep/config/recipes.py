@@ -43,8 +43,8 @@ class Recipe:
 
 def recipes() -> list[Recipe]:
     """All that ship with Lockstep; the default one first."""
-    found = [Recipe(path.stem, path) for path in sorted(_folder().glob("*.yaml"))]
-    return sorted(found, key=lambda recipe: recipe.name != DEFAULT_RECIPE)
+    found = [Recipe(path.stem, path) for path in _folder().glob("*.yaml")]
+    return sorted(found, key=lambda recipe: (recipe.name != DEFAULT_RECIPE, recipe.name))
 
 
 def overlays() -> list[Recipe]:
