@@ -42,6 +42,27 @@ def test_a_plan_says_what_follows():
     assert found.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("memory", "optim", "strategy", "why"),
+    [
+        (None, "adamw", "ddp", "how much memory a rank has isn't known here"),
+        (2000, "adamw", "ddp", "the training state takes 648 B of the 1.953 KiB that a rank has"),
+        (1000, "adamw", "fsdp", "the training state takes 648 B of the 1000 B that a rank has"),
+        (
+            600,
+            "muon",
+            "ddp",
+            "the training state takes 548 B of the 600 B that a rank has, but muon doesn't go with fsdp: it updates "
+            "whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp",
+        ),
+    ],
+)
+def test_auto_takes_what_fits_and_says_why(memory, optim, strategy, why):
+    found = make_plan(config(optim={"name": optim}), 2, FACTS, PARAMETERS, Machine(memory=memory))
+    assert (found.strategy, found.why) == (strategy, why)
+    assert f"auto took {strategy}: {why}" in describe(found)
+
+
 def test_samples_of_a_run_that_ends_within_an_epoch():
     assert plan(run={"steps": 22}).samples == 1000 + 48
     dropped = plan(run={"steps": 22}, data={"train": {"kind": "stdlib-text"}, "drop_last": True})

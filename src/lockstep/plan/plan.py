@@ -240,6 +240,7 @@ def describe(plan: Plan) -> str:
     """The plan for people: a few aligned lines and a table."""
     lines = [
         ("strategy", f"{_strategy(plan)} on {_count(plan.ranks, 'rank')}"),
+        *((("", told),) if (told := because(plan)) else ()),
         ("global batch", f"{plan.batch} samples per update"),
         ("steps", _steps(plan)),
         ("samples", _or_unknown(plan.samples)),
@@ -274,6 +275,11 @@ def _table(plan: Plan) -> list[str]:
 def _strategy(plan: Plan) -> str:
     layout = f" ({plan.mesh.data} x {plan.mesh.shard}, data x shard)" if plan.mesh.shard > 1 else ""
     return plan.variant + layout
+
+
+def because(plan: Plan) -> str | None:
+    """Why this strategy was taken, if it was left to us and there was a choice."""
+    return None if plan.why is None or plan.ranks == 1 else f"auto took {plan.strategy}: {plan.why}"
 
 
 def _steps(plan: Plan) -> str:

@@ -16,6 +16,7 @@ one of these names goes.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,6 +95,7 @@ def _import(device: torch.device) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import deepspeed
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what matters is said by us
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled first
     except ImportError as error:
         raise ConfigError(

@@ -36,7 +36,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
-from lockstep.plan.plan import Machine, derived_for_deepspeed, make_plan, resolve_strategy
+from lockstep.plan.plan import Machine, because, derived_for_deepspeed, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
@@ -207,6 +207,8 @@ def run_facts(
 def _notes(session: Session) -> tuple[str, ...]:
     rooms = session.rooms
     notes = []
+    if rooms.plan.strategy == "fsdp" and (told := because(rooms.plan)):
+        notes.append(told)
     coupled = coupling(rooms.sharding.bare)
     if coupled is not None or not rooms.objective.decomposes:
         reason = coupled or "the objective says that it does not decompose over samples"
