@@ -23,7 +23,7 @@ install: .venv/.installed  ## sets up .venv with the command `lockstep`
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) --editable '.[digits,hf,dev]'
+	$(PIP) --editable '.[digits,hf,deepspeed,dev]'
 	@touch $@
 
 train: .venv/.installed  ## trains the default recipe: on every GPU, or on 2 CPU ranks

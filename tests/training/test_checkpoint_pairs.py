@@ -13,13 +13,16 @@ import pytest
 import torch
 from kit import small
 from kit.worlds import in_world
+from safetensors.numpy import load_file
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import Reader, Wanted, read_manifest
 from lockstep.checkpoint.saving import name_of
+from lockstep.core.arguments import ExportArguments
 from lockstep.plan.variants import VARIANTS
 from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.exporting import export
 
 CUT, STEPS = 3, 6
 STRATEGIES = [name for name in VARIANTS if name != "dp"]
@@ -101,13 +104,23 @@ def _grouped() -> Any:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
-    """What is wrong with each pair; nothing if it is the same run."""
-    folder = str(tmp_path_factory.mktemp("pairs"))
-    saved: dict[str, dict[str, Any]] = {}
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def saved(folder: str) -> dict[str, dict[str, Any]]:
+    """What each strategy had at the cut, and what it came to."""
+    found: dict[str, dict[str, Any]] = {}
     for ranks in (1, 2, 4):
         strategies = [name for name in STRATEGIES if ranks_of(name, 2) == ranks]
-        saved |= in_world(ranks, save_all, strategies, folder)[0]
+        found |= in_world(ranks, save_all, strategies, folder)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def pairs(folder: str, saved: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """What is wrong with each pair; nothing if it is the same run."""
     resumed: dict[tuple[str, str], dict[str, Any]] = {}
     for ranks in (1, 3, 4):
         wanted = [(source, name) for source in STRATEGIES for name in STRATEGIES if ranks_of(name, 3) == ranks]
@@ -133,6 +146,17 @@ def _difference(saved: dict[str, Any], found: dict[str, Any]) -> str:
 @pytest.mark.parametrize("source", STRATEGIES)
 def test_a_checkpoint_loads_anywhere(pairs: dict[tuple[str, str], str], source: str, target: str) -> None:
     assert pairs[source, target] == ""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_is_exported(folder: str, saved: dict[str, dict[str, Any]], tmp_path: Path, strategy: str) -> None:
+    target = tmp_path / "model.safetensors"
+    export(Path(folder) / strategy, ExportArguments(step=CUT, to=target))
+    state = saved[strategy]["state"]
+    expected = {name.removeprefix("model."): state[name] for name in state if name.startswith("model.")}
+    found = load_file(target)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], value) for name, value in expected.items())
 
 
 def test_the_table_in_the_docs_is_that_of_the_pairs(pairs: dict[tuple[str, str], str]) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit import small
-from kit.runs import Trajectory, differences, record_all, recorded, recorded_all
+from kit.runs import differences, record_all, recorded, recorded_all
 from kit.worlds import in_world
+from training.test_same_run import config, oracle
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
@@ -24,8 +24,6 @@ from lockstep.training.checkpoints import Checkpoints, Resume
 pytest.importorskip("deepspeed")
 
 STAGES = (0, 1, 2, 3)
-GLOBAL_SIZES = (16, 13)
-ACCUMULATIONS = (1, 2)
 
 
 def zero(stage: int, **options: Any) -> dict[str, Any]:
@@ -33,25 +31,6 @@ def zero(stage: int, **options: Any) -> dict[str, Any]:
 
 
 # --- the same run -------------------------------------------------------------------------------------------------
-
-
-def ragged(global_size: int, micro_size: int | str = "auto", **sections: Any) -> dict[str, Any]:
-    """A small transformer on ragged text, its embeddings tied, clipped, in fp32."""
-    data = {"kind": "custom", "target": "kit.ragged:Ragged", "collate": "kit.ragged:collate"}
-    return {
-        "model": {"kind": "transformer", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocabulary": 64},
-        "data": {"train": data, "evaluation": {"held-out": {**data, "arguments": {"samples": 11}}}},
-        "batch": {"global_size": global_size, "micro_size": micro_size},
-        "optim": {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
-        "precision": {"compute": "fp32"},
-        "run": {"steps": 8},
-        **sections,
-    }
-
-
-@cache
-def oracle(global_size: int) -> Trajectory:
-    return recorded(ragged(global_size))
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -90,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def test_options_make_the_same_run() -> None:
-    configs = [ragged(13, 4, parallel=parallel) for parallel in OPTIONS.values()]
+    configs = [config(13, 4, parallel=parallel) for parallel in OPTIONS.values()]
     for name, run in zip(OPTIONS, recorded_all(configs, ranks=2), strict=True):
         assert differences(run, oracle(13)) == [], name
 
@@ -243,8 +222,8 @@ STEPS, CUT = 8, 4
 
 
 def _go_on(parallel: dict[str, Any], folder: str, cut: int | None, save: bool) -> dict[str, Any]:
-    config = ragged(12, "auto", parallel=parallel, schedule={"kind": "constant"}, run={"steps": STEPS})
-    with lockstep.session(config) as session:
+    asked = config(12, parallel=parallel, schedule={"kind": "constant"}, run={"steps": STEPS})
+    with lockstep.session(asked) as session:
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume(step=cut))
         losses = {}
@@ -255,19 +234,6 @@ def _go_on(parallel: dict[str, Any], folder: str, cut: int | None, save: bool) -
         assert all(ended.failure is None for ended in checkpoints.finish())
         weights = {name: value.clone().numpy() for name, value in session.rooms.sharding.weights()}
         return {"losses": losses, "weights": weights, "state": _state(session)}
-
-
-PAIRS = [
-    (zero(1), 2, {"strategy": "ddp"}, 3),
-    ({"strategy": "ddp"}, 2, zero(3), 3),
-    (zero(2), 3, zero(3), 2),
-    (zero(3), 4, zero(1), 2),
-    (zero(3), 3, {"strategy": "single"}, 1),
-    ({"strategy": "single"}, 1, zero(2), 4),
-    (zero(0), 2, zero(2), 2),
-    (zero(3), 2, {"strategy": "fsdp"}, 3),
-    ({"strategy": "fsdp"}, 3, zero(1), 2),
-]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -281,19 +247,15 @@ def test_a_run_goes_on_to_the_bit_under_the_same_stage(tmp_path: Path, stage: in
 # --- what it refuses ----------------------------------------------------------------------------------------------
 
 
-def _refused(config: dict[str, Any]) -> str:
-    return small.refusal(config)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_without_gradient_is_refused(stage: int) -> None:
-    said = in_world(2, _refused, small.config("WithSpare", parallel=zero(stage)))
+    said = in_world(2, small.refusal, small.config("WithSpare", parallel=zero(stage)))
     assert all(one.startswith("model: spare.weight, spare.bias: no gradient reaches them.") for one in said)
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_optimizers_that_look_at_shapes_are_refused(name: str) -> None:
-    said = in_world(2, _refused, small.config(optim={"name": name}, parallel=zero(2)))
+    said = in_world(2, small.refusal, small.config(optim={"name": name}, parallel=zero(2)))
     assert set(said) == {
         f"optim.name: {name} doesn't go with zero2: it updates whole matrices, of which a rank holds a part; "
         f"take adamw, or parallel.strategy: ddp"

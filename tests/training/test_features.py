@@ -17,8 +17,8 @@ from lockstep.plan.variants import VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 SEEN_ELSEWHERE = {
-    "export": "what is exported is a checkpoint's, and those are the same from all (test_checkpoint_pairs)",
-    "compile": "below, on fewer strategies: it takes half a minute each",
+    "export": "test_checkpoint_pairs exports what each strategy has saved",
+    "compile": "below, on a smaller model",
 }
 ASKS: dict[str, dict[str, Any]] = {
     "accumulation": {"batch": {"global_size": 12, "micro_size": 2}},
@@ -37,12 +37,20 @@ OPTIMIZERS = 1e-5  # of the loss: most divide a gradient by its size, noise too
 
 def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
     sections = {**SGD, **ASKS[feature]} if feature in ASKS else {"optim": {"name": feature, "lr": 1e-3}}
-    parallel = {**VARIANTS[variant], **({"data": 2} if "hybrid" in variant and ranks > 1 else {})}
+    parallel = _parallel(variant, ranks)
     if sections.pop("offload", False) and parallel["strategy"] == "deepspeed":
         parallel = {**parallel, "deepspeed": {**parallel["deepspeed"], "offload_optimizer": "cpu"}}
     elif feature == "offload":
         parallel = {**parallel, "fsdp": {**parallel.get("fsdp", {}), "cpu_offload": True}}
     return config(12, parallel=parallel, **sections)
+
+
+def _parallel(variant: str, ranks: int) -> dict[str, Any]:
+    return {**VARIANTS[variant], **({"data": 2} if "hybrid" in variant and ranks > 1 else {})}
+
+
+def _ranks(variant: str) -> int:
+    return 1 if variant in ("single", "dp") else 4 if "hybrid" in variant else 2
 
 
 def variants(standing: str) -> list[tuple[str, list[str]]]:
@@ -62,7 +70,7 @@ def oracles() -> dict[str, Trajectory]:
 def test_what_is_tested_is_the_single_process(
     variant: str, features: list[str], oracles: dict[str, Trajectory]
 ) -> None:
-    ranks = 1 if variant in ("single", "dp") else 4 if "hybrid" in variant else 2
+    ranks = _ranks(variant)
     runs = recorded_all([asked(variant, name, ranks) for name in features], ranks, updates=UPDATES)
     for name, run in zip(features, runs, strict=True):
         if name in ASKS and name not in TOLERANCE:
@@ -76,19 +84,20 @@ def test_what_is_tested_is_the_single_process(
 @pytest.mark.parametrize("standing", ["refused", "untested"])
 def test_what_is_not_tested_says_so(standing: str) -> None:
     for variant, features in variants(standing):
-        ranks = 4 if "hybrid" in variant else 2
         for name in features:
-            said = in_world(ranks, small.refusal, asked(variant, name, ranks))[0]
+            said = in_world(_ranks(variant), small.refusal, asked(variant, name, _ranks(variant)))[0]
             assert cell(variant, name).why in said, (variant, name)
             if standing == "untested":
                 assert said.endswith("--allow-untested tries it")
 
 
-@pytest.mark.parametrize("variant", ["ddp", "fsdp"])
-def test_a_compiled_model_is_the_single_process(variant: str) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_compiled_model_is_the_single_process(ranks: int) -> None:
+    names = [name for name in VARIANTS if cell(name, "compile").standing == "cpu" and _ranks(name) == ranks]
     compiled = {"kind": "custom", "target": "kit.small:Net", "compile": True}
-    run = recorded({**small.config(parallel=VARIANTS[variant]), "model": compiled}, ranks=2, updates=2)
-    assert differences(run, recorded(small.config(), updates=2)) == []
+    configs = [{**small.config(parallel=_parallel(name, ranks)), "model": compiled} for name in names]
+    for name, run in zip(names, recorded_all(configs, ranks, updates=2), strict=True):
+        assert differences(run, recorded(small.config(), updates=2)) == [], name
 
 
 def test_every_feature_is_asked_for_here() -> None:

@@ -217,12 +217,13 @@ def _notes(session: Session) -> tuple[str, ...]:
         notes.append(NOTE)
     if rooms.plan.strategy == "dp" and rooms.sharding.module is rooms.sharding.bare:
         notes.append("dp spreads a batch over the GPUs of one process; with fewer than two it runs as single")
-    if rooms.config.parallel.ddp.compression != "none":
+    compression = rooms.config.parallel.ddp.compression if rooms.plan.strategy == "ddp" else "none"
+    if compression != "none":
         notes.append(
-            f"parallel.ddp.compression {rooms.config.parallel.ddp.compression} loses bits of each gradient: "
+            f"parallel.ddp.compression {compression} loses bits of each gradient: "
             f"the curve is close to the single process's, not equal"
         )
-    if rooms.config.parallel.ddp.compression == "powersgd":
+    if compression == "powersgd":
         notes.append("what powersgd remembers is not saved: a run that goes on is not, to the bit, one never stopped")
     return tuple(notes)
 
