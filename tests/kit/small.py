@@ -160,3 +160,9 @@ class Experts(Net):
             if chosen.any():
                 mixed = mixed.index_add(0, chosen.nonzero().flatten(), layer(points[chosen]))
         return super().forward(points + mixed)
+
+
+def bytes_held(tensors: list[Any]) -> int:
+    """Of the memory behind them, once: the gradients of a block may lie in one piece."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    return sum(storages.values())

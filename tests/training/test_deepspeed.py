@@ -126,6 +126,59 @@ def test_the_config_written_out_makes_the_same_run_by_deepspeed_alone(stage: int
             assert alone[name] == pytest.approx(values, abs=2e-5), name
 
 
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_memory_is_what_the_plan_says(ranks: int) -> None:
+    """Of many small parameters: one that lies across the border of two parts is held whole."""
+    model = {"kind": "transformer", "layers": 40, "width": 32, "heads": 4, "vocabulary": 256}
+    whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    configs = [config(4 * ranks, 2, model=model, parallel=one) for one in (zero(1), zero(2), zero(3, config=whole))]
+    for of_rank in in_world(ranks, _held, configs):
+        for stage, (planned, held) in enumerate(of_rank, start=1):
+            for what in ("parameters", "gradients", "optimizer"):
+                assert held[what] == pytest.approx(planned[what], rel=0.05), (stage, what)
+
+
+def _held(configs: list[dict[str, Any]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Bytes on this rank in an update of two micro-batches, as planned and as found."""
+    return [_held_by(asked) for asked in configs]
+
+
+def _held_by(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    with lockstep.session(asked) as session:
+        zero = session.rooms.sharding._zero
+        parameters: list[Any] = list(session.rooms.sharding.bare.parameters())
+        gradients: list[int] = []
+
+        def look(loss: torch.Tensor) -> None:
+            gradients.append(_gradients(zero, parameters))
+            open_vote(loss)
+
+        open_vote, session._open_vote = session._open_vote, look  # type: ignore[method-assign]
+        session.accumulate(next(session.batches()))
+        gradients.append(_gradients(zero, parameters))
+        flats = session.rooms.sharding._flats
+        moments = [value for flat in flats for value in session.rooms.sharding._torch.state[flat].values()]
+        found = {
+            "parameters": small.bytes_held([getattr(one, "ds_tensor", one.detach()) for one in parameters]),
+            "gradients": max(gradients),
+            "optimizer": small.bytes_held([*flats, *moments]),
+        }
+        placement = session.rooms.plan.placement
+        session.commit()
+        return {what: getattr(placement, what) for what in found}, found
+
+
+def _gradients(zero: Any, parameters: list[Any]) -> int:
+    found = [one.grad for one in parameters if one.grad is not None]
+    found += [part for group in zero.averaged_gradients.values() for part in group or ()]
+    if hasattr(zero, "grad_partitions_flat_buffer"):
+        found.append(zero.grad_partitions_flat_buffer)
+    return small.bytes_held(found)
+
+
 # --- a transaction ------------------------------------------------------------------------------------------------
 
 

@@ -105,14 +105,8 @@ def _held(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         session.commit()
         return (
             {what: getattr(placement, what) for what in found},
-            {what: _bytes(tensors) for what, tensors in found.items()},
+            {what: small.bytes_held(tensors) for what, tensors in found.items()},
         )
-
-
-def _bytes(tensors: list[Any]) -> int:
-    """Of the memory behind them, once: the gradients of a block may lie in one piece."""
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    return sum(storages.values())
 
 
 def _local(tensor: Any) -> Any:

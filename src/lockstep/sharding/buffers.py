@@ -5,22 +5,36 @@ What a forward starts from, what is judged and what is saved are the first rank'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
-def saved_buffers(model: nn.Module) -> list[Tensor]:
+class SharedBuffers:
     """Buffers that belong to the model's state, not tables that every rank computes alike."""
-    saved = set(model.state_dict())
-    return [buffer for name, buffer in model.named_buffers() if name in saved]
 
+    def __init__(self, model: nn.Module) -> None:
+        saved = set(model.state_dict())
+        self._buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
+        self._update_begins = True
 
-def broadcast_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """The first rank's, to all."""
-    for buffer in buffers:
-        dist.broadcast(buffer, group=group, group_src=0)
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    def before_forward(self, last: bool) -> None:
+        """Of a micro-batch; the first of an update starts from the first rank's.
+
+        Args:
+            last: it is the update's last.
+        """
+        if self._update_begins:
+            self.synchronize()
+        self._update_begins = last
+
+    def synchronize(self, group: dist.ProcessGroup | None = None) -> None:
+        """The first rank's, to all."""
+        for buffer in self._buffers:
+            dist.broadcast(buffer, group=group, group_src=0)

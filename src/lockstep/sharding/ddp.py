@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
+from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 
@@ -53,7 +53,7 @@ class ReplicatedByDDP:
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
-        self._saved_buffers = saved_buffers(model)
+        self._buffers = SharedBuffers(model)
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -61,7 +61,7 @@ class ReplicatedByDDP:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             bucket_cap_mb=options.bucket_mb,
-            **_buffer_option(bool(self._saved_buffers)),  # type: ignore[arg-type]
+            **_buffer_option(bool(self._buffers)),  # type: ignore[arg-type]
         )
         self._after_discard = _compress(self._ddp, options, backend)
         self._learns_graph = options.static_graph
@@ -93,7 +93,7 @@ class ReplicatedByDDP:
             self._after_discard()
 
     def synchronize(self) -> None:
-        broadcast_buffers(self._saved_buffers, self._ddp.process_group)
+        self._buffers.synchronize(self._ddp.process_group)
 
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.bare, wanted)

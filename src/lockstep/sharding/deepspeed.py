@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import FlatShard
-from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
+from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
 from lockstep.sharding.state import (
     live_state,
@@ -125,15 +125,12 @@ class ReplicatedByDeepSpeed:
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
-        self._buffers = saved_buffers(model)
+        self._buffers = SharedBuffers(model)
         self._reached = _Reached(model)
-        self._begins = True
 
     def window(self, last: bool) -> AbstractContextManager[object]:
         self._engine.set_gradient_accumulation_boundary(last)
-        if self._begins:
-            broadcast_buffers(self._buffers)
-        self._begins = last
+        self._buffers.before_forward(last)
         return NO_WINDOW
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
@@ -150,7 +147,7 @@ class ReplicatedByDeepSpeed:
         self._optimizer.update(rate, divisor, keep)
 
     def synchronize(self) -> None:
-        broadcast_buffers(self._buffers)
+        self._buffers.synchronize()
 
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.bare, wanted)
@@ -193,8 +190,7 @@ class DividedByDeepSpeed:
         self._squared_norm = squared_norm
         self._entries = tuple(entries)
         self._counts = counts
-        self._buffers = saved_buffers(model)
-        self._begins = True
+        self._buffers = SharedBuffers(model)
         self._flats = _flats(self._zero, self._stage)
         self._parts = {part.name: part for part in _parts(self._zero, self._stage, model, self._flats)}
         self._reached = _Reached(model)
@@ -217,9 +213,7 @@ class DividedByDeepSpeed:
     def window(self, last: bool) -> AbstractContextManager[object]:
         self._engine.set_gradient_accumulation_boundary(last)
         self._zero.clear_backward_seen_flag()  # a forward begins: as the engine's own does
-        if self._begins:
-            broadcast_buffers(self._buffers)
-        self._begins = last
+        self._buffers.before_forward(last)
         return NO_WINDOW
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
@@ -279,7 +273,7 @@ class DividedByDeepSpeed:
     # --- whole ----------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        broadcast_buffers(self._buffers)
+        self._buffers.synchronize()
 
     @torch.no_grad()
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:

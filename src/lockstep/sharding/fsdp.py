@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.sharding.buffers import broadcast_buffers, saved_buffers
+from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 from lockstep.sharding.unused import UnusedParameters
@@ -106,8 +106,8 @@ class ShardedByFSDP:
         self._squared_norm = squared_norm
         self._each_micro_batch = options.reduce_every == "micro-batch"
         self._offloaded = options.cpu_offload
-        self._buffers = saved_buffers(model)
-        self._begins = self._reduces = True
+        self._buffers = SharedBuffers(model)
+        self._reduces = self._is_last = True
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parts = [_Part(name, cast("DTensor", parameter)) for name, parameter in trained]
         self._by_name = {part.name: part for part in self._parts}
@@ -121,14 +121,13 @@ class ShardedByFSDP:
         if reduces != self._reduces:  # it walks through all modules
             self._root.set_requires_gradient_sync(reduces)
             self._reduces = reduces
-        if self._begins:
-            broadcast_buffers(self._buffers)
-        self._begins = last
+        self._buffers.before_forward(last)
+        self._is_last = last
         return NO_WINDOW
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
-        if self._unused is not None and self._begins:  # that was the last of an update
+        if self._unused is not None and self._is_last:
             self._unused.clear([part.whole for part in self._parts])
 
     def unreached(self) -> list[str]:
@@ -148,7 +147,7 @@ class ShardedByFSDP:
         self._optimizer.update(rate, divisor, keep)
 
     def synchronize(self) -> None:
-        broadcast_buffers(self._buffers)
+        self._buffers.synchronize()
 
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.bare, wanted)
