@@ -505,6 +505,19 @@ class DeepSpeed(Section):
     is refused, every other key is handed on or refused by name."""
 
 
+class PipelineParallel(Section):
+    """How a model is cut into stages, and in which order micro-batches go through them."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv"] = "1f1b"
+    """1f1b holds as many micro-batches as there are stages, gpipe all; interleaved-1f1b gives each rank several stages
+    and waits less; zero-bubble (interleaved) and zbv (two stages a rank, in a V) put off gradients of weights until a
+    rank would wait."""
+    stages_per_rank: Positive | Auto = "auto"
+    """auto: 2 where the schedule interleaves, otherwise 1; zbv always has 2."""
+    split: tuple[str, ...] | Auto = "auto"
+    """Names of the blocks that stages begin with, from the second stage on; auto: stages of about the same cost."""
+
+
 class Parallel(Section):
     """How the work is divided."""
 
@@ -514,6 +527,11 @@ class Parallel(Section):
     """Replicas of the training state; auto: what `shard` leaves of the ranks."""
     shard: Positive | Auto = "auto"
     """Parts that each replica is divided into; auto: all ranks, or of HYBRID_SHARD those of one machine."""
+    pipeline: Positive | Auto = 1
+    """Ranks, one behind the other, over which each replica's layers are spread; auto: what the others leave."""
+    tensor: Positive | Auto = 1
+    """Ranks, next to each other, over which each matrix is spread; auto: what the others leave."""
+    pipeline_parallel: PipelineParallel = PipelineParallel()
     ddp: DDP = DDP()
     fsdp: FSDP = FSDP()
     deepspeed: DeepSpeed = DeepSpeed()

@@ -35,7 +35,9 @@ class KeyedDraws:
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
-    def set(self, step: int, micro_batch: int) -> None:
-        number = key(self._seed, "forward", step, self._data_rank, micro_batch) >> 1
+    def set(self, step: int, micro_batch: int, stage: int = 0) -> None:
+        """`stage`: of a pipeline; what it draws is not what another one does."""
+        place = (step, self._data_rank, micro_batch, *((stage,) if stage else ()))
+        number = key(self._seed, "forward", *place) >> 1
         for generator in self._generators:
             generator.manual_seed(number)

@@ -26,6 +26,21 @@ def repeated_blocks(module: nn.Module) -> list[str]:
     return [name for children in composite or lists for name in children]
 
 
+def blocks_in_line(module: nn.Module, blocks: list[str]) -> list[str]:
+    """Where a forward can be cut: the children of a Sequential, whatever they are; the layers that a model of the
+    transformers library names in its own plan for pipelines; otherwise the repeated `blocks`."""
+    if type(module) is nn.Sequential:
+        return [name for name, _ in module.named_children()]
+    plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
+    inner = getattr(module, "base_model", module)
+    prefix = next((f"{name}." for name, child in module.named_modules() if child is inner and name), "")
+    for name in plan:
+        layers = getattr(inner, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return [f"{prefix}{name}.{child}" for child, _ in layers.named_children()]
+    return blocks
+
+
 def _outermost_lists(name: str, module: nn.Module) -> Iterator[dict[str, nn.Module]]:
     children = {f"{name}.{child}" if name else child: value for child, value in module.named_children()}
     if _repeats(module, list(children.values())):

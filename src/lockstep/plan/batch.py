@@ -18,6 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+_MICRO_BATCHES_PER_STAGE = 4
+"""A stage waits for about a fifth of the time then, under 1f1b."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -81,14 +84,22 @@ def share_of(terms: int, rank: int, ranks: int) -> Share:
     return Share(*_part(0, terms, rank, ranks), terms)
 
 
-def plan_batch(global_size: int, micro_size: int | Literal["auto"], ranks: int, *, fixed: bool = False) -> BatchPlan:
-    """Derives the accumulation from global size, micro size and the ranks of the data axis."""
+def plan_batch(
+    global_size: int, micro_size: int | Literal["auto"], ranks: int, *, fixed: bool = False, stages: int = 1
+) -> BatchPlan:
+    """Derives the accumulation from global size, micro size and the ranks that have samples of their own.
+
+    Args:
+        stages: that micro-batches go through: an `auto` micro size then gives enough of them to keep all stages busy.
+    """
     share = _ceil(global_size, ranks)
     if fixed:
         assert micro_size != "auto", "what is cut alike on any ranks has a size of its own"
         micro = min(micro_size, global_size)
         return BatchPlan(global_size, micro, _ceil(_ceil(global_size, micro), ranks), ranks, fixed)
-    micro = share if micro_size == "auto" else min(micro_size, share)
+    if micro_size == "auto":
+        micro_size = share if stages == 1 else _ceil(share, _MICRO_BATCHES_PER_STAGE * stages)
+    micro = min(micro_size, share)
     return BatchPlan(global_size, micro, _ceil(share, micro), ranks)
 
 

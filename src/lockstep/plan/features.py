@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from lockstep.config.schema import Config, Optim
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.plan.variants import VARIANTS
+from lockstep.plan.variants import VARIANTS, factors
 
 if TYPE_CHECKING:
     from lockstep.plan.batch import BatchPlan
@@ -86,13 +86,17 @@ def _offloads(config: Config) -> bool:
 
 
 _CPU, _NONE = Cell("cpu"), Cell("none")
+_WORST_FIRST: tuple[Standing, ...] = ("refused", "untested", "none", "cpu")
 _DIVIDED = ("fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-hybrid-grad-op", "zero1", "zero2", "zero3")
 _ZERO = ("zero0", "zero1", "zero2", "zero3")
 _HOOKED = "DeepSpeed's hooks are part of the forward, and have not been tried compiled; write false, or take ddp"
 _WHOLE_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp"
 _NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
 
+_COMPILED_WHOLE = "a compiled forward can't be left between two blocks; write false, or take fsdp"
+
 _OTHERWISE: Mapping[tuple[str, str], Cell] = {
+    **{(name, "compile"): Cell("refused", _COMPILED_WHOLE) for name in VARIANTS if name.startswith("pipeline")},
     **{(name, "offload"): _NONE for name in ("single", "dp", "ddp", "zero0")},
     **{(name, "offload"): Cell("untested", _NEEDS_GPU) for name in VARIANTS if name.startswith("fsdp")},
     **{(name, "compile"): Cell("refused", _HOOKED) for name in _ZERO},
@@ -101,8 +105,10 @@ _OTHERWISE: Mapping[tuple[str, str], Cell] = {
 
 
 def cell(variant: str, feature: str) -> Cell:
-    """How a feature stands under a strategy, both by their names."""
-    return _OTHERWISE.get((variant, feature), _CPU)
+    """How a feature stands under a strategy, both by their names; under a product as under the factor that it goes
+    least with."""
+    found = [_OTHERWISE.get((factor, feature), _CPU) for factor in factors(variant)]
+    return min(found, key=lambda one: _WORST_FIRST.index(one.standing))
 
 
 def check_features(config: Config, variant: str, batch: BatchPlan, frozen: int) -> None:

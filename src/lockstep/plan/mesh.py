@@ -46,6 +46,16 @@ class Mesh:
     def ranks(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def shares(self) -> int:
+        """Of a global batch: ranks along the other axes have the same samples."""
+        return self.data * self.shard
+
+    @property
+    def pieces(self) -> int:
+        """That the model itself is cut into."""
+        return self.pipeline * self.tensor
+
     def coordinates(self, rank: int) -> dict[Axis, int]:
         """Where `rank` stands on each axis."""
         assert 0 <= rank < self.ranks, f"rank {rank} of {self.ranks}"
@@ -107,9 +117,10 @@ def mesh_of(parallel: Parallel, strategy: str, ranks: int, machine_ranks: int | 
     Raises:
         ConfigError: the degrees contradict the strategy, or don't multiply out to the ranks.
     """
+    cut = _cut_model(parallel, strategy, ranks)
     sharding = parallel.fsdp.sharding_strategy if strategy == "fsdp" else None
     if sharding in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        return make_mesh(ranks, _hybrid(parallel, ranks, machine_ranks or ranks))
+        return make_mesh(ranks, _hybrid(parallel, ranks, machine_ranks or ranks, cut))
     stage = parallel.deepspeed.zero_stage if strategy == "deepspeed" else 0
     divides = sharding in ("FULL_SHARD", "SHARD_GRAD_OP") or stage > 0
     word = f"fsdp with {sharding}" if sharding else strategy
@@ -124,15 +135,38 @@ def mesh_of(parallel: Parallel, strategy: str, ranks: int, machine_ranks: int | 
         raise ConfigError(Problem("", "parallel.shard", why))
     axis: Axis = "shard" if divides else "data"
     size = parallel.shard if divides else parallel.data
-    return make_mesh(ranks, {"data": 1, axis: ranks if size == "auto" else size})
+    left = max(1, ranks // math.prod(cut.values()))
+    return make_mesh(ranks, {"data": 1, axis: left if size == "auto" else size, **cut})
 
 
-def _hybrid(parallel: Parallel, ranks: int, machine_ranks: int) -> dict[Axis, int]:
+def _cut_model(parallel: Parallel, strategy: str, ranks: int) -> dict[Axis, int]:
+    """The degrees by which the model itself is cut; those of one are left out."""
+    asked: dict[Axis, int | Literal["auto"]] = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
+    asked = {axis: degree for axis, degree in asked.items() if degree != 1}
+    if asked and strategy not in ("ddp", "fsdp"):
+        axis = next(iter(asked))
+        why = (
+            f"{strategy} doesn't go with parallel.{axis} {asked[axis]}; take ddp or fsdp, or leave parallel.{axis} out"
+        )
+        raise ConfigError(Problem("", "parallel.strategy", why))
+    open_ = [axis for axis, degree in asked.items() if degree == "auto"]
+    if len(open_) > 1:
+        why = f"auto, and so is parallel.{open_[0]}: only one of them can be what the others leave; give one a number"
+        raise ConfigError(Problem("", f"parallel.{open_[1]}", why))
+    cut = {axis: degree for axis, degree in asked.items() if degree != "auto"}
+    if open_:  # replicas that were not asked for are not made
+        others = (degree for degree in (parallel.data, parallel.shard, *cut.values()) if degree != "auto")
+        cut[open_[0]] = max(1, ranks // math.prod(others))
+    return {axis: degree for axis, degree in cut.items() if degree != 1}
+
+
+def _hybrid(parallel: Parallel, ranks: int, machine_ranks: int, cut: Mapping[Axis, int]) -> dict[Axis, int]:
     """What isn't given follows: of the parts of a replica, that they lie on one machine."""
+    by = math.prod(cut.values())
     if parallel.data == "auto":
-        return {"shard": machine_ranks if parallel.shard == "auto" else parallel.shard}
-    shard = max(1, ranks // parallel.data) if parallel.shard == "auto" else parallel.shard
-    return {"data": parallel.data, "shard": shard}
+        return {"shard": max(1, machine_ranks // by) if parallel.shard == "auto" else parallel.shard, **cut}
+    shard = max(1, ranks // (parallel.data * by)) if parallel.shard == "auto" else parallel.shard
+    return {"data": parallel.data, "shard": shard, **cut}
 
 
 def _does_not_multiply_out(ranks: int, sizes: Mapping[Axis, int], product: int, others: int) -> str:

@@ -21,7 +21,9 @@ from lockstep.config.schema import Config, Optim
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.grouping import is_hidden_matrix
+from lockstep.plan.mesh import Mesh
 from lockstep.plan.summation import most_held
+from lockstep.plan.variants import factors
 
 STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
 
@@ -88,16 +90,32 @@ class Placement:
 
 
 def placements(
-    config: Config, ranks: int, parameters: Sequence[ParameterFacts], asked: str = "", shards: int = 1
+    config: Config, ranks: int, parameters: Sequence[ParameterFacts], asked: str = "", mesh: Mesh | None = None
 ) -> tuple[Placement, ...]:
     """A row for every strategy that there is.
 
     Args:
-        asked: the one that is planned, with its number of `shards`; the others are of their usual ones.
+        asked: the one that is planned, on its `mesh`; all others are on their usual ones.
     """
     listed = [name for name in DIVISIONS if name == asked or name not in _OF_REPLICAS]
     partial_sums = _partial_sums(config, ranks)
-    return tuple(_place(name, config, shards if name == asked else ranks, parameters, partial_sums) for name in listed)
+    shards = {asked: mesh.shard} if mesh is not None else {}
+    rows = [_place(name, config, shards.get(name, ranks), parameters, partial_sums) for name in listed]
+    if mesh is not None and mesh.pieces > 1:
+        rows.append(_place_pieces(asked, config, mesh, parameters))
+    return tuple(rows)
+
+
+def _place_pieces(variant: str, config: Config, mesh: Mesh, parameters: Sequence[ParameterFacts]) -> Placement:
+    """Of a model that is itself cut: as of the strategy that holds its state, of an even part of the model."""
+    row = _place(factors(variant)[-1], config, mesh.shard, parameters, 0)
+    return Placement(
+        strategy=variant,
+        parameters=-(-row.parameters // mesh.pieces),
+        gradients=-(-row.gradients // mesh.pieces),
+        optimizer=-(-row.optimizer // mesh.pieces),
+        note=f"each rank holds about a part of {mesh.pieces} of the model",
+    )
 
 
 def _place(

@@ -6,6 +6,7 @@ config + ranks + DataFacts + ParameterFacts --> Plan --> describe (people), as_j
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,14 @@ from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
 from lockstep.plan.features import cell, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.invariance import refuse_variable
-from lockstep.plan.mesh import Mesh, mesh_of
+from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.placement import Placement, placements
 from lockstep.plan.schedule import epoch_length, horizon
+from lockstep.plan.stages import bubble, stages_of
 from lockstep.plan.variants import variant_of
 
+_LONG_WAIT = 0.2
+"""Share of the time; from here on it is warned of."""
 _SHARE_OF_STATE = 0.6
 """Of a rank's memory; the rest is left to activations."""
 
@@ -103,7 +107,9 @@ def make_plan(
     fixed = config.run.determinism == "invariant"
     if fixed:
         refuse_variable(config, strategy, ranks)
-    batch = plan_batch(config.batch.global_size, config.batch.micro_size, ranks, fixed=fixed)
+    batch = plan_batch(
+        config.batch.global_size, config.batch.micro_size, mesh.shares, fixed=fixed, stages=mesh.pipeline
+    )
     drop_last = config.data.drop_last
     epoch_steps, epoch_samples = epoch_length(facts, batch.global_size, drop_last)
     steps = horizon(config.run, batch.global_size, facts, drop_last)
@@ -128,8 +134,8 @@ def make_plan(
         trainable=trainable,
         frozen=total - trainable,
         groups=group_parameters(parameters, config.optim),
-        placements=placements(config, ranks, parameters, variant, mesh.shard),
-        warnings=(*_batch_warnings(batch, facts), *_schedule_warnings(config, steps)),
+        placements=placements(config, ranks, parameters, variant, mesh),
+        warnings=(*_batch_warnings(batch, facts), *_schedule_warnings(config, steps), *_bubble(config, mesh, batch)),
     )
     if strategy == "deepspeed":
         deepspeed.check(config, derived_for_deepspeed(made))
@@ -170,7 +176,8 @@ def _chosen(
         return "single", "there is one rank"
     if config.run.determinism == "invariant":
         return "ddp", "run.determinism invariant needs every rank to hold whole gradients"
-    whole = next(row for row in placements(config, ranks, parameters) if row.strategy == "ddp").total
+    pieces = math.prod(degree for degree in (config.parallel.pipeline, config.parallel.tensor) if degree != "auto")
+    whole = next(row for row in placements(config, ranks, parameters) if row.strategy == "ddp").total // pieces
     if memory is None:
         return "ddp", "how much memory a rank has isn't known here"
     takes = f"the training state takes {_bytes(whole)} of the {_bytes(memory)} that a rank has"
@@ -233,6 +240,27 @@ def _schedule_warnings(config: Config, steps: int | None) -> list[str]:
     return []
 
 
+def _bubble(config: Config, mesh: Mesh, batch: BatchPlan) -> list[str]:
+    """Said if stages wait for a fifth of the time or more."""
+    if mesh.pipeline == 1:
+        return []
+    schedule = config.parallel.pipeline_parallel.schedule
+    per_rank = stages_of(schedule, config.parallel.pipeline_parallel.stages_per_rank)
+    waits = bubble(schedule, mesh.pipeline, per_rank, batch.accumulation)
+    if waits < _LONG_WAIT:
+        return []
+    share = -(-batch.global_size // mesh.shares)
+    finer = (
+        f"; batch.micro_size {max(1, -(-share // (4 * mesh.pipeline)))} makes more of them"
+        if batch.micro_size > 1
+        else ""
+    )
+    return [
+        f"{mesh.pipeline} stages with {batch.accumulation} micro-batches under {schedule} wait {waits:.0%} of the "
+        f"time (the pipeline's bubble){finer}."
+    ]
+
+
 # --- showing ------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +301,8 @@ def _table(plan: Plan) -> list[str]:
 
 
 def _strategy(plan: Plan) -> str:
-    layout = f" ({plan.mesh.data} x {plan.mesh.shard}, data x shard)" if plan.mesh.shard > 1 else ""
+    axes = {axis: size for axis, size in zip(AXES, plan.mesh.sizes, strict=True) if size > 1 or axis == "data"}
+    layout = f" ({' x '.join(map(str, axes.values()))}, {' x '.join(axes)})" if len(axes) > 1 else ""
     return plan.variant + layout
 
 

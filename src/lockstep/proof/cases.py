@@ -17,7 +17,7 @@ from lockstep.config.schema import Config, FSDPPrecision, Parallel, Schedule
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.features import check_features
-from lockstep.plan.mesh import mesh_of
+from lockstep.plan.mesh import Mesh, mesh_of
 from lockstep.plan.plan import resolve_strategy
 from lockstep.plan.variants import VARIANTS, variant_of
 
@@ -128,8 +128,9 @@ def plan_proof(config: Config, strategies: Sequence[str], ranks: Sequence[int], 
 
 def _cases(base: Config, linear: Config, strategy: str, ranks: int) -> Iterator[Case]:
     size, micro = base.batch.global_size, base.batch.micro_size
-    asked = plan_batch(size, micro, ranks)
-    smaller = plan_batch(size, max(1, -(-asked.micro_size // 2)), ranks)
+    mesh = _mesh(base, strategy, ranks)
+    asked = plan_batch(size, micro, mesh.shares, stages=mesh.pipeline)
+    smaller = plan_batch(size, max(1, -(-asked.micro_size // 2)), mesh.shares)
     smaller = asked if asked.accumulation > 1 else smaller
     runs = [(base, asked), (base, smaller), (linear, smaller)]
     if strategy == SINGLE:
@@ -148,13 +149,22 @@ def _cases(base: Config, linear: Config, strategy: str, ranks: int) -> Iterator[
         )
 
 
+def _mesh(config: Config, strategy: str, ranks: int) -> Mesh:
+    """Of a strategy that may be refused on so many ranks later: then as if all of them divided the data."""
+    try:
+        under = _under(config, strategy, ranks)
+        return mesh_of(under.parallel, resolve_strategy(under, ranks, (), None)[0], ranks)
+    except ConfigError:
+        return Mesh(data=ranks)
+
+
 def _refusal(case: Case) -> str | None:
     """What is wrong with it by arithmetic alone."""
     parallel = case.config.parallel
     try:
         strategy, _ = resolve_strategy(case.config, case.ranks, (), None)
-        mesh_of(parallel, strategy, case.ranks)
-        batch = plan_batch(case.config.batch.global_size, case.config.batch.micro_size, case.ranks)
+        mesh = mesh_of(parallel, strategy, case.ranks)
+        batch = plan_batch(case.config.batch.global_size, case.config.batch.micro_size, mesh.shares)
         check_features(case.config, variant_of(parallel, strategy), batch, frozen=0)
     except ConfigError as refusal:
         return str(refusal)
@@ -169,6 +179,10 @@ def _left_out(strategy: str, ranks: int, gpus: int) -> str | None:
         return "dp is one process over two GPUs or more" + (f", and it sees {gpus}" if gpus < 2 else "")
     if _is_hybrid(parallel) and ranks % 2:
         return "two replicas, each divided, take an even number of ranks"
+    if parallel.pipeline != 1 and ranks == 1:
+        return "a pipeline of one stage is ddp"
+    if "+" in strategy and ranks % 4:
+        return "a product of two takes a multiple of four ranks"
     return None
 
 
@@ -224,7 +238,7 @@ def _under(config: Config, strategy: str, ranks: int) -> Config:
 
 
 def _parallel(asked: Parallel, strategy: str) -> Parallel:
-    values = {**asked.model_dump(exclude_unset=True), "data": "auto", "shard": "auto"}
+    values = {**asked.model_dump(exclude_unset=True), "data": "auto", "shard": "auto", "pipeline": 1, "tensor": 1}
     made = Parallel.model_validate(_laid_over(values, VARIANTS[strategy]))
     return made.model_copy(update={"data": 2}) if _is_hybrid(made) else made
 

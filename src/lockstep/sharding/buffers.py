@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 class SharedBuffers:
     """Buffers that belong to the model's state, not tables that every rank computes alike."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: of the ranks that have the same model; None: all."""
+        self._group = group
         saved = set(model.state_dict())
         self._buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
         self._update_begins = True
@@ -34,7 +36,7 @@ class SharedBuffers:
             self.synchronize()
         self._update_begins = last
 
-    def synchronize(self, group: dist.ProcessGroup | None = None) -> None:
+    def synchronize(self) -> None:
         """The first rank's, to all."""
         for buffer in self._buffers:
-            dist.broadcast(buffer, group=group, group_src=0)
+            dist.broadcast(buffer, group=self._group, group_src=0)

@@ -93,7 +93,7 @@ class ReplicatedByDDP:
             self._after_discard()
 
     def synchronize(self) -> None:
-        self._buffers.synchronize(self._ddp.process_group)
+        self._buffers.synchronize()
 
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         return whole_weights(self.bare, wanted)

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from lockstep.config.schema import FSDP, FSDPPrecision
     from lockstep.core.protocols import Optimizer
     from lockstep.core.records import TrainingState
-    from lockstep.plan.mesh import Mesh
+    from lockstep.distributed.place import Place
+    from lockstep.sharding.pieces import Pieces
 
 OptimizerOf = Callable[[Iterable[tuple[str, nn.Parameter]]], "Optimizer"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard(model: nn.Module, options: FSDP, mesh: Mesh, device: torch.device, blocks: Sequence[str]) -> None:
+def shard(model: nn.Module, options: FSDP, place: Place, device: torch.device, blocks: Sequence[str]) -> None:
     """Divides the model in place, its parameters on the CPU, on `device`, or without values on the meta device.
 
     Args:
@@ -51,7 +52,7 @@ def shard(model: nn.Module, options: FSDP, mesh: Mesh, device: torch.device, blo
     _refuse(model, options, device)
     names = units(model, options, blocks)
     arguments: dict[str, Any] = {
-        "mesh": _device_mesh(mesh, device),
+        "mesh": _device_mesh(place, device),
         "reshard_after_forward": options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
         "mp_policy": _precision(options.mixed_precision),
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
@@ -82,6 +83,7 @@ class ShardedByFSDP:
     """Args:
     model: divided by `shard`, and with its values.
     optimizer_of: makes the optimizer of named parameters: plain ones, this rank's parts.
+    pieces: who holds what of a model that is cut.
     whole: give it the DTensors in their place: it is a user's, and may look at shapes.
     find_unused: a rank's samples may leave parameters out that others use.
     """
@@ -95,19 +97,22 @@ class ShardedByFSDP:
         optimizer_of: OptimizerOf,
         squared_norm: SquaredNorm,
         options: FSDP,
-        mesh: Mesh,
+        place: Place,
+        pieces: Pieces,
         *,
         whole: bool,
         find_unused: bool = False,
     ) -> None:
         self.bare = self.module = model
         self._root = cast("FSDPModule", model)
-        self._replicas = mesh.data
+        self._replicas = place.mesh.data
+        self._pieces = pieces
         self._squared_norm = squared_norm
         self._each_micro_batch = options.reduce_every == "micro-batch"
         self._offloaded = options.cpu_offload
-        self._buffers = SharedBuffers(model)
+        self._buffers = SharedBuffers(model, place.with_share)
         self._reduces = self._is_last = True
+        self._shares_ends = False
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parts = [_Part(name, cast("DTensor", parameter)) for name, parameter in trained]
         self._by_name = {part.name: part for part in self._parts}
@@ -122,7 +127,7 @@ class ShardedByFSDP:
             self._root.set_requires_gradient_sync(reduces)
             self._reduces = reduces
         self._buffers.before_forward(last)
-        self._is_last = last
+        self._is_last = self._shares_ends = last
         return NO_WINDOW
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
@@ -135,7 +140,9 @@ class ShardedByFSDP:
 
     def squared_norm(self) -> Tensor:
         """This rank's share: each of the replicas that hold the same part counts a fraction of it."""
-        norm = self._squared_norm([part.gradient for part in self._parts if part.whole.grad is not None])
+        self._add_shared()
+        counted = [part for part in self._parts if self._pieces.counts(part.name)]
+        norm = self._squared_norm([part.gradient for part in counted if part.whole.grad is not None])
         return norm / self._replicas
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
@@ -150,19 +157,27 @@ class ShardedByFSDP:
         self._buffers.synchronize()
 
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_weights(self.bare, wanted)
+        return self._pieces.whole(whole_weights(self.bare, wanted or self._pieces.several), wanted)
 
     def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_gradients(self.bare, wanted)
+        self._add_shared()
+        return self._pieces.whole(whole_gradients(self.bare, wanted or self._pieces.several), wanted)
 
     def close(self) -> None:
         pass
 
     def state(self) -> TrainingState:
-        return live_state(self.bare, self._optimizer, self._shown)
+        return self._pieces.state(live_state(self.bare, self._optimizer, self._shown))
 
     def restore(self, state: TrainingState) -> None:
-        restore_state(self.bare, self._optimizer, state, self._fit)
+        restore_state(self.bare, self._optimizer, self._pieces.own(state), self._fit)
+
+    def _add_shared(self) -> None:
+        """Once an update; at the same point on every rank."""
+        if not self._shares_ends:
+            return
+        self._shares_ends = False
+        self._pieces.add_shared({part.name: part.gradient for part in self._parts if part.whole.grad is not None})
 
     def _shown(self, name: str, value: Tensor) -> Tensor:
         part = self._by_name[name]
@@ -230,9 +245,14 @@ def _refuse(model: nn.Module, options: FSDP, device: torch.device) -> None:
             raise ConfigError(Problem("", "parallel.strategy", f"{message}; convert the model with .float()"))
 
 
-def _device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+def _device_mesh(place: Place, device: torch.device) -> DeviceMesh:
+    mesh, cut = place.mesh, place.device_mesh
     if mesh.data == 1:
-        return init_device_mesh(device.type, (mesh.shard,), mesh_dim_names=("shard",))
+        return (
+            cut["shard"] if cut is not None else init_device_mesh(device.type, (mesh.shard,), mesh_dim_names=("shard",))
+        )
+    if cut is not None:
+        return cut["data", "shard"]
     return init_device_mesh(device.type, (mesh.data, mesh.shard), mesh_dim_names=("data", "shard"))
 
 

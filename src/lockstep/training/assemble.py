@@ -20,12 +20,14 @@ from lockstep.core.records import DataFacts, RunFacts
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import TrainingLoader
 from lockstep.data.sources import open_source
+from lockstep.distributed.collectives import Alone
 from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
 from lockstep.distributed.memory import memory_of_a_rank
+from lockstep.distributed.place import pair_of_ends, place_of
 from lockstep.distributed.rng import KeyedDraws, seed_everything
 from lockstep.engine.eager import Eager
 from lockstep.engine.numbered import Numbered
-from lockstep.models.blocks import repeated_blocks
+from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
@@ -38,10 +40,14 @@ from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elemen
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
 from lockstep.plan.plan import Machine, because, derived_for_deepspeed, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
+from lockstep.plan.stages import stages_of
+from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
 from lockstep.sharding.invariant import Invariant
+from lockstep.sharding.pieces import Pieces
 from lockstep.sharding.single import Single
+from lockstep.sharding.state import of_model
 from lockstep.training.invariance import NOTE, refuse_coupled
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Rate, Rooms, Session
@@ -54,7 +60,9 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource, HuggingFaceModel
     from lockstep.core.protocols import Engine, Objective, Optimizer, Sharding, Source, Transform
     from lockstep.distributed.consensus import Consensus
+    from lockstep.distributed.place import Place
     from lockstep.distributed.process_group import World
+    from lockstep.engine.cutting import Cut
     from lockstep.models.blank import Blank
     from lockstep.plan.plan import Plan
 
@@ -99,20 +107,27 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     notes = list(start_weights(model, config.model)) if blank is None else []
     objective = make_objective(config, source.facts, given)
-    model = transform(model, _transforms(config, model, world.device), world.device)
+    place = place_of(plan.mesh, world)
+    blocks = repeated_blocks(model)
+    names = list(of_model(model)[0])
+    model = transform(model, _transforms(config, blocks, world.device), world.device)
+    cut = _cut(config, place, model, blocks, world.device)
     invariant = config.run.determinism == "invariant"
     if invariant:
         refuse_coupled(model, objective)
-    make_sharding = _invariant if invariant else _SHARDING[plan.strategy]
-    sharding = make_sharding(_Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes))
+    make_sharding = (
+        _invariant if invariant else _SHARDING[plan.strategy if cut is None else f"{plan.strategy} of a piece"]
+    )
+    parts = _Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut)
+    sharding = make_sharding(parts)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
-    engine, consensus = _engine_and_vote(config, world, plan, objective, sharding)
+    engine, consensus = _engine_and_vote(config, place, parts, objective, sharding)
     loader = TrainingLoader(
         source,
         plan.batch,
-        world.axis.rank,
+        place.share,
         config.run.seed,
         shuffle=config.data.shuffle,
         drop_last=config.data.drop_last,
@@ -124,6 +139,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         config=config,
         plan=plan,
         world=world,
+        place=place,
         objective=objective,
         sharding=sharding,
         engine=engine,
@@ -261,10 +277,10 @@ def _set_determinism(config: Config) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _transforms(config: Config, model: nn.Module, device: torch.device) -> list[Transform]:
+def _transforms(config: Config, blocks: Sequence[str], device: torch.device) -> list[Transform]:
     chosen: list[Transform] = []
     if config.memory.activation_checkpointing.mode != "none":
-        chosen.append(RecomputeBlocks(config.memory.activation_checkpointing, repeated_blocks(model), _unheard))
+        chosen.append(RecomputeBlocks(config.memory.activation_checkpointing, blocks, _unheard))
     if config.model.compile:
         chosen.append(Compile(resolve_compute(config.precision.compute, device)))
     if config.parallel.ddp.sync_batchnorm:
@@ -307,17 +323,51 @@ def _unheard() -> AbstractContextManager[object]:
     return recording(Journal())
 
 
+def _cut(config: Config, place: Place, model: nn.Module, blocks: Sequence[str], device: torch.device) -> Cut | None:
+    """This rank's stages, if the model is cut into any."""
+    if place.mesh.pipeline == 1:
+        return None
+    from lockstep.engine.cutting import Cut, Cutting
+
+    options = config.parallel.pipeline_parallel
+    asked = Cutting(
+        rank=place.coordinates["pipeline"],
+        ranks=place.mesh.pipeline,
+        schedule=options.schedule,
+        stages_per_rank=stages_of(options.schedule, options.stages_per_rank),
+        split=None if options.split == "auto" else options.split,
+    )
+    return Cut(model, blocks_in_line(model, blocks), asked, device)
+
+
 def _engine_and_vote(
-    config: Config, world: World, plan: Plan, objective: Objective, sharding: Sharding
+    config: Config, place: Place, parts: _Parts, objective: Objective, sharding: Sharding
 ) -> tuple[Engine, Consensus]:
+    world, cut = parts.world, parts.cut
     autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
-    rank, consensus = world.axis.rank, consensus_over(world.axis, world.device)
+    consensus = consensus_over(world.axis, world.device)
+    if cut is not None:
+        from lockstep.engine.pipeline import Pipelined
+
+        engine: Engine = Pipelined(
+            sharding,
+            objective,
+            autocast,
+            KeyedDraws(config.run.seed, place.share, world.device).set,
+            _unheard,
+            cut=cut,
+            schedule=config.parallel.pipeline_parallel.schedule,
+            axis=place.pipeline,
+            group=place.pipeline_group,
+            device=world.device,
+        )
+        return engine, consensus
     if not isinstance(sharding, Invariant):
-        draws = KeyedDraws(config.run.seed, rank, world.device)
+        draws = KeyedDraws(config.run.seed, place.share, world.device)
         return Eager(sharding, objective, autocast, draws.set, _unheard), consensus
     eager = partial(Eager, sharding, objective, autocast, unheard=_unheard)
     draws = KeyedDraws(config.run.seed, 0, world.device)
-    engine = Numbered(eager, draws.set, partial(plan.batch.share, rank=rank), sharding.begin)
+    engine = Numbered(eager, draws.set, partial(parts.plan.batch.share, rank=place.share), sharding.begin)
     return engine, WithOrderedLoss(consensus, sharding.loss_sum)
 
 
@@ -338,6 +388,9 @@ class _Parts:
     Attributes:
         model: on the CPU; without values if it is `blank`'s.
         notes: what people should know; what is found on the way joins.
+        blocks: names of the repeated layers of the whole model.
+        names: of the tensors of the whole model, in order.
+        cut: this rank's stages; None: it has the whole model.
     """
 
     config: Config
@@ -347,6 +400,19 @@ class _Parts:
     optimizer_of: _OptimizerOf
     blank: Blank | None
     notes: list[str]
+    place: Place
+    blocks: Sequence[str]
+    names: Sequence[str]
+    cut: Cut | None
+
+    @property
+    def pieces(self) -> Pieces:
+        """Who holds what of the model."""
+        place, cut, device = self.place, self.cut, self.world.device
+        if cut is None or not cut.shared:
+            return Pieces(self.model, self.names, place.pipeline, ends=Alone(), device=device)
+        ends = pair_of_ends(place, cut.owners[0], cut.owners[-1])
+        return Pieces(self.model, self.names, place.pipeline, shared=cut.shared, ends=ends, device=device)
 
 
 def _single(parts: _Parts) -> Sharding:
@@ -385,8 +451,9 @@ def _invariant(parts: _Parts) -> Sharding:
 def _fsdp(parts: _Parts) -> Sharding:
     from lockstep.sharding.fsdp import ShardedByFSDP, give_memory, shard  # DTensors take 0.5 s to import
 
-    model, options, mesh = parts.model, parts.config.parallel.fsdp, parts.plan.mesh
-    shard(model, options, mesh, parts.world.device, repeated_blocks(model))
+    model, options, place = parts.model, parts.config.parallel.fsdp, parts.place
+    blocks = parts.blocks if parts.cut is None else parts.cut.blocks
+    shard(model, options, place, parts.world.device, blocks)
     if parts.blank is not None:
         give_memory(model, parts.world.device)
         parts.blank.fill()
@@ -396,10 +463,20 @@ def _fsdp(parts: _Parts) -> Sharding:
         parts.optimizer_of,
         squared_norm,
         options,
-        mesh,
+        place,
+        parts.pieces,
         whole=parts.optimizer_of.users,
         find_unused=parts.config.parallel.ddp.find_unused_parameters,
     )
+
+
+def _replicas(parts: _Parts) -> Sharding:
+    from lockstep.sharding.replicas import Replicas
+
+    model = parts.model.to(parts.world.device)
+    optimizer = parts.optimizer_of(model.named_parameters())
+    buffers = SharedBuffers(model, parts.place.with_share)
+    return Replicas(model, optimizer, squared_norm, parts.place.data, parts.pieces, buffers)
 
 
 def _deepspeed(parts: _Parts) -> Sharding:
@@ -437,5 +514,7 @@ _SHARDING: Mapping[str, Callable[[_Parts], Sharding]] = {
     "dp": _data_parallel,
     "ddp": _ddp,
     "fsdp": _fsdp,
+    "ddp of a piece": _replicas,
+    "fsdp of a piece": _fsdp,
     "deepspeed": _deepspeed,
 }

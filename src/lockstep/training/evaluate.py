@@ -28,15 +28,16 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
     batches = evaluation_batches(
         source,
         _micro_size(session),
-        rooms.world.axis.rank,
-        rooms.world.axis.size,
+        rooms.place.share,
+        rooms.place.shares,
         rooms.config.data.loader,
         rooms.world.device,
     )
     with recording(Journal()):  # what user code logs of an evaluation is not part of the training's curves
         mine = rooms.engine.evaluate(batches)
     names = sorted(mine)
-    total = rooms.world.axis.sum(torch.stack([mine[key].to(rooms.world.device) for key in names])).tolist()
+    told = torch.stack([mine[key].to(rooms.world.device) for key in names])
+    total = rooms.world.axis.sum(told if rooms.place.tells_counts else torch.zeros_like(told)).tolist()
     sums = dict(zip(names, total, strict=True))
     loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
     metrics = rooms.objective.metrics(loss_sum, max(count, 1.0), sums)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Engine, Objective, Sharding, Source
     from lockstep.data.loader import TrainingLoader
+    from lockstep.distributed.place import Place
     from lockstep.distributed.process_group import World
     from lockstep.optim.precision import LossScaler
     from lockstep.plan.plan import Plan
@@ -52,6 +53,7 @@ class Rooms:
     config: Config
     plan: Plan
     world: World
+    place: Place
     objective: Objective
     sharding: Sharding
     engine: Engine
@@ -79,7 +81,7 @@ class Session:
         self.rooms = rooms
         self.progress = Progress()
         self.patience = Patience()
-        self.ledger = Ledger(rooms.world.axis.size, _order_facts(rooms))
+        self.ledger = Ledger(rooms.world.size, _order_facts(rooms))
         self.standing: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.heard: Callable[[float, float], None] = lambda settled, failed: None
         self._batches: Iterator[GlobalBatch] | None = None
@@ -107,7 +109,7 @@ class Session:
             return
         self._batches = self.rooms.loader.updates(self.progress)
         self._batch = next(self._batches)
-        count, tokens = self.rooms.consensus.announce(self._batch.count, self._batch.tokens)
+        count, tokens = self.rooms.consensus.announce(*self._told(self._batch))
         self._count = at_least_one(count)
         self.rooms.readback.start(int(tokens))
 
@@ -226,9 +228,15 @@ class Session:
             assert self._batches is not None, "batches() begins the session"
             self._upcoming = next(self._batches)
         upcoming = self._upcoming
-        tallies = (float(self._current.digest), *self.standing())
-        self.rooms.consensus.open(loss_sum, upcoming.count, upcoming.tokens, tallies, self._requests)
+        place = self.rooms.place
+        tallies = (float(self._current.digest) if place.tells_counts else 0.0, *self.standing())
+        loss_sum = loss_sum if place.tells_loss else loss_sum.new_zeros(())
+        self.rooms.consensus.open(loss_sum, *self._told(upcoming), tallies, self._requests)
         self._requests.clear()
+
+    def _told(self, batch: GlobalBatch) -> tuple[int, int]:
+        """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""
+        return (batch.count, batch.tokens) if self.rooms.place.tells_counts else (0, 0)
 
     def _rate(self) -> float:
         plan = self.rooms.plan

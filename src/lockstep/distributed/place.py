@@ -1,0 +1,107 @@
+"""Where this rank stands in the mesh, and with whom it shares what.
+
+    pipeline 2 x data 2        share of the batch     holds
+    rank 0 (0, 0)              0                      first half of the model
+    rank 1 (0, 1)              1                      the same
+    rank 2 (1, 0)              0                      second half
+    rank 3 (1, 1)              1                      the same
+
+Ranks along `data` and `shard` have samples of their own; along the other axes they have the same ones, and only one of
+them speaks for these in a vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from lockstep.distributed.collectives import Alone, Together
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lockstep.core.protocols import Axis
+    from lockstep.distributed.process_group import World
+    from lockstep.plan.mesh import Axis as AxisName
+    from lockstep.plan.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Attributes:
+    coordinates: of this rank on each axis.
+    share, shares: which part of each global batch it has, of how many.
+    pipeline: the ranks that hold the other stages of this replica.
+    data: the ranks that hold the same as this one.
+    with_share: process group of the ranks that hold the same piece of the model, divided or not; None: all ranks.
+    device_mesh: of a model that is cut; None: it isn't.
+    """
+
+    mesh: Mesh
+    coordinates: Mapping[AxisName, int]
+    share: int
+    shares: int
+    pipeline: Axis
+    data: Axis
+    with_share: dist.ProcessGroup | None = None
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def tells_counts(self) -> bool:
+        """Whether this rank speaks for its share's samples."""
+        return self.coordinates["pipeline"] == 0 and self.coordinates["tensor"] == 0
+
+    @property
+    def tells_loss(self) -> bool:
+        """Whether its sum of losses counts."""
+        return self.coordinates["tensor"] == 0
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        assert self.device_mesh is not None, "a model that isn't cut has no pipeline"
+        return self.device_mesh.get_group("pipeline")
+
+
+def place_of(mesh: Mesh, world: World) -> Place:
+    """All ranks together: groups are made."""
+    coordinates = mesh.coordinates(world.rank)
+    if mesh.pieces == 1:
+        return Place(mesh, coordinates, world.axis.rank, world.axis.size, Alone(), world.axis)
+    from torch.distributed.device_mesh import init_device_mesh  # takes 0.5 s to import
+
+    axes = ("pipeline", "data", "shard", "tensor")
+    sizes = tuple(getattr(mesh, axis) for axis in axes)
+    made = init_device_mesh(world.device.type, sizes, mesh_dim_names=axes)
+    return Place(
+        mesh,
+        coordinates,
+        share=coordinates["data"] * mesh.shard + coordinates["shard"],
+        shares=mesh.shares,
+        pipeline=_axis(made, "pipeline"),
+        data=_axis(made, "data"),
+        with_share=made["data", "shard"]._flatten().get_group(),
+        device_mesh=made,
+    )
+
+
+def pair_of_ends(place: Place, first: int, last: int) -> Axis:
+    """This rank and, if it has the first or the last stage, the one with the other. All ranks together.
+
+    Args:
+        first, last: their coordinates on the pipeline.
+    """
+    mesh, mine = place.mesh, None
+    for ranks in mesh.groups("pipeline"):
+        members = [ranks[first], ranks[last]]
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            mine = group
+    return Together(mine) if mine is not None else Alone()
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    group = mesh.get_group(name)
+    return Together(group) if group.size() > 1 else Alone()

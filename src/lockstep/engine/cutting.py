@@ -1,0 +1,464 @@
+"""A model cut between its blocks: each rank keeps some of them, under their own names.
+
+    embedding    blocks.0  blocks.1  blocks.2  blocks.3    norm  head
+    `- before                                               after -'
+    rank 0   keeps  embedding, blocks.0, blocks.1           the rest has no weights there
+    rank 1   keeps  blocks.2, blocks.3, norm, head          under the same names as in the whole model
+
+A stage runs the model's own forward on the micro-batch, which every rank has: what comes before its first block makes
+masks and the like; blocks that lie elsewhere let their input through; its first block takes what the stage before has
+sent; and behind its last block the forward is left. So it works for any model whose blocks form a chain, and needs no
+forward of its own for a part of a model.
+
+What is computed from weights that lie elsewhere is an `Elsewhere`: it has a shape, and is worth nothing. A stage that
+would make use of one says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.engine.eager import call
+from lockstep.plan.stages import Schedule, balanced, owner
+
+_KEY = "parallel.pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What stages hand on.
+
+    Attributes:
+        shape, dtype: of one micro-batch's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """How a pipeline is asked to be cut.
+
+    Attributes:
+        ranks: of the pipeline; `rank` is this one.
+        split: names of the blocks that stages begin with, from the second on; None: stages of about the same cost.
+    """
+
+    rank: int
+    ranks: int
+    schedule: Schedule
+    stages_per_rank: int
+    split: Sequence[str] | None
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.stages_per_rank
+
+
+class Cut:
+    """A model of which this rank keeps a part.
+
+    Attributes:
+        model: the part; it runs one stage at a time, by `run`.
+        blocks: names of those that are kept.
+        mine: numbers of this rank's stages, in order.
+        stages: of the whole model.
+        shared: names of parameters that the first and the last stage both have, since they are tied.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], asked: Cutting, device: torch.device) -> None:
+        """Cuts the model in place, before it is moved to `device` or sharded.
+
+        Raises:
+            ConfigError: it can't be cut so.
+        """
+        begins = _begins(model, blocks, asked)
+        self.model = model
+        self.stages = asked.stages
+        self.mine = [stage for stage in range(asked.stages) if owner(stage, asked.ranks, asked.schedule) == asked.rank]
+        self.owners = [owner(stage, asked.ranks, asked.schedule) for stage in range(asked.stages)]
+        ends = [*begins[1:], len(blocks)]
+        self._spans = {stage: range(begins[stage], ends[stage]) for stage in self.mine}
+        self._device = device
+        self._modules = [model.get_submodule(name) for name in blocks]
+        self._index = {id(module): index for index, module in enumerate(self._modules)}
+        self._at: _Run | None = None
+        self._returns: str | int = "tensor"
+        self._learned: torch.dtype | None = None
+        self._shapes: dict[Any, Hidden] = {}
+        kept = {index for span in self._spans.values() for index in span}
+        self.blocks = [name for index, name in enumerate(blocks) if index in kept]
+        keeps_ends = self.mine[0] == 0, self.mine[-1] == self.stages - 1
+        sides = _sides(model, blocks)
+        _refuse_shared_blocks(model, blocks, asked)
+        self.shared = _shared_ends(model, sides) if self.owners[0] != self.owners[-1] else []
+        self._outside = [(holder, key) for holder, key, _ in sides]
+        _leave_ends(sides, keeps_ends, device)
+        for index, module in enumerate(self._modules):
+            if index not in kept:
+                _empty(module)
+        cast("Any", model).forward = partial(_until_left, model.forward)
+
+    def attach(self) -> None:
+        """Once the model is sharded: what hooks do here lies around what they do for that."""
+        for module in self._modules:
+            cast("Any", module).forward = partial(self._in_block, module, module.forward)
+        for span in self._spans.values():
+            first, last = self._modules[span[0]], self._modules[span[-1]]
+            if span[0] > 0:
+                first.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            if span[-1] < len(self._modules) - 1:
+                last.register_forward_hook(self._leave)
+
+    def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
+        """Of its blocks, and of what lies before or after all blocks, if that belongs to it."""
+        own = {id(one) for index in self._spans[stage] for one in self._modules[index].parameters()}
+        others = {
+            id(one) for kept in self._spans.values() for index in kept for one in self._modules[index].parameters()
+        }
+        ends = stage in (0, self.stages - 1)
+        return (one for one in self.model.parameters() if id(one) in own or (ends and id(one) not in others))
+
+    def run(self, stage: int, hidden: Tensor | None, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:
+        """The stage's part of a forward on a micro-batch.
+
+        Args:
+            hidden: what the stage before has sent; None for the first.
+
+        Returns:
+            What goes to the next stage; of the last, what the model returns.
+
+        Raises:
+            ConfigError: the model's blocks are no chain, and can't be cut here.
+        """
+        with self._running(stage, hidden, Elsewhere.refused if stage == 0 else Elsewhere.allowed):
+            return call(self.model, inputs)
+
+    def hidden(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Hidden:
+        """What stages will hand on of a micro-batch. After `learn`. No weights are used for it."""
+        sign = tuple((tuple(one.shape), one.dtype) for one in tree_leaves(inputs) if isinstance(one, Tensor))
+        if sign not in self._shapes:
+            assert self._learned is not None, "learn() comes first"
+            self._shapes[sign] = Hidden(tuple(self._before(inputs).shape), self._learned)
+        return self._shapes[sign]
+
+    @torch.no_grad()
+    def learn(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> None:
+        """What blocks return, found out by running one of this rank's on zeros; in the autocast of the run."""
+        if self._learned is not None:
+            return
+        index = self._spans[self.mine[0]][0]
+        block, name = self._modules[index], self.blocks[0]
+        before = self._before(inputs)
+        was_training = block.training
+        def leave(module: nn.Module, args: object, found: Any) -> None:
+            raise _Left(found)
+
+        zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            handle = block.eval().register_forward_hook(leave)
+            try:
+                with self._running(self.mine[0], zeros, Elsewhere.allowed) as run:
+                    call(self.model, inputs)
+            finally:
+                handle.remove()
+                block.train(was_training)
+        self._returns = _form(run.returned, name)
+        found = _first(run.returned)
+        if found.shape != before.shape:
+            raise _no_chain(f"{name} makes {list(found.shape)} of {list(before.shape)}: stages hand on one shape")
+        self._learned = found.dtype
+
+    def _before(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Tensor:
+        """What the first block of all would take, in shape and precision."""
+        with torch.no_grad(), self._without_weights(), self._running(-1, None, Elsewhere.allowed):
+            return cast("Tensor", call_forward(self.model, inputs))
+
+    @contextmanager
+    def _without_weights(self) -> Iterator[None]:
+        """What lies outside of the blocks computes with stand-ins: shapes alone come out."""
+        shadowed = [
+            (holder, key, holder._parameters[key]) for holder, key in self._outside if key in holder._parameters
+        ]
+        for holder, key, parameter in shadowed:
+            holder.__dict__[key] = _stand_in(cast("Tensor", parameter), self._device)
+        try:
+            yield
+        finally:
+            for holder, key, _ in shadowed:
+                del holder.__dict__[key]
+
+    @contextmanager
+    def _running(self, stage: int, hidden: Tensor | None, mode: Mode) -> Iterator[_Run]:
+        """Args:
+        stage: -1: only what comes before the blocks is run.
+        """
+        assert self._at is None, "one stage runs at a time"
+        self._at = run = _Run(range(0) if stage < 0 else self._spans[stage], hidden)
+        Elsewhere.mode = mode
+        try:
+            yield run
+        finally:
+            self._at = None
+            Elsewhere.mode = Elsewhere.allowed
+
+    # --- in a forward ---------------------------------------------------------------------------------------------
+
+    def _in_block(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        at = self._at
+        if at is None:
+            raise RuntimeError("a model that is cut runs by Cut.run alone")
+        if not at.span:
+            raise _Left(_given(args, kwargs))
+        if self._index[id(module)] not in at.span:
+            return _as(self._returns, _given(args, kwargs))
+        at.returned = forward(*args, **kwargs)
+        return at.returned
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = self._at
+        if at is None or not at.span or module is not self._modules[at.span[0]]:
+            return None
+        others = [*args[1:], *kwargs.values()] if args else list(kwargs.values())[1:]
+        for other in tree_leaves(others):
+            if isinstance(other, Elsewhere):
+                raise _no_chain("a block takes more than what the one before it made: a tensor that another stage's "
+                                "weights have made")  # fmt: skip
+        Elsewhere.mode = Elsewhere.refused
+        if args:
+            return (at.hidden, *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: at.hidden}
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], found: Any) -> None:
+        at = self._at
+        if at is None or not at.span or module is not self._modules[at.span[-1]]:
+            return
+        hidden = _first(found)
+        if self._learned is not None and hidden.dtype != self._learned:
+            raise _no_chain(f"blocks return {hidden.dtype} and {self._learned}: stages hand on one precision")
+        raise _Left(hidden)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Of one stage, on one micro-batch.
+
+    Attributes:
+        span: blocks that compute; none: the forward is left before them.
+        hidden: what the first of them takes.
+        returned: by the last one that has computed.
+    """
+
+    span: range
+    hidden: Tensor | None
+    returned: Any = None
+
+
+class _Left(BaseException):
+    """The forward is left behind the stage's last block. No `Exception`, which a model might catch."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+def _until_left(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    except _Left as left:
+        return left.hidden
+
+
+def call_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> object:
+    """Without the hooks that lie around it."""
+    return model.forward(*inputs) if isinstance(inputs, tuple) else model.forward(**inputs)
+
+
+# --- what lies elsewhere ------------------------------------------------------------------------------------------
+
+Mode = Callable[[], None]
+
+
+class Elsewhere(Tensor):
+    """Takes the place of weights that another stage has, and of what is computed with them. It takes no memory as
+    long as it stands for weights."""
+
+    @staticmethod
+    def allowed() -> None:
+        """Before a stage's first block."""
+
+    @staticmethod
+    def refused() -> None:
+        """From there on."""
+        raise _no_chain(
+            "this stage uses weights that another stage has: a model is cut where its blocks form one chain, what is "
+            "defined before them is used before them alone, and what is defined after them after them"
+        )
+
+    mode: Mode = allowed
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not _only_looks(function):
+            Elsewhere.mode()
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def _only_looks(function: Any) -> bool:
+    """At shape, device and the like."""
+    return getattr(function, "__name__", "") in ("__get__", "size", "dim", "__repr__", "is_floating_point", "detach")
+
+
+def _stand_in(weight: Tensor, device: torch.device) -> Elsewhere:
+    zero = torch.zeros((), dtype=weight.dtype, device=device)
+    return zero.expand(weight.shape).as_subclass(Elsewhere)
+
+
+# --- cutting ------------------------------------------------------------------------------------------------------
+
+_Side = tuple[nn.Module, str, str]
+"""Who holds a parameter, under which key, and on which side of the blocks: `before` or `after`."""
+
+
+def _begins(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> list[int]:
+    if len({name.rpartition(".")[0] for name in blocks}) > 1:
+        parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+        raise _no_chain(f"a {type(model).__name__} has several lists of blocks ({parents}), and stages need one chain")
+    if len(blocks) < asked.stages:
+        what = f"{asked.ranks} ranks x {asked.stages_per_rank} stages" if asked.stages_per_rank > 1 else "stages"
+        have = f"a {type(model).__name__} has {len(blocks)} blocks" if blocks else (
+            f"a {type(model).__name__} has no repeated blocks: a ModuleList or Sequential of layers of one class"
+        )  # fmt: skip
+        most = f"; take at most {len(blocks)} of them" if blocks else ""
+        raise ConfigError(Problem("", _KEY, f"{asked.stages} {what}, but {have}{most}"))
+    if asked.split is None:
+        costs = [_cost(model.get_submodule(name)) for name in blocks]
+        return balanced(costs, asked.stages, _cost_after(model, blocks))
+    return _named(blocks, asked)
+
+
+def _named(blocks: Sequence[str], asked: Cutting) -> list[int]:
+    split = list(asked.split or ())
+    key = "parallel.pipeline_parallel.split"
+    unknown = [name for name in split if name not in blocks]
+    if unknown:
+        known = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
+        raise ConfigError(Problem("", key, f"the model has no block {unknown[0]!r}; there are {known}"))
+    if len(split) != asked.stages - 1:
+        raise ConfigError(Problem("", key, f"{len(split)} names make {len(split) + 1} stages, but there are "
+                                           f"{asked.stages}; name the first blocks of all but the first"))  # fmt: skip
+    begins = [0, *(blocks.index(name) for name in split)]
+    if begins != sorted(set(begins)):
+        raise ConfigError(Problem("", key, f"{', '.join(split)} are not in the order of the model, from its second block on"))  # fmt: skip
+    return begins
+
+
+def _cost(module: nn.Module) -> float:
+    """Weights that a token meets: those of tables are only looked up."""
+    tables = {id(one) for child in module.modules() if isinstance(child, nn.Embedding) for one in child.parameters()}
+    return float(sum(one.numel() for one in module.parameters() if id(one) not in tables))
+
+
+def _cost_after(model: nn.Module, blocks: Sequence[str]) -> float:
+    after = [holder._parameters[key] for holder, key, side in _sides(model, blocks) if side == "after"]
+    return float(sum(one.numel() for one in after if one is not None))
+
+
+def _sides(model: nn.Module, blocks: Sequence[str]) -> list[_Side]:
+    """Of the parameters outside of the blocks: those that are defined before them, and those after."""
+    found: list[_Side] = []
+    side = "before"
+    for name, module in model.named_modules():
+        if name in blocks:
+            side = "after"
+        if not any(name == block or name.startswith(f"{block}.") for block in blocks):
+            found += [(module, key, side) for key, one in module._parameters.items() if one is not None]
+    return found
+
+
+def _shared_ends(model: nn.Module, sides: Sequence[_Side]) -> list[str]:
+    ids = {
+        wanted: {id(holder._parameters[key]) for holder, key, side in sides if side == wanted}
+        for wanted in ("before", "after")
+    }
+    return [name for name, one in model.named_parameters() if id(one) in ids["before"] & ids["after"]]
+
+
+def _refuse_shared_blocks(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> None:
+    seen: dict[int, str] = {}
+    for name in [*blocks, ""]:
+        module = model.get_submodule(name)
+        for own, one in module.named_parameters():
+            full = f"{name}.{own}" if name else own
+            first = seen.setdefault(id(one), full)
+            inside = any(full.startswith(f"{block}.") for block in blocks)
+            if first != full and name != "" and not first.startswith(f"{name}."):
+                raise _no_chain(f"{full} is tied to {first}, in another block: stages can't share weights of blocks")
+            if name == "" and not inside and first != full:
+                raise _no_chain(f"{full} is tied to {first}, in a block: stages can't share weights of blocks")
+
+
+def _leave_ends(sides: Sequence[_Side], keeps: tuple[bool, bool], device: torch.device) -> None:
+    kept = {"before": keeps[0], "after": keeps[1]}
+    by_id: dict[int, set[str]] = {}
+    for holder, key, side in sides:
+        by_id.setdefault(id(holder._parameters[key]), set()).add(side)
+    for holder, key, _ in sides:
+        parameter = cast("nn.Parameter", holder._parameters[key])
+        if any(kept[one] for one in by_id[id(parameter)]):
+            continue  # also under its other name, if it is tied: one tensor under all its names
+        del holder._parameters[key]
+        holder.__dict__[key] = _stand_in(parameter, device)
+
+
+def _empty(module: nn.Module) -> None:
+    """It keeps its class and plain attributes, which a model may look at."""
+    module._modules.clear()
+    module._parameters.clear()
+    module._buffers.clear()
+    cast("Any", module).forward = _unused
+
+
+def _unused(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a block that lies elsewhere computes nothing")
+
+
+# --- what blocks take and return ----------------------------------------------------------------------------------
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def _form(found: Any, name: str) -> str | int:
+    if isinstance(found, Tensor):
+        return "tensor"
+    if isinstance(found, tuple) and found and isinstance(found[0], Tensor):
+        if any(isinstance(one, Tensor) for one in tree_leaves(found[1:])):
+            raise _no_chain(f"{name} returns more than one tensor, and stages hand on one")
+        return len(found)
+    raise _no_chain(f"{name} returns a {type(found).__name__}, and stages hand on a tensor")
+
+
+def _first(found: Any) -> Tensor:
+    return cast("Tensor", found if isinstance(found, Tensor) else found[0])
+
+
+def _as(form: str | int, hidden: Any) -> Any:
+    return hidden if isinstance(form, str) else (hidden, *(None for _ in range(form - 1)))
+
+
+def _no_chain(why: str) -> ConfigError:
+    return ConfigError(Problem("", _KEY, f"{why}; take another strategy, such as fsdp"))
