@@ -91,7 +91,6 @@ class Cut:
         self._spans = {stage: range(begins[stage], ends[stage]) for stage in self.mine}
         self._device = device
         self._modules = [model.get_submodule(name) for name in blocks]
-        self._index = {id(module): index for index, module in enumerate(self._modules)}
         self._at: _Run | None = None
         self._returns: str | int = "tensor"
         self._learned: torch.dtype | None = None
@@ -107,18 +106,9 @@ class Cut:
         for index, module in enumerate(self._modules):
             if index not in kept:
                 _empty(module)
+            whole_call = cast("Any", module)._call_impl  # with its hooks, which a block that lets through hasn't
+            cast("Any", module)._call_impl = partial(self._in_block, index, whole_call)
         cast("Any", model).forward = partial(_until_left, model.forward)
-
-    def attach(self) -> None:
-        """Once the model is sharded: what hooks do here lies around what they do for that."""
-        for module in self._modules:
-            cast("Any", module).forward = partial(self._in_block, module, module.forward)
-        for span in self._spans.values():
-            first, last = self._modules[span[0]], self._modules[span[-1]]
-            if span[0] > 0:
-                first.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-            if span[-1] < len(self._modules) - 1:
-                last.register_forward_hook(self._leave)
 
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
         """Of its blocks, and of what lies before or after all blocks, if that belongs to it."""
@@ -161,18 +151,12 @@ class Cut:
         block, name = self._modules[index], self.blocks[0]
         before = self._before(inputs)
         was_training = block.training
-        def leave(module: nn.Module, args: object, found: Any) -> None:
-            raise _Left(found)
-
         zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            handle = block.eval().register_forward_hook(leave)
-            try:
-                with self._running(self.mine[0], zeros, Elsewhere.allowed) as run:
-                    call(self.model, inputs)
-            finally:
-                handle.remove()
-                block.train(was_training)
+            block.eval()
+            with self._running(self.mine[0], zeros, Elsewhere.allowed, learns=True) as run:
+                call(self.model, inputs)
+            block.train(was_training)
         self._returns = _form(run.returned, name)
         found = _first(run.returned)
         if found.shape != before.shape:
@@ -199,12 +183,12 @@ class Cut:
                 del holder.__dict__[key]
 
     @contextmanager
-    def _running(self, stage: int, hidden: Tensor | None, mode: Mode) -> Iterator[_Run]:
+    def _running(self, stage: int, hidden: Tensor | None, mode: Mode, *, learns: bool = False) -> Iterator[_Run]:
         """Args:
         stage: -1: only what comes before the blocks is run.
         """
         assert self._at is None, "one stage runs at a time"
-        self._at = run = _Run(range(0) if stage < 0 else self._spans[stage], hidden)
+        self._at = run = _Run(range(0) if stage < 0 else self._spans[stage], hidden, learns)
         Elsewhere.mode = mode
         try:
             yield run
@@ -214,40 +198,41 @@ class Cut:
 
     # --- in a forward ---------------------------------------------------------------------------------------------
 
-    def _in_block(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _in_block(self, index: int, whole_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         at = self._at
-        if at is None:
-            raise RuntimeError("a model that is cut runs by Cut.run alone")
+        assert at is not None, "a model that is cut runs by Cut.run alone"
         if not at.span:
             raise _Left(_given(args, kwargs))
-        if self._index[id(module)] not in at.span:
+        if index not in at.span:
             return _as(self._returns, _given(args, kwargs))
-        at.returned = forward(*args, **kwargs)
-        return at.returned
+        if index == at.span[0] and index > 0:
+            args, kwargs = _entered(at.hidden, args, kwargs)
+            Elsewhere.mode = Elsewhere.refused
+        found = whole_call(*args, **kwargs)
+        if at.learns:
+            at.returned = found
+            raise _Left(None)
+        if index == at.span[-1] and index < len(self._modules) - 1:
+            raise _Left(self._handed_on(found))
+        return found
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at = self._at
-        if at is None or not at.span or module is not self._modules[at.span[0]]:
-            return None
-        others = [*args[1:], *kwargs.values()] if args else list(kwargs.values())[1:]
-        for other in tree_leaves(others):
-            if isinstance(other, Elsewhere):
-                raise _no_chain("a block takes more than what the one before it made: a tensor that another stage's "
-                                "weights have made")  # fmt: skip
-        Elsewhere.mode = Elsewhere.refused
-        if args:
-            return (at.hidden, *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, {**kwargs, name: at.hidden}
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], found: Any) -> None:
-        at = self._at
-        if at is None or not at.span or module is not self._modules[at.span[-1]]:
-            return
+    def _handed_on(self, found: Any) -> Tensor:
         hidden = _first(found)
-        if self._learned is not None and hidden.dtype != self._learned:
+        if hidden.dtype != self._learned:
             raise _no_chain(f"blocks return {hidden.dtype} and {self._learned}: stages hand on one precision")
-        raise _Left(hidden)
+        return hidden
+
+
+def _entered(hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """With what the stage before has sent in the place of what a block is given."""
+    for other in tree_leaves([*args, *kwargs.values()][1:]):
+        if isinstance(other, Elsewhere):
+            raise _no_chain(
+                "a block takes more than what the one before it made: a tensor made with another stage's weights"
+            )
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): hidden}
 
 
 @dataclass(slots=True)
@@ -257,11 +242,12 @@ class _Run:
     Attributes:
         span: blocks that compute; none: the forward is left before them.
         hidden: what the first of them takes.
-        returned: by the last one that has computed.
+        learns: the first of them alone computes, to see what it returns.
     """
 
     span: range
     hidden: Tensor | None
+    learns: bool
     returned: Any = None
 
 

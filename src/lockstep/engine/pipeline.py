@@ -69,7 +69,6 @@ class Pipelined:
         self._scale: float | Tensor = 1.0
         self._total = torch.zeros((), device=device)
         self._backwards = 0
-        cut.attach()
 
     @property
     def _has_last(self) -> bool:
