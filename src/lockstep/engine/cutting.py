@@ -131,7 +131,7 @@ class Cut:
         Raises:
             ConfigError: the model's blocks are no chain, and can't be cut here.
         """
-        with self._running(stage, hidden, Elsewhere.refused if stage == 0 else Elsewhere.allowed):
+        with self._running(stage, hidden, looks_on=stage > 0):
             return call(self.model, inputs)
 
     def hidden(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Hidden:
@@ -154,7 +154,7 @@ class Cut:
         zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             block.eval()
-            with self._running(self.mine[0], zeros, Elsewhere.allowed, learns=True) as run:
+            with self._running(self.mine[0], zeros, learns=True) as run:
                 call(self.model, inputs)
             block.train(was_training)
         self._returns = _form(run.returned, name)
@@ -165,7 +165,7 @@ class Cut:
 
     def _before(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Tensor:
         """What the first block of all would take, in shape and precision."""
-        with torch.no_grad(), self._without_weights(), self._running(-1, None, Elsewhere.allowed):
+        with torch.no_grad(), self._without_weights(), self._running(-1, None):
             return cast("Tensor", call_forward(self.model, inputs))
 
     @contextmanager
@@ -183,18 +183,21 @@ class Cut:
                 del holder.__dict__[key]
 
     @contextmanager
-    def _running(self, stage: int, hidden: Tensor | None, mode: Mode, *, learns: bool = False) -> Iterator[_Run]:
+    def _running(
+        self, stage: int, hidden: Tensor | None, *, looks_on: bool = True, learns: bool = False
+    ) -> Iterator[_Run]:
         """Args:
         stage: -1: only what comes before the blocks is run.
+        looks_on: what comes before the stage's first block may compute with stand-ins.
         """
         assert self._at is None, "one stage runs at a time"
         self._at = run = _Run(range(0) if stage < 0 else self._spans[stage], hidden, learns)
-        Elsewhere.mode = mode
+        Elsewhere.usable = looks_on
         try:
             yield run
         finally:
             self._at = None
-            Elsewhere.mode = Elsewhere.allowed
+            Elsewhere.usable = True
 
     # --- in a forward ---------------------------------------------------------------------------------------------
 
@@ -207,7 +210,7 @@ class Cut:
             return _as(self._returns, _given(args, kwargs))
         if index == at.span[0] and index > 0:
             args, kwargs = _entered(at.hidden, args, kwargs)
-            Elsewhere.mode = Elsewhere.refused
+            Elsewhere.usable = False
         found = whole_call(*args, **kwargs)
         if at.learns:
             at.returned = found
@@ -272,34 +275,28 @@ def call_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) 
 
 # --- what lies elsewhere ------------------------------------------------------------------------------------------
 
-Mode = Callable[[], None]
-
 
 class Elsewhere(Tensor):
     """Takes the place of weights that another stage has, and of what is computed with them. It takes no memory as
-    long as it stands for weights."""
+    long as it stands for weights.
 
-    @staticmethod
-    def allowed() -> None:
-        """Before a stage's first block."""
+    Attributes:
+        usable: before a stage's first block.
+    """
 
-    @staticmethod
-    def refused() -> None:
-        """From there on."""
-        raise _no_chain(
-            "this stage uses weights that another stage has: a model is cut where its blocks form one chain, what is "
-            "defined before them is used before them alone, and what is defined after them after them"
-        )
-
-    mode: Mode = allowed
+    usable = True
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not _only_looks(function):
-            Elsewhere.mode()
-        return super().__torch_function__(function, types, args, kwargs or {})
+        if not cls.usable and not _only_looks(function):
+            raise _no_chain(
+                "this stage uses weights that another stage has: a model is cut where its blocks form one chain; what "
+                "is defined before them is to be used before them alone, and what is defined after them after them"
+            )
+        compute: Any = super().__torch_function__
+        return compute(function, types, args, kwargs or {})
 
 
 def _only_looks(function: Any) -> bool:

@@ -145,10 +145,9 @@ class Order:
         self._run._has_backward = True
         for stage in self._stages:
             stage.has_backward = True
-        if isinstance(self._run, PipelineScheduleSingle):
-            self._run._initialize_stage(self._given[0], self._numbers[0])
-        else:
-            self._run._initialize_stages(self._given[0], self._numbers[0])
+        single = isinstance(self._run, PipelineScheduleSingle)
+        connect: Any = self._run._initialize_stage if single else self._run._initialize_stages
+        connect(self._given[0], self._numbers[0])
 
 
 def _multi(schedule: Schedule, micro_batches: int, ranks: int) -> type[PipelineScheduleMulti]:
