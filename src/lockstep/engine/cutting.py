@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.engine.eager import call
+from lockstep.engine.sketch import Sketch
 from lockstep.plan.stages import Schedule, balanced, owner
 
 _KEY = "parallel.pipeline"
@@ -83,6 +84,8 @@ class Cut:
             ConfigError: it can't be cut so.
         """
         begins = _begins(model, blocks, asked)
+        self._begins = begins
+        self._sketch = Sketch(model, device) if type(model) is nn.Sequential else None
         self.model = model
         self.stages = asked.stages
         self.mine = [stage for stage in range(asked.stages) if owner(stage, asked.ranks, asked.schedule) == asked.rank]
@@ -90,11 +93,12 @@ class Cut:
         ends = [*begins[1:], len(blocks)]
         self._spans = {stage: range(begins[stage], ends[stage]) for stage in self.mine}
         self._device = device
+        self._names = list(blocks)
         self._modules = [model.get_submodule(name) for name in blocks]
         self._at: _Run | None = None
         self._returns: str | int = "tensor"
         self._learned: torch.dtype | None = None
-        self._shapes: dict[Any, Hidden] = {}
+        self._shapes: dict[Any, list[Hidden]] = {}
         kept = {index for span in self._spans.values() for index in span}
         self.blocks = [name for index, name in enumerate(blocks) if index in kept]
         keeps_ends = self.mine[0] == 0, self.mine[-1] == self.stages - 1
@@ -134,22 +138,30 @@ class Cut:
         with self._running(stage, hidden, looks_on=stage > 0):
             return call(self.model, inputs)
 
-    def hidden(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Hidden:
-        """What stages will hand on of a micro-batch. After `learn`. No weights are used for it."""
+    def handed(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
+        """What each stage is handed of a micro-batch; the first stage's is a filler. No weights are used for it, but in
+        the first call; in the autocast of the run."""
         sign = tuple((tuple(one.shape), one.dtype) for one in tree_leaves(inputs) if isinstance(one, Tensor))
         if sign not in self._shapes:
-            assert self._learned is not None, "learn() comes first"
-            self._shapes[sign] = Hidden(tuple(self._before(inputs).shape), self._learned)
+            self._shapes[sign] = self._handed_in_sequence(inputs) if self._sketch else self._handed_alike(inputs)
         return self._shapes[sign]
 
-    @torch.no_grad()
-    def learn(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> None:
-        """What blocks return, found out by running one of this rank's on zeros; in the autocast of the run."""
-        if self._learned is not None:
-            return
-        index = self._spans[self.mine[0]][0]
-        block, name = self._modules[index], self.blocks[0]
+    def _handed_in_sequence(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
+        assert self._sketch is not None, "a Sequential has one"
+        made = [_hidden(one, name) for one, name in zip(self._sketch.outputs(inputs), self._names, strict=True)]
+        return [made[max(0, begin - 1)] for begin in self._begins]
+
+    def _handed_alike(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
         before = self._before(inputs)
+        if self._learned is None:
+            self._learn(inputs, before)
+        assert self._learned is not None, "just learned"
+        return [Hidden(tuple(before.shape), self._learned)] * self.stages
+
+    @torch.no_grad()
+    def _learn(self, inputs: Mapping[str, Any] | tuple[Any, ...], before: Tensor) -> None:
+        """What blocks return, found out by running one of this rank's on zeros."""
+        block, name = self._modules[self._spans[self.mine[0]][0]], self.blocks[0]
         was_training = block.training
         zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
@@ -221,7 +233,7 @@ class Cut:
 
     def _handed_on(self, found: Any) -> Tensor:
         hidden = _first(found)
-        if hidden.dtype != self._learned:
+        if self._learned is not None and hidden.dtype != self._learned:
             raise _no_chain(f"blocks return {hidden.dtype} and {self._learned}: stages hand on one precision")
         return hidden
 
@@ -316,35 +328,35 @@ _Side = tuple[nn.Module, str, str]
 
 
 def _begins(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> list[int]:
-    if len({name.rpartition(".")[0] for name in blocks}) > 1:
-        parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
-        raise _no_chain(f"a {type(model).__name__} has several lists of blocks ({parents}), and stages need one chain")
+    kind = type(model).__name__
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
+    if len(parents) > 1:
+        raise _no_chain(f"{kind} has several lists of blocks ({', '.join(parents)}), and stages need one chain")
+    if not blocks:
+        raise _no_chain(f"{kind} has no repeated blocks: no ModuleList or Sequential of layers of one class")
     if len(blocks) < asked.stages:
-        what = f"{asked.ranks} ranks x {asked.stages_per_rank} stages" if asked.stages_per_rank > 1 else "stages"
-        have = f"a {type(model).__name__} has {len(blocks)} blocks" if blocks else (
-            f"a {type(model).__name__} has no repeated blocks: a ModuleList or Sequential of layers of one class"
-        )  # fmt: skip
-        most = f"; take at most {len(blocks)} of them" if blocks else ""
-        raise ConfigError(Problem("", _KEY, f"{asked.stages} {what}, but {have}{most}"))
+        sum_ = f"{asked.ranks} x {asked.stages_per_rank} = " if asked.stages_per_rank > 1 else ""
+        why = f"{sum_}{asked.stages} stages, but {kind} has {len(blocks)} blocks; take at most that many"
+        raise ConfigError(Problem("", _KEY, why))
     if asked.split is None:
         costs = [_cost(model.get_submodule(name)) for name in blocks]
         return balanced(costs, asked.stages, _cost_after(model, blocks))
-    return _named(blocks, asked)
+    return _named(blocks, asked.split, asked.stages)
 
 
-def _named(blocks: Sequence[str], asked: Cutting) -> list[int]:
-    split = list(asked.split or ())
-    key = "parallel.pipeline_parallel.split"
+def _named(blocks: Sequence[str], split: Sequence[str], stages: int) -> list[int]:
     unknown = [name for name in split if name not in blocks]
+    begins = [0, *(blocks.index(name) for name in split if name in blocks)]
+    why = None
     if unknown:
         known = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
-        raise ConfigError(Problem("", key, f"the model has no block {unknown[0]!r}; there are {known}"))
-    if len(split) != asked.stages - 1:
-        raise ConfigError(Problem("", key, f"{len(split)} names make {len(split) + 1} stages, but there are "
-                                           f"{asked.stages}; name the first blocks of all but the first"))  # fmt: skip
-    begins = [0, *(blocks.index(name) for name in split)]
-    if begins != sorted(set(begins)):
-        raise ConfigError(Problem("", key, f"{', '.join(split)} are not in the order of the model, from its second block on"))  # fmt: skip
+        why = f"the model has no block {unknown[0]!r}; there are {known}"
+    elif len(begins) != stages:
+        why = f"{len(split)} names make {len(begins)} stages, but there are {stages}; name the first block of each but the first"
+    elif begins != sorted(set(begins)):
+        why = f"{', '.join(split)} are not in the order of the model, from its second block on"
+    if why is not None:
+        raise ConfigError(Problem("", "parallel.pipeline_parallel.split", why))
     return begins
 
 
@@ -423,6 +435,12 @@ def _unused(*args: Any, **kwargs: Any) -> Any:
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
+
+
+def _hidden(made: object, name: str) -> Hidden:
+    if not isinstance(made, Tensor):
+        raise _no_chain(f"{name} returns a {type(made).__name__}, and stages hand on a tensor")
+    return Hidden(tuple(made.shape), made.dtype)
 
 
 def _form(found: Any, name: str) -> str | int:
