@@ -28,10 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.engine.eager import call
+from lockstep.engine.elsewhere import Elsewhere, leave, no_chain, outside, refuse_tied_blocks, stand_in, tied_across
 from lockstep.engine.sketch import Sketch
 from lockstep.plan.stages import Schedule, balanced, owner
-
-_KEY = "parallel.pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +101,12 @@ class Cut:
         kept = {index for span in self._spans.values() for index in span}
         self.blocks = [name for index, name in enumerate(blocks) if index in kept]
         keeps_ends = self.mine[0] == 0, self.mine[-1] == self.stages - 1
-        sides = _sides(model, blocks)
-        _refuse_shared_blocks(model, blocks, asked)
-        self.shared = _shared_ends(model, sides) if self.owners[0] != self.owners[-1] else []
-        self._outside = [(holder, key) for holder, key, _ in sides]
-        _leave_ends(sides, keeps_ends, device)
+        refuse_tied_blocks(model, blocks)
+        around = outside(model, blocks)
+        self.shared = tied_across(model, around) if self.owners[0] != self.owners[-1] else []
+        self._around = [module for module, _ in around]
+        kept_sides = {side for side, keeps in zip(("before", "after"), keeps_ends, strict=True) if keeps}
+        leave(around, kept_sides, device)
         for index, module in enumerate(self._modules):
             if index not in kept:
                 _empty(module)
@@ -172,7 +172,7 @@ class Cut:
         self._returns = _form(run.returned, name)
         found = _first(run.returned)
         if found.shape != before.shape:
-            raise _no_chain(f"{name} makes {list(found.shape)} of {list(before.shape)}: stages hand on one shape")
+            raise no_chain(f"{name} makes {list(found.shape)} of {list(before.shape)}: stages hand on one shape")
         self._learned = found.dtype
 
     def _before(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Tensor:
@@ -184,15 +184,15 @@ class Cut:
     def _without_weights(self) -> Iterator[None]:
         """What lies outside of the blocks computes with stand-ins: shapes alone come out."""
         shadowed = [
-            (holder, key, holder._parameters[key]) for holder, key in self._outside if key in holder._parameters
+            (module, key, one) for module in self._around for key, one in module._parameters.items() if one is not None
         ]
-        for holder, key, parameter in shadowed:
-            holder.__dict__[key] = _stand_in(cast("Tensor", parameter), self._device)
+        for module, key, parameter in shadowed:
+            module.__dict__[key] = stand_in(parameter, self._device)
         try:
             yield
         finally:
-            for holder, key, _ in shadowed:
-                del holder.__dict__[key]
+            for module, key, _ in shadowed:
+                del module.__dict__[key]
 
     @contextmanager
     def _running(
@@ -234,7 +234,7 @@ class Cut:
     def _handed_on(self, found: Any) -> Tensor:
         hidden = _first(found)
         if self._learned is not None and hidden.dtype != self._learned:
-            raise _no_chain(f"blocks return {hidden.dtype} and {self._learned}: stages hand on one precision")
+            raise no_chain(f"blocks return {hidden.dtype} and {self._learned}: stages hand on one precision")
         return hidden
 
 
@@ -242,7 +242,7 @@ def _entered(hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any
     """With what the stage before has sent in the place of what a block is given."""
     for other in tree_leaves([*args, *kwargs.values()][1:]):
         if isinstance(other, Elsewhere):
-            raise _no_chain(
+            raise no_chain(
                 "a block takes more than what the one before it made: a tensor made with another stage's weights"
             )
     if args:
@@ -285,59 +285,20 @@ def call_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) 
     return model.forward(*inputs) if isinstance(inputs, tuple) else model.forward(**inputs)
 
 
-# --- what lies elsewhere ------------------------------------------------------------------------------------------
-
-
-class Elsewhere(Tensor):
-    """Takes the place of weights that another stage has, and of what is computed with them. It takes no memory as
-    long as it stands for weights.
-
-    Attributes:
-        usable: before a stage's first block.
-    """
-
-    usable = True
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if not cls.usable and not _only_looks(function):
-            raise _no_chain(
-                "this stage uses weights that another stage has: a model is cut where its blocks form one chain; what "
-                "is defined before them is to be used before them alone, and what is defined after them after them"
-            )
-        compute: Any = super().__torch_function__
-        return compute(function, types, args, kwargs or {})
-
-
-def _only_looks(function: Any) -> bool:
-    """At shape, device and the like."""
-    return getattr(function, "__name__", "") in ("__get__", "size", "dim", "__repr__", "is_floating_point", "detach")
-
-
-def _stand_in(weight: Tensor, device: torch.device) -> Elsewhere:
-    zero = torch.zeros((), dtype=weight.dtype, device=device)
-    return zero.expand(weight.shape).as_subclass(Elsewhere)
-
-
 # --- cutting ------------------------------------------------------------------------------------------------------
-
-_Side = tuple[nn.Module, str, str]
-"""Who holds a parameter, under which key, and on which side of the blocks: `before` or `after`."""
 
 
 def _begins(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> list[int]:
     kind = type(model).__name__
     parents = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
     if len(parents) > 1:
-        raise _no_chain(f"{kind} has several lists of blocks ({', '.join(parents)}), and stages need one chain")
+        raise no_chain(f"{kind} has several lists of blocks ({', '.join(parents)}), and stages need one chain")
     if not blocks:
-        raise _no_chain(f"{kind} has no repeated blocks: no ModuleList or Sequential of layers of one class")
+        raise no_chain(f"{kind} has no repeated blocks: no ModuleList or Sequential of layers of one class")
     if len(blocks) < asked.stages:
         sum_ = f"{asked.ranks} x {asked.stages_per_rank} = " if asked.stages_per_rank > 1 else ""
         why = f"{sum_}{asked.stages} stages, but {kind} has {len(blocks)} blocks; take at most that many"
-        raise ConfigError(Problem("", _KEY, why))
+        raise ConfigError(Problem("", "parallel.pipeline", why))
     if asked.split is None:
         costs = [_cost(model.get_submodule(name)) for name in blocks]
         return balanced(costs, asked.stages, _cost_after(model, blocks))
@@ -352,7 +313,9 @@ def _named(blocks: Sequence[str], split: Sequence[str], stages: int) -> list[int
         known = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
         why = f"the model has no block {unknown[0]!r}; there are {known}"
     elif len(begins) != stages:
-        why = f"{len(split)} names make {len(begins)} stages, but there are {stages}; name the first block of each but the first"
+        why = (
+            f"{len(split)} names make {len(begins)} stages, but there are {stages}; name those that begin with a block"
+        )
     elif begins != sorted(set(begins)):
         why = f"{', '.join(split)} are not in the order of the model, from its second block on"
     if why is not None:
@@ -367,55 +330,8 @@ def _cost(module: nn.Module) -> float:
 
 
 def _cost_after(model: nn.Module, blocks: Sequence[str]) -> float:
-    after = [holder._parameters[key] for holder, key, side in _sides(model, blocks) if side == "after"]
-    return float(sum(one.numel() for one in after if one is not None))
-
-
-def _sides(model: nn.Module, blocks: Sequence[str]) -> list[_Side]:
-    """Of the parameters outside of the blocks: those that are defined before them, and those after."""
-    found: list[_Side] = []
-    side = "before"
-    for name, module in model.named_modules():
-        if name in blocks:
-            side = "after"
-        if not any(name == block or name.startswith(f"{block}.") for block in blocks):
-            found += [(module, key, side) for key, one in module._parameters.items() if one is not None]
-    return found
-
-
-def _shared_ends(model: nn.Module, sides: Sequence[_Side]) -> list[str]:
-    ids = {
-        wanted: {id(holder._parameters[key]) for holder, key, side in sides if side == wanted}
-        for wanted in ("before", "after")
-    }
-    return [name for name, one in model.named_parameters() if id(one) in ids["before"] & ids["after"]]
-
-
-def _refuse_shared_blocks(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> None:
-    seen: dict[int, str] = {}
-    for name in [*blocks, ""]:
-        module = model.get_submodule(name)
-        for own, one in module.named_parameters():
-            full = f"{name}.{own}" if name else own
-            first = seen.setdefault(id(one), full)
-            inside = any(full.startswith(f"{block}.") for block in blocks)
-            if first != full and name != "" and not first.startswith(f"{name}."):
-                raise _no_chain(f"{full} is tied to {first}, in another block: stages can't share weights of blocks")
-            if name == "" and not inside and first != full:
-                raise _no_chain(f"{full} is tied to {first}, in a block: stages can't share weights of blocks")
-
-
-def _leave_ends(sides: Sequence[_Side], keeps: tuple[bool, bool], device: torch.device) -> None:
-    kept = {"before": keeps[0], "after": keeps[1]}
-    by_id: dict[int, set[str]] = {}
-    for holder, key, side in sides:
-        by_id.setdefault(id(holder._parameters[key]), set()).add(side)
-    for holder, key, _ in sides:
-        parameter = cast("nn.Parameter", holder._parameters[key])
-        if any(kept[one] for one in by_id[id(parameter)]):
-            continue  # also under its other name, if it is tied: one tensor under all its names
-        del holder._parameters[key]
-        holder.__dict__[key] = _stand_in(parameter, device)
+    after = [module for module, side in outside(model, blocks) if side == "after"]
+    return float(sum(one.numel() for module in after for one in module.parameters(recurse=False)))
 
 
 def _empty(module: nn.Module) -> None:
@@ -439,7 +355,7 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _hidden(made: object, name: str) -> Hidden:
     if not isinstance(made, Tensor):
-        raise _no_chain(f"{name} returns a {type(made).__name__}, and stages hand on a tensor")
+        raise no_chain(f"{name} returns a {type(made).__name__}, and stages hand on a tensor")
     return Hidden(tuple(made.shape), made.dtype)
 
 
@@ -448,9 +364,9 @@ def _form(found: Any, name: str) -> str | int:
         return "tensor"
     if isinstance(found, tuple) and found and isinstance(found[0], Tensor):
         if any(isinstance(one, Tensor) for one in tree_leaves(found[1:])):
-            raise _no_chain(f"{name} returns more than one tensor, and stages hand on one")
+            raise no_chain(f"{name} returns more than one tensor, and stages hand on one")
         return len(found)
-    raise _no_chain(f"{name} returns a {type(found).__name__}, and stages hand on a tensor")
+    raise no_chain(f"{name} returns a {type(found).__name__}, and stages hand on a tensor")
 
 
 def _first(found: Any) -> Tensor:
@@ -459,7 +375,3 @@ def _first(found: Any) -> Tensor:
 
 def _as(form: str | int, hidden: Any) -> Any:
     return hidden if isinstance(form, str) else (hidden, *(None for _ in range(form - 1)))
-
-
-def _no_chain(why: str) -> ConfigError:
-    return ConfigError(Problem("", _KEY, f"{why}; take another strategy, such as fsdp"))
