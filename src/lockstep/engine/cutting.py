@@ -107,11 +107,12 @@ class Cut:
         self._around = [module for module, _ in around]
         kept_sides = {side for side, keeps in zip(("before", "after"), keeps_ends, strict=True) if keeps}
         leave(around, kept_sides, device)
+        self._calls: list[Callable[..., Any]] = []  # with their hooks, which a block that lets through doesn't run
         for index, module in enumerate(self._modules):
             if index not in kept:
                 _empty(module)
-            whole_call = cast("Any", module)._call_impl  # with its hooks, which a block that lets through hasn't
-            cast("Any", module)._call_impl = partial(self._in_block, index, whole_call)
+            self._calls.append(cast("Any", module)._call_impl)
+            cast("Any", module)._call_impl = partial(self._in_block, index)
         cast("Any", model).forward = partial(_until_left, model.forward)
 
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
@@ -161,14 +162,10 @@ class Cut:
     @torch.no_grad()
     def _learn(self, inputs: Mapping[str, Any] | tuple[Any, ...], before: Tensor) -> None:
         """What blocks return, found out by running one of this rank's on zeros."""
-        block, name = self._modules[self._spans[self.mine[0]][0]], self.blocks[0]
-        was_training = block.training
+        name = self.blocks[0]
         zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            block.eval()
-            with self._running(self.mine[0], zeros, learns=True) as run:
-                call(self.model, inputs)
-            block.train(was_training)
+        with self._only_looking(), self._running(self.mine[0], zeros, learns=True) as run:
+            call(self.model, inputs)
         self._returns = _form(run.returned, name)
         found = _first(run.returned)
         if found.shape != before.shape:
@@ -177,8 +174,20 @@ class Cut:
 
     def _before(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Tensor:
         """What the first block of all would take, in shape and precision."""
-        with torch.no_grad(), self._without_weights(), self._running(-1, None):
+        with torch.no_grad(), self._only_looking(), self._without_weights(), self._running(-1, None):
             return cast("Tensor", call_forward(self.model, inputs))
+
+    @contextmanager
+    def _only_looking(self) -> Iterator[None]:
+        """No forward inside counts: nothing is drawn, and no running mean changes."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            self.model.eval()
+            try:
+                yield
+            finally:
+                for module, training in modes:
+                    module.training = training
 
     @contextmanager
     def _without_weights(self) -> Iterator[None]:
@@ -213,20 +222,21 @@ class Cut:
 
     # --- in a forward ---------------------------------------------------------------------------------------------
 
-    def _in_block(self, index: int, whole_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _in_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
         at = self._at
         assert at is not None, "a model that is cut runs by Cut.run alone"
         if not at.span:
             raise _Left(_given(args, kwargs))
+        if at.learns:
+            args, kwargs = _entered(at.hidden, args, kwargs)
+            at.returned = self._calls[at.span[0]](*args, **kwargs)
+            raise _Left(None)
         if index not in at.span:
             return _as(self._returns, _given(args, kwargs))
         if index == at.span[0] and index > 0:
             args, kwargs = _entered(at.hidden, args, kwargs)
             Elsewhere.usable = False
-        found = whole_call(*args, **kwargs)
-        if at.learns:
-            at.returned = found
-            raise _Left(None)
+        found = self._calls[index](*args, **kwargs)
         if index == at.span[-1] and index < len(self._modules) - 1:
             raise _Left(self._handed_on(found))
         return found
@@ -257,7 +267,7 @@ class _Run:
     Attributes:
         span: blocks that compute; none: the forward is left before them.
         hidden: what the first of them takes.
-        learns: the first of them alone computes, to see what it returns.
+        learns: the first of them alone computes, in the place of the model's first, to see what it returns.
     """
 
     span: range
