@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SUMMARY = (
     "A script's YAML, a DeepSpeed JSON, HF TrainingArguments or Accelerate's config, as a config of Lockstep; each\n"
-    "key is listed as taken, derived, to do, or not needed and why. Overrides, such as model.kind=transformer, are added."
+    "key is listed as taken, derived, to do, or not needed and why. Overrides (model.kind=transformer) are added."
 )
 _EPILOG = """\
 Exit code 2, and nothing written, where the file asks for what is not there or not known; --lenient leaves that out.

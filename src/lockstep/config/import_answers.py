@@ -287,7 +287,10 @@ def precision(said: Said, facts: Facts) -> Answer:
 
 
 def _names_one(said: Said | None) -> bool:
-    return said is not None and not isinstance(said.value, bool)
+    """Not those of FSDP, which say in what is gathered and summed."""
+    if said is None or isinstance(said.value, bool):
+        return False
+    return not any(plain(part).startswith("fsdp") for part in said.path)
 
 
 def _amp(said: Said, facts: Facts) -> Answer:

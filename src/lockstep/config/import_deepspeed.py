@@ -53,7 +53,7 @@ def answer(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
         return _SECTIONS[first](rest, said, facts)
     if first in _ALONE:
         return _ALONE[first](said, facts)
-    if first == "torch_autocast":
+    if first == "torch_autocast" and rest:
         return _autocast(word, said, facts)
     if first in words.HANDED_ON:
         return Answer("taken", {".".join((_CONFIG, *keys)): said.value}, "handed on to DeepSpeed")
@@ -256,6 +256,7 @@ _ALONE = {
     "gradient_clipping": _clipping,
     "dataloader_drop_last": _drop_last,
     "zero_allow_untested_optimizer": _untested,
-    **dict.fromkeys(("zero_optimization", "optimizer", "scheduler", "activation_checkpointing"), _empty),
+    **dict.fromkeys(("zero_optimization", "optimizer", "scheduler", "torch_autocast"), _empty),
+    "activation_checkpointing": _empty,
     **dict.fromkeys(("fp16", "bf16", "bfloat16"), _empty),
 }

@@ -71,7 +71,7 @@ def _backend(said: Said, facts: Facts) -> Answer:
     return not_there("nccl and gloo are")
 
 
-def _options_of_curve(said: Said, facts: Facts) -> Answer:
+def _as_a_mapping(said: Said, facts: Facts) -> Answer:
     return NOTHING if said.value in (None, {}, "") else not_there("write it as a mapping, so that its keys can be read")
 
 
@@ -121,7 +121,7 @@ ANSWERS: Mapping[str, Answering] = {
         ("min_lr_ratio", "min_lr_rate", "lr_min_ratio"),
         lambda said, facts: ways.taken(schedule__final_ratio=said.value),
     ),
-    "lr_scheduler_kwargs": _options_of_curve,
+    **dict.fromkeys(("lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "fsdp_plugin"), _as_a_mapping),
     "num_decay_steps": _decay_steps,
     "lr_scheduler_kwargs.num_cycles": lambda said, facts: (
         NOTHING if said.value == 0.5 else not_there("cosine curves are of half a period")

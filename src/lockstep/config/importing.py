@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from lockstep.config import deepspeed_words, import_deepspeed, import_words, shape
@@ -72,13 +73,22 @@ def import_file(
         ConfigError: the file can't be read; a sum needs `ranks`; a value, or two together, can't be in our config.
     """
     file = read_foreign(path, kind)
-    facts = Facts(file.kind, file.said, ranks or _ranks_of(file), path.parent)
-    found = _settled([*_findings(facts)])
-    findings = [*found, *_defaults(facts, found)]
+    findings = listed(file, ranks)
     settings = {key: value for one in findings for key, value in one.answer.settings.items()} | _overridden(also)
     missing = {key: how for key, how in _NECESSARY.items() if not _has(settings, key)}
     _check(settings, missing, findings)
-    return Imported(file, tuple(findings), settings, missing)
+    return Imported(file, findings, settings, missing)
+
+
+def listed(file: ForeignFile, ranks: int | None = None) -> tuple[Finding, ...]:
+    """What becomes of each key, before anything is checked.
+
+    Raises:
+        ConfigError: a sum needs `ranks`.
+    """
+    facts = Facts(file.kind, file.said, ranks or _ranks_of(file), file.path.parent)
+    found = _settled([*_findings(facts)])
+    return (*found, *_defaults(facts, found))
 
 
 def nested(settings: Mapping[str, object]) -> dict[str, object]:
@@ -203,16 +213,17 @@ _SWITCHES_OF_SECTIONS = ("enabled", "enable", "use_ddp", "use_fsdp", "use_deepsp
 _NULL_SPEAKS = ("max_grad_norm", "gradient_clip_val", "clip_grad_norm", "grad_clip")
 
 
-def _own_keys() -> set[tuple[str, ...]]:
-    return set(shape.all_keys())
+@cache
+def _own_keys() -> frozenset[tuple[str, ...]]:
+    return frozenset(shape.all_keys())
 
 
-def _known() -> list[str]:
+@cache
+def _known() -> tuple[str, ...]:
     """Every word that has an answer."""
-    own = (import_words.NOT_NEEDED, import_words.NOT_THERE, import_words.TO_DO, import_words.OWN)
-    return sorted(
-        {*words(), *(word.rpartition(".")[2] for word in ANSWERS), *(word for table in own for word in table)}
-    )
+    tables = (import_words.NOT_NEEDED, import_words.NOT_THERE, import_words.TO_DO, import_words.OWN)
+    answered_alone = (word.rpartition(".")[2] for word in ANSWERS)
+    return tuple(sorted({*words(), *answered_alone, *(word for table in tables for word in table)}))
 
 
 # --- all together ---------------------------------------------------------------------------------------------------
