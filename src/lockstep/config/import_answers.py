@@ -133,7 +133,7 @@ def batch(said: Said, facts: Facts) -> Answer:
     if whole is not None or not isinstance(said.value, int):
         return taken(batch__micro_size=said.value)
     if facts.ranks is None:
-        raise NeedsRanks(f"{said.key} {said.value} x accumulation {steps} x ranks is the global batch")
+        raise NeedsRanks(f"{said.value} samples x {steps} micro-batches x ranks is the global batch")
     total = said.value * steps * facts.ranks
     sum_ = f"{said.value} samples x {steps} micro-batches x {facts.ranks} ranks"
     return derived(sum_, {"batch.global_size": total, "batch.micro_size": said.value})
@@ -157,7 +157,7 @@ def _accumulation(said: Said, whole: int | None, micro: int | None, steps: int, 
     if whole is None:
         return to_do(f"write batch.global_size: {steps} x samples of a micro-batch x ranks")
     if facts.ranks is None:
-        raise NeedsRanks(f"{said.key} {said.value} x ranks divides the global batch of {whole} into micro-batches")
+        raise NeedsRanks(f"{whole} samples / ({said.value} micro-batches x ranks) is a micro-batch")
     size = math.ceil(whole / (steps * facts.ranks))
     return derived(f"{whole} / ({steps} micro-batches x {facts.ranks} ranks)", {"batch.micro_size": size})
 

@@ -14,6 +14,7 @@ script's own model and data) comes out as a marked place, or from `also`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -78,6 +79,24 @@ def import_file(
     missing = {key: how for key, how in _NECESSARY.items() if not _has(settings, key)}
     _check(settings, missing, findings)
     return Imported(file, findings, settings, missing)
+
+
+def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> dict[str, object]:
+    """Another tool's config, or one of ours, as a mapping of sections that `lockstep.train` takes.
+
+    A script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, Accelerate's config: `lockstep config import` lists
+    what becomes of each key.
+
+    Args:
+        ranks: on which it was meant to run, where a sum needs it.
+
+    Raises:
+        ConfigError: as of `import_file`; or a key would be lost.
+    """
+    found = import_file(Path(path), None, ranks)
+    if found.unanswered:
+        raise ConfigError([Problem(one.where, one.key, one.answer.why) for one in found.unanswered])
+    return nested(found.settings)
 
 
 def listed(file: ForeignFile, ranks: int | None = None) -> tuple[Finding, ...]:
@@ -145,8 +164,8 @@ def answered(said: Said, facts: Facts) -> Answer:
     if inside:
         found = import_deepspeed.answer(inside, said, facts)
         return found or _unknown(said, import_deepspeed.keys_near(inside))
-    if facts.kind == "yaml" and path in _own_keys() and ".".join(path[-2:]) not in ANSWERS:
-        return Answer("taken", {".".join(path): said.value})
+    if facts.kind == "yaml" and _is_own(said.path) and said.path not in _THEIRS_TOO:
+        return Answer("taken", {said.key: said.value})
     for word in (".".join(path[-2:]), *path[:-1], path[-1]):
         if word in ANSWERS and (word == ".".join(path[-2:]) or word == path[-1]):
             return _unless_unsaid(word, said, facts)
@@ -207,15 +226,23 @@ _REASONS_THAT_HOLD = (
     "machine_rank", "node_rank",
 )  # fmt: skip
 """Of what `foreign_words` says isn't there: always so, or somebody else's business."""
+_THEIRS_TOO = (("model", "task"),)
+"""Keys of ours whose values others spell otherwise."""
 _OPENED = ("mode", "project", "comment", "description")
 """Words that as a section's name say nothing of what is in it."""
 _SWITCHES_OF_SECTIONS = ("enabled", "enable", "use_ddp", "use_fsdp", "use_deepspeed")
 _NULL_SPEAKS = ("max_grad_norm", "gradient_clip_val", "clip_grad_norm", "grad_clip")
 
 
-@cache
-def _own_keys() -> frozenset[tuple[str, ...]]:
-    return frozenset(shape.all_keys())
+def _is_own(path: Sequence[str]) -> bool:
+    """Whether it is a key of ours, of whatever kind, or stands in a mapping of free names."""
+    shapes: list[shape.Shape] = [shape.root()]
+    for part in path:
+        if any(at.anything for at in shapes):
+            return True
+        inner = [shape.fields(section).get(part) for at in shapes for section in at.sections()]
+        shapes = [at for at in inner if at is not None] + [at.values for at in shapes if at.values is not None]
+    return bool(shapes) and len(path) > 1
 
 
 @cache
@@ -266,7 +293,9 @@ def _default_batch(facts: Facts) -> Finding:
     try:
         return Finding(f"({said.key})", "", ways.batch(said, facts))
     except NeedsRanks as needs:
-        raise ConfigError(Problem("", said.key, f"{needs} (8 is HF Trainer's default); say --ranks N")) from None
+        raise ConfigError(
+            Problem("", said.key, f"{needs} (8 is HF Trainer's default); say how many: --ranks N")
+        ) from None
 
 
 def _unsaid_by_deepspeed(facts: Facts, findings: Sequence[Finding]) -> Iterator[Finding]:
