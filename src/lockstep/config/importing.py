@@ -111,14 +111,19 @@ def listed(file: ForeignFile, ranks: int | None = None) -> tuple[Finding, ...]:
 
 
 def nested(settings: Mapping[str, object]) -> dict[str, object]:
-    """Dotted keys as sections, in the order of the schema."""
+    """Dotted keys as sections, in the order of the schema.
+
+    Raises:
+        ConfigError: a key is both a section and a value.
+    """
     tree: dict[str, object] = {}
     for key, value in settings.items():
         *sections, last = key.split(".")
         at = tree
         for section in sections:
             inner = at.setdefault(section, {})
-            assert isinstance(inner, dict)
+            if not isinstance(inner, dict):
+                raise ConfigError(Problem("", key, f"{section} is said to be {inner!r}, and to hold further keys"))
             at = inner
         at[last] = value
     return {name: tree[name] for name in shape.fields(_root()) if name in tree}
