@@ -553,14 +553,16 @@ def model(said: Said, facts: Facts) -> Answer:
 def task(said: Said, facts: Facts) -> Answer:
     named = plain(str(said.value)).replace("_", "").removeprefix("automodelfor").removeprefix("for").replace(" ", "")
     found = _TASKS.get(named)
-    if found is None or facts.find(MODEL) is None:
+    name = facts.find(MODEL)
+    if found is None or name is None or model(name, facts).standing != "taken":
         return to_do("write model.kind, and for huggingface model.task")
     return taken(model__task=found)
 
 
 def labels(said: Said, facts: Facts) -> Answer:
-    if facts.find(MODEL) is None:
-        return to_do("write it beside model.kind, as model.classes")
+    found = facts.find(MODEL)
+    if found is None or model(found, facts).standing != "taken":
+        return to_do("it is what the data says; to change it, write model.classes beside model.kind")
     return Answer("taken", {"model.classes": said.value, "model.task": "sequence-classification"})
 
 
@@ -609,6 +611,14 @@ def of_dataset(key: str) -> Callable[[Said, Facts], Answer]:
     return answer
 
 
+def packed(said: Said, facts: Facts) -> Answer:
+    """`block_size`: documents are joined and cut into blocks."""
+    found = of_dataset("max_length")(said, facts)
+    if found.standing != "taken":
+        return found
+    return derived("documents are joined and cut", {**found.settings, "data.train.packed": True})
+
+
 def _beside(key: str) -> str:
     return "data.train.max_length (huggingface) or length (tokens)" if key == "max_length" else f"data.train.{key}"
 
@@ -625,6 +635,8 @@ def evaluation_split(said: Said, facts: Facts) -> Answer:
         value = facts.value(words)
         if value is not None:
             settings[f"{place}.{key}"] = value
+    if facts.find(("block_size",)) is not None:
+        settings[f"{place}.packed"] = True
     return derived("as data.train, of that split", settings)
 
 

@@ -14,6 +14,7 @@ from lockstep.config import import_answers as ways
 from lockstep.config import import_deepspeed
 from lockstep.config.foreign_files import Said, plain, read_foreign
 from lockstep.config.import_answers import NOTHING, Answer, Facts, not_needed, not_there
+from lockstep.config.import_words import NOT_THERE
 
 Answering = Callable[[Said, Facts], Answer]
 
@@ -53,6 +54,10 @@ def _sampling(said: Said, facts: Facts) -> Answer:
     if said.value in ("random", "sequential"):
         return ways.taken(data__shuffle=said.value == "random")
     return not_there("samples are taken at random or in their own order")
+
+
+def _memory_metrics(said: Said, facts: Facts) -> Answer:
+    return NOTHING if said.value else not_there(f"{NOT_THERE['log_memory']}; write true")
 
 
 def _compile_option(said: Said, facts: Facts) -> Answer:
@@ -214,6 +219,9 @@ ANSWERS: Mapping[str, Answering] = {
             "logging_steps",
             "log_every",
             "log_interval",
+            "log_freq",
+            "log_frequency",
+            "print_freq",
             "log_steps",
             "logging.steps",
             "logging.every",
@@ -266,11 +274,13 @@ ANSWERS: Mapping[str, Answering] = {
     **dict.fromkeys(ways.TEXT, ways.of_dataset("text")),
     **dict.fromkeys(ways.LABEL, ways.of_dataset("label")),
     **dict.fromkeys(ways.LENGTH, ways.of_dataset("max_length")),
+    "block_size": ways.packed,
     **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path", "tokenizer"), ways.of_dataset("tokenizer")),
     **dict.fromkeys(("split", "train_split", "dataset_train_split"), _split),
     **dict.fromkeys(("eval_split", "validation_split", "test_split", "dataset_test_split"), ways.evaluation_split),
     **dict.fromkeys(("backend", "ddp_backend", "dist_backend"), _backend),
     "train_sampling_strategy": _sampling,
+    "skip_memory_metrics": _memory_metrics,
     **dict.fromkeys(
         (
             "torch_compile_backend",

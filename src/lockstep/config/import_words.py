@@ -19,7 +19,7 @@ _NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "batch.micro_size can be lowered at any time without making another run of it": ("auto_find_batch_size",),
     "monitor.every says how often, counted in steps": ("logging_strategy",),
     "every line stands at a multiple of monitor.every": ("logging_first_step",),
-    "each host's ranks write logs of their own into the run's folder": ("log_on_each_node",),
+    "the first rank speaks for all": ("log_on_each_node",),
     "a NaN is never averaged: its update is discarded, and said": ("logging_nan_inf_filter",),
     "tokens and samples are counted in any case": (
         "include_num_input_tokens_seen", "include_tokens_per_second", "log_throughput",
@@ -53,14 +53,13 @@ _NOT_NEEDED: dict[str, tuple[str, ...]] = {
         "even_batches", "dispatch_batches", "use_seedable_sampler", "non_blocking", "gradient_accumulation_kwargs",
         "sync_with_dataloader", "sync_each_batch", "adjust_scheduler",
     ),
-    "workers of the loader are started in the one way that works under threads, and give samples in order": (
+    "workers of the loader are started in torch's usual way, and give samples in order": (
         "dataloader_multiprocessing_context", "dataloader_in_order",
     ),
     "columns that nobody reads are never fetched": ("remove_unused_columns",),
     "samples are not sorted by length, so no column of lengths is read": ("length_column_name",),
     "buffers are the first rank's when they are saved or judged": ("ddp_broadcast_buffers", "broadcast_buffers"),
     "every gradient is judged, and what isn't finite is discarded": ("debug", "detect_anomaly"),
-    "peak memory is written down in any case": ("skip_memory_metrics",),
     "verbs say what is done: lockstep train, lockstep eval": ("do_train", "do_eval", "do_predict", "do_test", "mode"),
     "whoever starts the ranks says it, by environment variables": (
         "local_rank", "rank", "node_rank", "machine_rank", "master_addr", "main_process_ip", "init_method",
@@ -79,14 +78,18 @@ _NOT_NEEDED: dict[str, tuple[str, ...]] = {
         "fp16_backend", "half_precision_backend", "fp16_opt_level", "sharded_ddp", "mp_parameters", "past_index",
         "ray_scope", "torchdynamo", "jit_mode_eval", "use_ipex", "ipex", "use_mps_device", "eval_use_ipex",
     ),
+    "text becomes tokens as it is read, or once (lockstep data prepare), and the hub's cache is the hub's": (
+        "preprocessing_num_workers", "overwrite_cache", "use_fast_tokenizer", "use_fast", "cache_dir", "hf_cache_dir",
+        "model_revision", "use_auth_token", "token", "download", "keep_linebreaks", "pad_to_max_length",
+    ),
     "the model's attention is chosen by its library": ("attn_implementation", "use_flash_attention", "flash_attention"),
     "the loader of transformers is always frugal here: a model is made without memory where it is divided": (
         "low_cpu_mem_usage", "zero3_init_flag", "fsdp_init_on_meta",
     ),
     "a run always leaves whole weights": ("zero3_save_16bit_model", "fsdp_full_state_dict"),
     "gradients are set to none after each update": ("zero_grad_set_to_none", "set_to_none"),
-    "progress is shown, and measured, by the run": (
-        "flush_logs", "log_grad_norm", "log_lr", "log_memory", "profile_memory", "track_memory", "benchmark_steps",
+    "metrics.jsonl has the gradient's norm, the rate and the speed in any case": (
+        "flush_logs", "log_grad_norm", "log_lr", "benchmark_steps",
     ),
     "it is a remark": ("comment", "_comment", "comments", "$schema", "description", "notes", "tags", "tag"),
 }  # fmt: skip
@@ -106,6 +109,9 @@ _NOT_THERE: dict[str, tuple[str, ...]] = {
     "adapters are not there yet": ("lora", "peft", "lora_config", "peft_config", "use_lora", "use_peft", "lora_r"),
     "a batch that is split among the ranks would be the global one: write batch.global_size": ("split_batches",),
     "samples are taken in an order that is random or the set's own: data.shuffle": ("group_by_length",),
+    "memory is not measured; `lockstep plan` says what the state takes": (
+        "log_memory", "profile_memory", "track_memory",
+    ),
     "an average of weights is not there yet": ("ema", "use_ema", "ema_decay", "swa"),
     "a run ends by its length; stopping early is not there yet": ("early_stopping", "early_stopping_patience"),
     "only cosine curves of half a period, linear and constant ones are there": ("num_cycles", "power", "lr_end"),
@@ -119,6 +125,10 @@ _TO_DO: dict[str, tuple[str, ...]] = {
         "val_path", "validation_path", "eval_path", "data_folder", "dataset_path", "data_files", "train_data",
         "eval_data", "val_data",
     ),
+    "write a slice of the split, such as data.train.split: train[:1000]": (
+        "max_train_samples", "max_eval_samples", "max_samples", "validation_split_percentage", "train_samples",
+    ),
+    "your own Dataset gets it, by data.train.arguments": ("root", "data_root", "transform", "transforms", "augment"),
     "name the column as data.train.label (huggingface), or let your Dataset give the target last": ("label_names",),
     "write run.end_with: best, and checkpoint.best: SET.METRIC for a set of data.evaluation": (
         "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "save_best", "save_best_only",
