@@ -1,8 +1,10 @@
 """Which of another tool's words is answered how, where more than a new name is needed.
 
-"eval_steps"          often("evaluation.every", ...)
-"scheduler.type"      curve                              a word in its section goes before the word alone
-"deepspeed"           the JSON it names is read, and answered key by key
+    "eval_steps"          often("evaluation.every", ...)
+    "scheduler.type"      curve                              a word in its section goes before the word alone
+    "deepspeed"           the JSON it names is read, and answered key by key
+
+All other words are answered by `import_words` and `foreign_words`.
 """
 
 from __future__ import annotations
