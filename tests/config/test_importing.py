@@ -331,6 +331,24 @@ def test_what_is_missing_comes_from_overrides_or_from_a_recipe(
     assert main(["config", "check", str(ours)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("modle.kind=x", "--modle: unknown key; did you mean model?"),
+        ("optim.lr=abc", "--optim.lr: 'abc' is not a number of 0 or more"),
+        ("model.kind=transfomer", "--model.kind: 'transfomer' is not a kind of model; did you mean transformer?"),
+        ("model.compil=true", "--model.compil: unknown key; did you mean compile?"),
+    ],
+)
+def test_a_wrong_override_is_named(
+    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(DEEPSPEED))
+    assert main(["config", "import", str(file), "--ranks", "8", override]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{", "just words"])
 def test_a_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "none.yaml"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, check_flags, split, whole
+from lockstep.cli.words import Parser, check_flags, split, whole
 from lockstep.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ _SUMMARY = (
 )
 _EPILOG = """\
 Exit code 2, and nothing written, where the file asks for what is not there or not known; --lenient leaves that out.
-"""
+What no file says, such as your model and data, is named in the end; overrides say it:
+  lockstep config import args.json --ranks 8 model.kind=huggingface model.task=causal-lm model.pretrained=gpt2"""
 
 
 def run(words: Sequence[str]) -> int:
     """The verb; `words` are what follows it."""
-    parser = Parser("config import", _SUMMARY, _EPILOG + CONFIG_EPILOG, "FILE [flags] [overrides]")
+    parser = Parser("config import", _SUMMARY, _EPILOG, "FILE [flags] [overrides]")
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON; a pickle is refused")
     parser.add_argument(
         "--from",

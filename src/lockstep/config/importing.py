@@ -15,7 +15,7 @@ script's own model and data) comes out as a marked place, or from `also`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,9 +75,10 @@ def import_file(
     """
     file = read_foreign(path, kind)
     findings = listed(file, ranks)
-    settings = {key: value for one in findings for key, value in one.answer.settings.items()} | _overridden(also)
+    over = _overridden(also)
+    settings = {key: value for one in findings for key, value in one.answer.settings.items()} | over
     missing = {key: how for key, how in _NECESSARY.items() if not _has(settings, key)}
-    _check(settings, missing, findings)
+    _check(settings, missing, {key: one for one in findings for key in one.answer.settings if key not in over}, over)
     return Imported(file, findings, settings, missing)
 
 
@@ -126,7 +127,8 @@ def nested(settings: Mapping[str, object]) -> dict[str, object]:
                 raise ConfigError(Problem("", key, f"{section} is said to be {inner!r}, and to hold further keys"))
             at = inner
         at[last] = value
-    return {name: tree[name] for name in shape.fields(_root()) if name in tree}
+    order = [*shape.fields(_root()), *tree]  # a section that there isn't comes last, to be refused by name
+    return {name: tree[name] for name in dict.fromkeys(order) if name in tree}
 
 
 def _root() -> type:
@@ -372,7 +374,9 @@ _STAND_INS: Mapping[str, Mapping[str, object]] = {
 """So that all else can be checked before the user has said these."""
 
 
-def _check(settings: Mapping[str, object], missing: Mapping[str, str], findings: Sequence[Finding]) -> None:
+def _check(
+    settings: Mapping[str, object], missing: Mapping[str, str], by_key: Mapping[str, Finding], over: Collection[str]
+) -> None:
     """Raises ConfigError, with places in the imported file."""
     whole = dict(settings)
     for key in missing:
@@ -380,13 +384,14 @@ def _check(settings: Mapping[str, object], missing: Mapping[str, str], findings:
     try:
         validate(nested(whole))
     except ConfigError as error:
-        by_key = {key: one for one in findings for key in one.answer.settings}
-        raise ConfigError([_placed(problem, by_key) for problem in error.problems]) from None
+        raise ConfigError([_placed(problem, by_key, over) for problem in error.problems]) from None
 
 
-def _placed(problem: Problem, by_key: Mapping[str, Finding]) -> Problem:
+def _placed(problem: Problem, by_key: Mapping[str, Finding], over: Collection[str]) -> Problem:
     one = by_key.get(problem.key)
-    if one is None:
-        return problem
-    ours = "" if problem.key == one.key else f"{problem.key}: "
-    return Problem(one.where, one.key, f"{ours}{problem.message}")
+    if one is not None:
+        ours = "" if problem.key == one.key else f"{problem.key}: "
+        return Problem(one.where, one.key, f"{ours}{problem.message}")
+    if any(f"{key}.".startswith(f"{problem.key}.") for key in over):
+        return Problem(f"--{problem.key}", problem.key, problem.message)
+    return Problem("", problem.key, problem.message)  # of several keys together
