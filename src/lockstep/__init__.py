@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.config.importing import import_config as import_config
     from lockstep.config.schema import Config as Config
     from lockstep.core.errors import ConfigError as ConfigError
     from lockstep.core.errors import Failure as Failure
@@ -44,6 +45,7 @@ _HOMES = {
     "checkpoints": "lockstep.training.api",
     "count_parameters": "lockstep.models.facts",
     "gather": "lockstep.distributed.everyone",
+    "import_config": "lockstep.config.importing",
     "print_once": "lockstep.distributed.everyone",
     "register_generator": "lockstep.distributed.generators",
     "session": "lockstep.training.api",

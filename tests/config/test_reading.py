@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.config.reading import Leaf, Table, read_json, read_yaml, resolve, to_python
@@ -121,6 +121,7 @@ json_values = st.recursive(
 KEYS = st.text(min_size=1, max_size=80)  # YAML's reader takes 1,024 characters, escapes included
 
 
+@example({"next line": "\x85", "separators": "\u2028 \u2029"}, False)
 @given(st.dictionaries(KEYS.filter(lambda key: "<<" not in key), json_values, max_size=3), st.booleans())
 def test_what_json_says_is_what_is_read(value: dict[str, Any], ascii_only: bool) -> None:
     tree, problems = read_json(json.dumps(value, ensure_ascii=ascii_only), "x.json")

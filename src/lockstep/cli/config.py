@@ -1,4 +1,4 @@
-"""lockstep config show | check | schema | deepspeed"""
+"""lockstep config show | check | schema | deepspeed | import"""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _WAYS = {
     "check": "ok, or all that is wrong",
     "schema": "the JSON Schema that editors complete from",
     "deepspeed": "the DeepSpeed config of the run, as DeepSpeed alone would be given it",
+    "import": "another tool's config as one of Lockstep's, and what became of each key",
 }
 
 
@@ -42,6 +43,10 @@ def run(words: Sequence[str]) -> int:
         return _schema(rest)
     if way == "deepspeed":
         return _deepspeed(rest)
+    if way == "import":
+        from lockstep.cli import config_import
+
+        return config_import.run(rest)
     near = close(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
     print(f"lockstep: config can't {way}{meant}", file=sys.stderr)

@@ -140,3 +140,13 @@ OFFLOAD_ONE_VALUE: Mapping[str, tuple[Any, str]] = {
     "ratio": (1.0, "either all optimizer state is offloaded or none"),
     "super_offload": (False, "it has an optimizer of its own"),
 }
+
+COMPARED = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "activation_checkpointing",
+    "dataloader_drop_last", "zero_allow_untested_optimizer",
+)  # fmt: skip
+"""What our config says too."""
+
+TOP = frozenset((*COMPARED, *HANDED_ON, *ONE_VALUE, *REFUSED))
+"""Every key that stands outside a section."""

@@ -11,7 +11,7 @@ from transformers' TrainingArguments and model configs, Accelerate, Lightning, D
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from lockstep.config.reading import Leaf, Node
@@ -19,7 +19,10 @@ from lockstep.config.reading import Leaf, Node
 Context: TypeAlias = Mapping[str, object]
 """All values of the config, by dotted key and by last word."""
 
-Answer: TypeAlias = Callable[[object, Context], str]
+Meaning: TypeAlias = Mapping[str, object] | str
+"""Keys of ours with the values that say the same; or a sentence, where no value can be said."""
+
+Answer: TypeAlias = Callable[[object, Context], Meaning]
 
 _RENAMED: dict[str, tuple[str, ...]] = {
     "batch.global_size": ("train_batch_size", "global_batch_size", "total_batch_size"),
@@ -129,14 +132,31 @@ _ABSENT: dict[str, tuple[str, ...]] = {
 
 def translate(word: str, node: Node, context: Context) -> str | None:
     """What to write instead of another tool's word; None if it is nobody's."""
-    word = word.lower().replace("-", "_")
+    word = _plain(word)
     value = node.value if isinstance(node, Leaf) else None
+    if word in _TARGETS and isinstance(node, Leaf) and node.text and value is not None:
+        value = node.text  # as typed
+    found = meaning(word, value, context)
+    return found if found is None or isinstance(found, str) else _sentence(found)
+
+
+def meaning(word: str, value: object, context: Context) -> Meaning | None:
+    """What another tool's word says, with this value, in ours; None if it is nobody's."""
+    word = _plain(word)
     if word in _TARGETS:
-        as_typed = node.text if isinstance(node, Leaf) and value is not None and node.text else value
-        return _write(_TARGETS[word], as_typed)
+        return _word(_TARGETS[word]) if value is None else {_TARGETS[word]: value}
     if word in _REASONS:
         return _REASONS[word]
     return _COMPUTED[word](value, context) if word in _COMPUTED else None
+
+
+def words() -> Iterator[str]:
+    """All of them."""
+    yield from (*_TARGETS, *_REASONS, *_COMPUTED)
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_")
 
 
 def absent_value(word: str, node: Node) -> str | None:
@@ -161,8 +181,13 @@ _TARGETS = {word: key for key, words in _RENAMED.items() for word in words}
 _REASONS = {word: reason for reason, words in _ABSENT.items() for word in words}
 
 
-def _write(key: str, value: object) -> str:
-    return f"Lockstep's word is {key}" if value is None else f"Lockstep's word is {key}: write `{key}: {_yaml(value)}`"
+def _word(key: str) -> str:
+    return f"Lockstep's word is {key}"
+
+
+def _sentence(settings: Mapping[str, object]) -> str:
+    written = " and ".join(f"`{key}: {_yaml(value)}`" for key, value in settings.items())
+    return f"{_word(next(iter(settings)))}: write {written}"
 
 
 def _yaml(value: object) -> str:
@@ -173,15 +198,15 @@ def _yaml(value: object) -> str:
 
 # --- batch sizes --------------------------------------------------------------------------------------------------
 
-_MICRO = ("per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu",
+MICRO = ("per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu",
           "micro_batch_size", "device_batch_size", "batch.micro_size", "batch_size")  # fmt: skip
-_ACCUMULATION = ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accumulation_steps", "grad_accum")
+ACCUMULATION = ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accumulation_steps", "grad_accum")
 _RANKS = ("launch.ranks", "devices", "num_processes", "nproc_per_node", "num_gpus", "gpus", "world_size")
 
 
 def _batch(value: object, context: Context) -> str:
     """Micro-batch, accumulation and ranks, of which one may be unknown, to the global batch."""
-    micro, accumulation = _number(context, _MICRO), _number(context, _ACCUMULATION)
+    micro, accumulation = _number(context, MICRO), _number(context, ACCUMULATION)
     ranks = _number(context, _RANKS)
     if micro is None:
         factor = f"{accumulation or 'accumulation'} x samples per forward x ranks"
@@ -203,24 +228,23 @@ def _number(context: Context, names: tuple[str, ...]) -> int | None:
 # --- everything else whose value changes --------------------------------------------------------------------------
 
 
-def _clip(value: object, context: Context) -> str:
-    return _write("optim.clip_norm", "null" if value in (0, False, -1) else value)
+def _clip(value: object, context: Context) -> Meaning:
+    return {"optim.clip_norm": None if value in (0, False, -1) else value}
 
 
 def _length(unit: str) -> Answer:
-    def answer(value: object, context: Context) -> str:
+    def answer(value: object, context: Context) -> Meaning:
         key = f"run.{unit}"
         if isinstance(value, int | float) and value < 0:
             return f"Lockstep's word is {key}; for no limit by it leave it out, and give another length of the run"
-        return _write(key, value)
+        return {key: value} if value is not None else _word(key)
 
     return answer
 
 
-def _betas(value: object, context: Context) -> str:
+def _betas(value: object, context: Context) -> Meaning:
     first, second = context.get("adam_beta1", context.get("beta1")), context.get("adam_beta2", context.get("beta2"))
-    pair = f"[{0.9 if first is None else first}, {0.999 if second is None else second}]"
-    return _write("optim.betas", pair)
+    return {"optim.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
 
 
 _CURVES = {
@@ -230,115 +254,120 @@ _CURVES = {
 }  # fmt: skip
 
 
-def _curve(value: object, context: Context) -> str:
+def _curve(value: object, context: Context) -> Meaning:
     if not isinstance(value, str):
         return "Lockstep's word is schedule.kind: constant, linear, cosine or warmup-stable-decay"
     kind = _CURVES.get(value.lower().replace("-", "_"))
     if kind is None:
         return f"there is no {value} schedule; `schedule.kind` is constant, linear, cosine or warmup-stable-decay"
-    return _write("schedule.kind", kind)
+    return {"schedule.kind": kind}
 
 
 _OPTIMIZERS = ("adamw", "adafactor", "muon", "lion", "adam", "sgd")
+_FEWER_BITS = ("8bit", "4bit", "8_bit", "4_bit", "paged", "int8", "fp8")
 
 
-def _optimizer(value: object, context: Context) -> str:
-    name = next((name for name in _OPTIMIZERS if isinstance(value, str) and value.lower().startswith(name)), None)
-    return _write("optim.name", name) if name else f"`optim.name` is one of {', '.join(sorted(_OPTIMIZERS))}"
+def _optimizer(value: object, context: Context) -> Meaning:
+    said = str(value).lower()
+    if any(sign in said for sign in _FEWER_BITS):
+        return f"there is no {value}: optimizer state is fp32; `optim.name` is one of {', '.join(sorted(_OPTIMIZERS))}"
+    name = next((name for name in _OPTIMIZERS if said.startswith((name, f"fused{name}"))), None)
+    return {"optim.name": name} if name else f"`optim.name` is one of {', '.join(sorted(_OPTIMIZERS))}"
 
 
 _ARITHMETIC = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"), ("float16", "fp16"), ("16", "fp16"),
                ("fp32", "fp32"), ("float32", "fp32"), ("32", "fp32"), ("no", "fp32"), ("auto", "auto"))  # fmt: skip
 
 
-def _compute(value: object, context: Context) -> str:
+def _compute(value: object, context: Context) -> Meaning:
     said = str(value).lower().removeprefix("torch.")
     compute = next((ours for theirs, ours in _ARITHMETIC if said.startswith(theirs)), None)
-    return _write("precision.compute", compute) if compute else "`precision.compute` is auto, fp32, bf16 or fp16"
+    return {"precision.compute": compute} if compute else "`precision.compute` is auto, fp32, bf16 or fp16"
 
 
 def _switch(arithmetic: str) -> Answer:
-    return lambda value, context: _write("precision.compute", "fp32" if value is False else arithmetic)
+    return lambda value, context: {"precision.compute": "fp32" if value is False else arithmetic}
 
 
-def _loss_scale(value: object, context: Context) -> str:
-    return _write("precision.loss_scale.initial", 2**value if isinstance(value, int) and 0 <= value < 64 else None)
+def _loss_scale(value: object, context: Context) -> Meaning:
+    key = "precision.loss_scale.initial"
+    return {key: 2**value} if isinstance(value, int) and 0 <= value < 64 else _word(key)
 
 
-def _strategy(value: object, context: Context) -> str:
+def _strategy(value: object, context: Context) -> Meaning:
     said = str(value).lower()
     if said.startswith("ddp"):
-        unused = " and `parallel.ddp.find_unused_parameters: true`" if "unused_parameters_true" in said else ""
-        return _write("parallel.strategy", "ddp") + unused
+        unused = {"parallel.ddp.find_unused_parameters": True} if "unused_parameters_true" in said else {}
+        return {"parallel.strategy": "ddp", **unused}
     if said.startswith("fsdp"):
-        return _write("parallel.strategy", "fsdp")
+        return {"parallel.strategy": "fsdp"}
     if said.startswith("deepspeed"):
         stage = next((one for one in "0123" if f"stage_{one}" in said), None)
-        beside = f" and `parallel.deepspeed.zero_stage: {stage}`" if stage else ""
-        return _write("parallel.strategy", "deepspeed") + beside
+        beside = {"parallel.deepspeed.zero_stage": int(stage)} if stage else {}
+        return {"parallel.strategy": "deepspeed", **beside}
     if said in ("dp", "auto", "single", "single_device"):
-        return _write("parallel.strategy", said.removesuffix("_device"))
+        return {"parallel.strategy": said.removesuffix("_device")}
     return f"{value} is not there yet; `parallel.strategy` is auto, single, dp, ddp, fsdp or deepspeed"
 
 
-def _recomputing(value: object, context: Context) -> str:
+def _recomputing(value: object, context: Context) -> Meaning:
     key = "memory.activation_checkpointing"
     if isinstance(value, bool):
-        return _write(f"{key}.mode", "full" if value else "none")
+        return {f"{key}.mode": "full" if value else "none"}
     return f"Lockstep's word is {key}: write `{key}: {{mode: full, every: 1}}`"
 
 
-def _wrap_policy(value: object, context: Context) -> str:
+def _wrap_policy(value: object, context: Context) -> Meaning:
     said = str(value).upper()
     if said.startswith("SIZE"):
-        return _write("parallel.fsdp.wrap", "size")
+        return {"parallel.fsdp.wrap": "size"}
     if said.startswith("NO"):
-        return _write("parallel.fsdp.wrap", "root")
+        return {"parallel.fsdp.wrap": "root"}
     return "Lockstep's word is parallel.fsdp.wrap: blocks, size, root, or a list of module classes"
 
 
-def _reshard(value: object, context: Context) -> str:
+def _reshard(value: object, context: Context) -> Meaning:
     strategy = {"FALSE": "SHARD_GRAD_OP", "TRUE": "FULL_SHARD"}.get(str(value).upper(), str(value))
-    return _write("parallel.fsdp.sharding_strategy", strategy)
+    return {"parallel.fsdp.sharding_strategy": strategy}
 
 
-def _eval_strategy(value: object, context: Context) -> str:
+def _eval_strategy(value: object, context: Context) -> Meaning:
     if value in ("epoch", "epochs"):
-        return _write("evaluation.every", "1 epoch")
+        return {"evaluation.every": "1 epoch"}
     if value in ("no", False):
-        return _write("evaluation.every", "null")
+        return {"evaluation.every": None}
     steps = context.get("eval_steps")
-    return _write("evaluation.every", steps) if steps is not None else "Lockstep's word is evaluation.every"
+    return {"evaluation.every": steps} if steps is not None else _word("evaluation.every")
 
 
-def _eval_epochs(value: object, context: Context) -> str:
-    return _write("evaluation.every", f"{value} epoch{'' if value == 1 else 's'}")
+def _eval_epochs(value: object, context: Context) -> Meaning:
+    return {"evaluation.every": f"{value} epoch{'' if value == 1 else 's'}"}
 
 
 def _progress(shows: bool) -> Answer:
-    return lambda value, context: _write("monitor.progress", "auto" if value is shows else "plain")
+    return lambda value, context: {"monitor.progress": "auto" if value is shows else "plain"}
 
 
-def _trackers(value: object, context: Context) -> str:
+def _trackers(value: object, context: Context) -> Meaning:
     if value in ("none", False, None):
-        return _write("monitor.tensorboard", False)
+        return {"monitor.tensorboard": False}
     if value in ("tensorboard", "all", True):
-        return _write("monitor.tensorboard", True)
+        return {"monitor.tensorboard": True}
     return f"there is no {value} yet; `monitor.tensorboard` and metrics.jsonl are"
 
 
-def _deterministic(value: object, context: Context) -> str:
-    return _write("run.determinism", "default" if value is False else "deterministic")
+def _deterministic(value: object, context: Context) -> Meaning:
+    return {"run.determinism": "default" if value is False else "deterministic"}
 
 
-def _sequence_length(value: object, context: Context) -> str:
+def _sequence_length(value: object, context: Context) -> Meaning:
     key = "max_length" if context.get("data.train.kind") == "huggingface" else "length"
-    return _write(f"data.train.{key}", value)
+    return {f"data.train.{key}": value} if value is not None else _word(f"data.train.{key}")
 
 
 _COMPUTED: dict[str, Answer] = {
     **dict.fromkeys(("per_device_train_batch_size", "per_gpu_train_batch_size", "batch_size"), _batch),
-    **dict.fromkeys(_ACCUMULATION, _batch),
+    **dict.fromkeys(ACCUMULATION, _batch),
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "gradient_clipping", "clip_grad_norm", "grad_clip"), _clip),
     **dict.fromkeys(("num_train_epochs", "max_epochs", "num_epochs", "n_epochs"), _length("epochs")),
     **dict.fromkeys(("max_steps", "max_train_steps", "total_steps", "num_training_steps"), _length("steps")),

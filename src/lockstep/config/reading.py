@@ -89,7 +89,12 @@ def read_json(text: str, name: str) -> tuple[Table | None, list[Problem]]:
         return None, [Problem(place, "", f"is not JSON: {error.msg[0].lower()}{error.msg[1:]}")]
     except ValueError as error:
         return None, [Problem(name, "", str(error))]
+    for sign in _BREAKS_OF_YAML:  # between JSON's quotes they are signs like any other
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
     return read_yaml(text.replace("\t", " "), name)  # JSON strings hold no raw tabs; YAML allows none between values
+
+
+_BREAKS_OF_YAML = "\x85\u2028\u2029"
 
 
 def read_yaml(text: str, name: str) -> tuple[Table | None, list[Problem]]:

@@ -7,6 +7,7 @@ Text is quoted wherever YAML 1.2, as `reading` has it, would take it for somethi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -22,7 +23,12 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """Every value of the config, defaults too, in the order of the schema."""
-    return yaml.dump(to_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return plain_yaml(to_plain(config))
+
+
+def plain_yaml(values: Mapping[str, Any]) -> str:
+    """Values as a config holds them, as YAML that `reading` reads back."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# One machine, without train.py and torchrun, by the command alone: scripts/own_launcher.sh ddp|fsdp|deepspeed [overrides]
+# Settings: RANKS (by default 2), MODEL_NAME, OUTPUT_DIR, CONFIG, BASE (model and data for a DeepSpeed JSON), SEED
+set -euo pipefail
+
+mode=${1:?which mode: ddp, fsdp or deepspeed}
+shift
+guide=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+output=${OUTPUT_DIR:-runs/guide-$mode}
+
+if [[ $mode == deepspeed ]]; then # its JSON becomes a config, which is laid over one that has a model and data
+    imported=$(mktemp --suffix .yaml)
+    trap 'rm -f "$imported"' EXIT
+    lockstep config import "${CONFIG:-$guide/configs/deepspeed.json}" --to "$imported" --force
+    files=("${BASE:-$guide/configs/ddp.yaml}" "$imported")
+else
+    files=("${CONFIG:-$guide/configs/$mode.yaml}")
+fi
+
+lockstep train "${files[@]}" \
+    --ranks "${RANKS:-2}" \
+    --model.pretrained "${MODEL_NAME:-gpt2}" \
+    --run.folder "$output" \
+    --run.seed "${SEED:-42}" \
+    "$@"

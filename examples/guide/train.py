@@ -1,0 +1,52 @@
+"""A language model under ddp, fsdp or deepspeed: what a guide's script does, over the library.
+
+torchrun --nproc-per-node 2 train.py --mode fsdp --model_name gpt2 --output_dir out
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import lockstep
+
+CONFIGS = {"ddp": "ddp.yaml", "fsdp": "fsdp.yaml", "deepspeed": "deepspeed.json"}
+DATA = {
+    "train": {"kind": "stdlib-text", "split": "train", "length": 256},
+    "evaluation": {"held-out": {"kind": "stdlib-text", "split": "held-out", "length": 256, "samples": 256}},
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=CONFIGS, required=True)
+    parser.add_argument("--config", help="a YAML, or for deepspeed its own JSON; by default of the folder configs")
+    parser.add_argument("--model_name", default="gpt2", help="a causal language model of the hub, or its folder")
+    parser.add_argument("--output_dir", help="by default a new one under runs")
+    parser.add_argument("--seed", type=int, default=42)
+    return parser.parse_args()
+
+
+def config(asked: argparse.Namespace) -> dict[str, Any]:
+    """The file's settings under those of the command line; what a DeepSpeed JSON can't say comes from here."""
+    file = asked.config or Path(__file__).parent / "configs" / CONFIGS[asked.mode]
+    values: dict[str, Any] = lockstep.import_config(file)
+    values["model"] = {"kind": "huggingface", "task": "causal-lm", "pretrained": asked.model_name}
+    values.setdefault("data", DATA)
+    values.setdefault("parallel", {})["strategy"] = asked.mode
+    values.setdefault("run", {"steps": 500}).update(seed=asked.seed, folder=asked.output_dir)
+    return values
+
+
+def main() -> None:
+    try:
+        lockstep.train(config(arguments()), name="guide")
+    except lockstep.Failure as failure:
+        print(f"train.py: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)
+
+
+if __name__ == "__main__":
+    main()

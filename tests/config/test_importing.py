@@ -1,0 +1,437 @@
+"""Other tools' configs become ours: every key is answered, and what comes out is a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.cli.main import main
+from lockstep.config import deepspeed_words, foreign_words, import_words
+from lockstep.config.foreign_files import Kind, read_foreign
+from lockstep.config.import_table import ANSWERS
+from lockstep.config.importing import Imported, import_file, listed, nested
+from lockstep.config.loading import load
+from lockstep.config.reading import leaves, read_file
+from lockstep.core.errors import ConfigError
+
+WHOLE = {"model.kind": "transformer", "data.train.kind": "stdlib-text"}
+
+
+def imported(tmp_path: Path, values: Any, kind: Kind | None = None, ranks: int | None = 8) -> Imported:
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps(values))
+    return import_file(file, kind, ranks)
+
+
+def standings(found: Imported) -> dict[str, str]:
+    return {one.key: one.answer.standing for one in found.findings}
+
+
+def said(tmp_path: Path, values: Any, ranks: int | None = 8) -> str:
+    with pytest.raises(ConfigError) as error:
+        imported(tmp_path, values, ranks=ranks)
+    return str(error.value)
+
+
+# --- HF TrainingArguments --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def training_arguments() -> dict[str, Any]:
+    from transformers import TrainingArguments
+
+    found = json.loads(TrainingArguments(output_dir="out", use_cpu=True, report_to="none").to_json_string())
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= {*found, "_n_gpu"}
+    return found  # type: ignore[no-any-return]
+
+
+def test_every_field_of_training_arguments_has_an_answer(tmp_path: Path, training_arguments: dict[str, Any]) -> None:
+    found = imported(tmp_path, training_arguments)
+    assert found.file.kind == "trainer"
+    assert not found.unanswered
+    assert nested(found.settings)["optim"] == {
+        "lr": 5e-5, "name": "adamw", "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, "clip_norm": 1.0,
+    }  # fmt: skip
+    assert found.settings["batch.global_size"] == 64
+    assert found.settings["precision.compute"] == "fp32"
+    assert found.settings["run.epochs"] == 3.0
+    assert "run.steps" not in found.settings
+
+
+def test_each_field_has_an_answer_when_it_asks_for_something(
+    tmp_path: Path, training_arguments: dict[str, Any]
+) -> None:
+    for name in training_arguments:
+        for value in (True, 7, "cosine", ["x"], {"a_key": 1}):
+            file = tmp_path / "one.json"
+            file.write_text(json.dumps({"output_dir": "out", "save_steps": 5, name: value}))
+            for one in listed(read_foreign(file, "trainer"), 8):
+                assert one.answer.standing != "not known" or one.key.endswith("a_key"), (one, value)
+
+
+def test_what_trainer_leaves_to_its_defaults_comes_with_them(tmp_path: Path) -> None:
+    found = imported(tmp_path, {"output_dir": "out", "num_train_epochs": 1, "save_steps": 10, "bf16": True})
+    assert found.settings["optim.lr"] == 5e-5
+    assert found.settings["schedule.kind"] == "linear"
+    assert found.settings["batch.micro_size"] == 8
+    assert found.settings["precision.compute"] == "bf16"
+    assert standings(found)["(learning_rate)"] == "derived"
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ({"warmup_steps": 0.1}, {"schedule.warmup_ratio": 0.1}),
+        ({"warmup_ratio": 0.1, "warmup_steps": 0}, {"schedule.warmup_ratio": 0.1}),
+        ({"max_steps": 100, "num_train_epochs": 3}, {"run.steps": 100}),
+        ({"max_steps": -1, "num_train_epochs": 2}, {"run.epochs": 2}),
+        ({"eval_steps": 0.25, "eval_strategy": "steps", "num_train_epochs": 2}, {"evaluation.every": "0.5 epochs"}),
+        ({"eval_strategy": "steps", "logging_steps": 20}, {"evaluation.every": 20}),
+        ({"eval_strategy": "epoch", "eval_steps": 3}, {"evaluation.every": "1 epoch"}),
+        ({"save_strategy": "no", "save_steps": 3}, {"checkpoint.every": None}),
+        ({"save_strategy": "epoch"}, {"checkpoint.every": "1 epoch"}),
+        ({"optim": "sgd"}, {"optim.name": "sgd", "optim.momentum": 0.0}),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}, "learning_rate": 1e-4},
+         {"schedule.kind": "cosine", "schedule.final_ratio": 0.1}),
+        ({"fsdp": "shard_grad_op auto_wrap offload", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"]}},
+         {"parallel.strategy": "fsdp", "parallel.fsdp.sharding_strategy": "SHARD_GRAD_OP",
+          "parallel.fsdp.cpu_offload": True, "parallel.fsdp.wrap": ["Block"]}),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}},
+         {"parallel.strategy": "deepspeed", "parallel.deepspeed.zero_stage": 3}),
+        ({"gradient_checkpointing": True}, {"memory.activation_checkpointing.mode": "full"}),
+        ({"max_grad_norm": 0}, {"optim.clip_norm": None}),
+        ({"train_sampling_strategy": "sequential"}, {"data.shuffle": False}),
+    ],
+)  # fmt: skip
+def test_what_is_said_by_several_words_is_one_setting(
+    words: dict[str, Any], ours: dict[str, object], tmp_path: Path
+) -> None:
+    found = imported(tmp_path, {"output_dir": "out", **words}, "trainer")
+    for key, value in ours.items():
+        assert found.settings[key] == (pytest.approx(value) if isinstance(value, float) else value)
+    assert not found.unanswered
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"neftune_noise_alpha": 5}, {"use_liger_kernel": True}, {"optim": "adamw_8bit"}, {"optim_args": "a=1"},
+     {"lr_scheduler_type": "polynomial"}, {"accelerator_config": {"split_batches": True}}, {"group_by_length": True},
+     {"parallelism_config": {"tp_size": 2}}, {"fsdp": "half_shard"}],
+)  # fmt: skip
+def test_what_is_not_there_is_said(words: dict[str, Any], tmp_path: Path) -> None:
+    found = imported(tmp_path, {"output_dir": "out", **words}, "trainer")
+    assert [one.key.partition(".")[0] for one in found.unanswered] == list(words)
+
+
+# --- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_that_is_known_of_deepspeed_has_an_answer(tmp_path: Path) -> None:
+    inside = {"zero_optimization": [*deepspeed_words.ZERO_HANDED_ON, *deepspeed_words.ZERO_ONE_VALUE,
+                                    *deepspeed_words.ZERO_REFUSED, "stage"]}  # fmt: skip
+    everything: dict[str, Any] = dict.fromkeys(deepspeed_words.TOP, 1)
+    everything |= {name: dict.fromkeys(keys, 1) for name, keys in inside.items()}
+    everything["zero_optimization"]["offload_optimizer"] = {
+        "device": "cpu", "pin_memory": True, **dict.fromkeys(deepspeed_words.OFFLOAD_OF_NVME, 1),
+        **dict.fromkeys(deepspeed_words.OFFLOAD_ONE_VALUE, 1),
+    }  # fmt: skip
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(everything))
+    for one in listed(read_foreign(file, "deepspeed"), 1):
+        assert one.answer.standing != "not known", one
+
+
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 0.5,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 2},
+    "optimizer": {"type": "Adam", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 100, "total_num_steps": 1000}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "wandb": {"enabled": True},
+}
+
+
+def test_a_deepspeed_json_becomes_a_config_that_deepspeed_takes(tmp_path: Path) -> None:
+    from lockstep.config.deepspeed import Derived, plain_config
+
+    found = imported(tmp_path, DEEPSPEED)
+    assert (found.file.kind, found.unanswered) == ("deepspeed", ())
+    assert found.settings["optim.name"] == "adamw"
+    assert found.settings["optim.decay"] == "all"
+    assert found.settings["precision.loss_scale.initial"] == 4096
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(yaml.safe_dump(nested({**found.settings, **WHOLE})))
+    plain = plain_config(load([whole], environ={}).config, Derived(8, 4, 8, 1000, 1_000_000))
+    assert plain["train_batch_size"] == 256
+    assert plain["zero_optimization"]["overlap_comm"] is True
+    assert plain["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
+def test_the_words_that_are_compared_are_those_of_the_comparison() -> None:
+    import inspect
+
+    from lockstep.config import deepspeed
+
+    source = inspect.getsource(deepspeed._Comparison.problems)
+    assert all(f'"{word}":' in source for word in deepspeed_words.COMPARED)
+    assert source.count("self._") >= len(deepspeed_words.COMPARED)
+
+
+def test_a_json_that_is_named_is_read_from_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
+    found = imported(tmp_path, {"output_dir": "out", "deepspeed": "ds.json"}, "trainer")
+    assert found.settings["parallel.deepspeed.zero_stage"] == 2
+    assert found.settings["parallel.deepspeed.config.zero_optimization.overlap_comm"] is True
+    missing = imported(tmp_path, {"output_dir": "out", "deepspeed": "none.json"}, "trainer")
+    assert "there is no file none.json" in missing.unanswered[0].answer.why
+
+
+# --- scripts and Accelerate -------------------------------------------------------------------------------------------
+
+GUIDE = """
+model: {name: gpt2, task: causal_lm, torch_dtype: bfloat16}
+data: {dataset: wikitext, dataset_config: wikitext-2-raw-v1, max_length: 512, validation_split: validation}
+training:
+  epochs: 3
+  batch_size: 4
+  gradient_accumulation_steps: 2
+  learning_rate: 2e-5
+  weight_decay: 0.01
+  warmup_ratio: 0.1
+  max_grad_norm: 1.0
+  gradient_checkpointing: true
+  seed: 7
+  output_dir: out
+  logging_steps: 10
+  save_steps: 500
+  save_total_limit: 2
+fsdp:
+  sharding_strategy: shard_grad_op
+  backward_prefetch: BACKWARD_PRE
+  mixed_precision: {param_dtype: bf16, reduce_dtype: torch.float32}
+  use_orig_params: true
+distributed: {backend: gloo, world_size: 4}
+"""
+
+
+def test_a_guide_s_yaml_becomes_a_config(tmp_path: Path) -> None:
+    file, ours = tmp_path / "guide.yaml", tmp_path / "ours.yaml"
+    file.write_text(GUIDE)
+    found = import_file(file)
+    assert (found.file.kind, found.missing, found.unanswered) == ("yaml", {}, ())
+    ours.write_text(yaml.safe_dump(nested(found.settings)))
+    config = load([ours], environ={}).config
+    assert (config.batch.global_size, config.batch.micro_size) == (32, 4)
+    assert config.parallel.strategy == "fsdp"
+    assert config.parallel.fsdp.sharding_strategy == "SHARD_GRAD_OP"
+    assert config.parallel.fsdp.mixed_precision.param_dtype == "bf16"
+    assert config.parallel.fsdp.mixed_precision.reduce_dtype == "fp32"
+    assert config.precision.compute == "bf16"
+    assert config.memory.activation_checkpointing.mode == "full"
+    assert config.data.evaluation["validation"].kind == "huggingface"
+    assert (config.run.epochs, config.run.seed, config.run.folder) == (3, 7, "out")
+
+
+def test_accelerate_s_config_is_told_by_its_words(tmp_path: Path) -> None:
+    file = tmp_path / "default_config.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2, "
+        "fsdp_transformer_layer_cls_to_wrap: 'A,B'}\nmixed_precision: 'no'\nnum_machines: 2\nnum_processes: 8\n"
+    )
+    found = import_file(file)
+    assert (found.file.kind, found.unanswered) == ("accelerate", ())
+    assert found.settings["parallel.fsdp.sharding_strategy"] == "SHARD_GRAD_OP"
+    assert found.settings["parallel.fsdp.wrap"] == ["A", "B"]
+    assert found.settings["launch.ranks"] == 4
+    assert found.settings["precision.compute"] == "fp32"
+    assert set(found.missing) == {"model", "data.train", "run.epochs"}
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_without_its_ranks_asks_for_them(tmp_path: Path) -> None:
+    assert "--ranks N" in said(tmp_path, {"batch_size": 4, "epochs": 1}, ranks=None)
+    assert "--ranks N" in said(tmp_path, {"output_dir": "o", "save_steps": 1}, ranks=None)
+
+
+def test_a_value_that_cannot_be_is_said_at_its_place(tmp_path: Path) -> None:
+    assert "theirs.json:1:19: learning_rate: optim.lr: 'fast' is not a number" in said(
+        tmp_path, {"learning_rate": "fast", "epochs": 1}
+    )
+
+
+def test_what_contradicts_is_not_there(tmp_path: Path) -> None:
+    found = imported(tmp_path, {"training": {"max_length": 5, "lr": 0.1}, "optimizer": {"lr": 0.2}, "epochs": 1})
+    assert [(one.key, "keep one of the two" in one.answer.why) for one in found.unanswered] == [("optimizer.lr", True)]
+    product = imported(tmp_path, {"train_batch_size": 10, "micro_batch_size": 2, "gradient_accumulation_steps": 2})
+    assert "2 x 2 x 8 = 32" in product.unanswered[0].answer.why
+
+
+def test_a_pickle_is_never_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "training_args.bin"
+    file.write_bytes(pickle.dumps(_Planted(tmp_path / "ran")))
+    assert main(["config", "import", str(file)]) == 2
+    assert "to_json_string" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+class _Planted:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+def test_the_command_writes_once_and_lists_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, ours = tmp_path / "guide.yaml", tmp_path / "ours.yaml"
+    file.write_text(GUIDE + "lerning_rate: 1\n")
+    assert main(["config", "import", str(file), "--to", str(ours)]) == 2
+    told = capsys.readouterr()
+    assert "did you mean learning_rate?" in told.out
+    assert "lerning_rate would be lost" in told.err
+    assert not ours.exists()
+    assert main(["config", "import", str(file), "--to", str(ours), "--lenient"]) == 0
+    assert main(["config", "check", str(ours)]) == 0
+    assert main(["config", "import", str(file), "--to", str(ours), "--lenient"]) == 2
+    assert "--force overwrites" in capsys.readouterr().err
+    assert main(["config", "import", str(file), "--to", str(ours), "--lenient", "--force"]) == 0
+
+
+def test_what_is_missing_comes_from_overrides_or_from_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, ours = tmp_path / "ds.json", tmp_path / "ours.yaml"
+    file.write_text(json.dumps(DEEPSPEED))
+    words = ["config", "import", str(file), "--ranks", "8", "--to", str(ours)]
+    assert main(words) == 0
+    assert "to be added: model:" in capsys.readouterr().out
+    assert main(["config", "check", str(ours)]) == 2
+    assert main(["config", "check", "stdlib-lm", str(ours)]) == 0
+    assert main([*words, "--force", "model.kind=transformer", "data.train={kind: stdlib-text}"]) == 0
+    assert main(["config", "check", str(ours)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("modle.kind=x", "--modle: unknown key; did you mean model?"),
+        ("optim.lr=abc", "--optim.lr: 'abc' is not a number of 0 or more"),
+        ("model.kind=transfomer", "--model.kind: 'transfomer' is not a kind of model; did you mean transformer?"),
+        ("model.compil=true", "--model.compil: unknown key; did you mean compile?"),
+    ],
+)
+def test_a_wrong_override_is_named(
+    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(DEEPSPEED))
+    assert main(["config", "import", str(file), "--ranks", "8", override]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "just words"])
+def test_a_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "none.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        import_file(file)
+    with pytest.raises(ConfigError, match="can't be read"):
+        import_file(tmp_path / "nowhere.yaml")
+
+
+# --- whatever is in it ------------------------------------------------------------------------------------------------
+
+TABLES = (import_words.NOT_NEEDED, import_words.NOT_THERE, import_words.TO_DO, import_words.OWN)
+WORDS = sorted(
+    {*foreign_words.words(), *(word for table in TABLES for word in table), *(word.split(".")[-1] for word in ANSWERS)}
+)
+
+
+def test_a_word_stands_in_one_table() -> None:
+    seen: set[str] = set()
+    for table in TABLES:
+        assert not seen & set(table)
+        seen |= set(table)
+
+
+def test_every_word_of_the_hints_has_an_answer(tmp_path: Path) -> None:
+    for word in foreign_words.words():
+        file = tmp_path / "one.json"
+        file.write_text(json.dumps({word: 3}))
+        for one in listed(read_foreign(file, "yaml"), 8):
+            assert one.answer.standing != "not known", word
+
+
+SECTIONS = [
+    "training",
+    "fsdp",
+    "ddp",
+    "deepspeed",
+    "optimizer",
+    "scheduler",
+    "zero_optimization",
+    "fp16",
+]
+VALUES = st.sampled_from(
+    [
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        3,
+        0.1,
+        1e-5,
+        "",
+        "auto",
+        "cosine",
+        "adamw",
+        "bf16",
+        "no",
+        "steps",
+        [],
+        [1],
+        ["a"],
+        {},
+    ]
+)
+FLAT = st.dictionaries(st.sampled_from([*WORDS, "nobodys", "Un-Known"]), VALUES, max_size=6)
+OWN = ["optim", "data", "parallel", "run", "model", "batch", "memory", "launch", "checkpoint", "precision", "schedule"]
+FILES = st.dictionaries(
+    st.sampled_from([*WORDS, *SECTIONS, *OWN, *sorted(deepspeed_words.TOP)]), VALUES | FLAT, min_size=1, max_size=8
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(values=FILES, kind=st.sampled_from(["yaml", "deepspeed", "trainer", "accelerate"]))
+def test_no_key_goes_unlisted(values: dict[str, Any], kind: Kind, tmp_path: Path) -> None:
+    file = tmp_path / "any.json"
+    file.write_text(json.dumps(values))
+    tree, _ = read_file(file)
+    assert tree is not None
+    found = listed(read_foreign(file, kind), 4)
+    assert [one.key for one in found if one.where] == [".".join(path) for path, _ in leaves(tree)]
+    assert all(one.answer.settings or one.answer.why for one in found)
+    with suppress(ConfigError):  # a config, or what is wrong with it; never anything else
+        import_file(file, kind, 4)

@@ -1,0 +1,195 @@
+"""The guide's script, configs and launch scripts, as they lie in examples/guide, made tiny."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import lockstep
+from lockstep.config.loading import load
+
+GUIDE = Path(__file__).parents[2] / "examples" / "guide"
+MODES = {"ddp": "ddp.yaml", "fsdp": "fsdp.yaml", "deepspeed": "deepspeed.json"}
+STEPS = 3
+SMALLER = [
+    (r"length: 256", "length: 32"),
+    (r"samples: 256", "samples: 32"),
+    (r"steps: 500", f"steps: {STEPS}"),
+    (r"(global_size|\"train_batch_size\"): 32", r"\1: 8"),
+    (r"(micro_size|_gpu\"): \d", r"\1: 2"),
+    (r"total_num_steps\": 500", f'total_num_steps": {STEPS}'),
+    (r"warmup_num_steps\": 50", 'warmup_num_steps": 1'),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama, each config made smaller, and the commands that the scripts call."""
+    folder = tmp_path_factory.mktemp("guide")
+    write_llama(folder / "model")
+    for name in MODES.values():
+        (folder / name).write_text(smaller((GUIDE / "configs" / name).read_text()))
+    for name, module in {"torchrun": "torch.distributed.run", "lockstep": "lockstep"}.items():
+        command(folder, name, f'exec {sys.executable} -m {module} "$@"')
+    return folder
+
+
+def write_llama(folder: Path, width: int = 32, vocabulary: int = 256) -> None:
+    """As its library would leave it, without the seconds that the library takes to be imported."""
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocabulary, "hidden_size": width,
+        "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens": (vocabulary, width), "lm_head": (vocabulary, width), "model.norm": (width,)}
+    for layer in (f"model.layers.{number}" for number in range(2)):
+        shapes |= {f"{layer}.self_attn.{one}_proj": (width, width) for one in "qkvo"}
+        shapes |= {f"{layer}.mlp.{one}_proj": (2 * width, width) for one in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (width, 2 * width)}
+        shapes |= {f"{layer}.{one}_layernorm": (width,) for one in ("input", "post_attention")}
+    draws = np.random.default_rng(0)
+    weights = {
+        f"{name}.weight": np.ones(shape, np.float32) if len(shape) == 1 else draws.normal(0, 0.02, shape)
+        for name, shape in shapes.items()
+    }
+    save_file({name: value.astype(np.float32) for name, value in weights.items()}, folder / "model.safetensors")
+
+
+def smaller(text: str) -> str:
+    for pattern, replacement in SMALLER:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def command(folder: Path, name: str, body: str) -> None:
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+def start(place: Path, script: str, mode: str, output: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "MODEL_NAME": str(place / "model"),
+        "CONFIG": str(place / MODES[mode]),
+        "OUTPUT_DIR": str(output),
+        **variables,
+    }
+    return subprocess.Popen(
+        ["bash", str(GUIDE / "scripts" / script), mode],
+        cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def done(process: subprocess.Popen[str], output: Path) -> dict[str, Any]:
+    said, _ = process.communicate(timeout=140)
+    assert process.returncode == 0, said
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["ranks"] == 2
+    return summary  # type: ignore[no-any-return]
+
+
+def test_train_py_is_short() -> None:
+    assert len((GUIDE / "train.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("name", ["ddp.yaml", "fsdp.yaml"])
+def test_the_yaml_files_are_whole_configs(name: str) -> None:
+    assert load([GUIDE / "configs" / name], environ={}).config.run.steps == 500
+
+
+def test_the_deepspeed_json_asks_for_nothing_that_is_lost() -> None:
+    values = lockstep.import_config(GUIDE / "configs" / "deepspeed.json")
+    assert values["batch"] == {"global_size": 32, "micro_size": 4}
+    assert values["parallel"]["deepspeed"]["zero_stage"] == 2  # type: ignore[index]
+    assert values["run"] == {"steps": 500}
+
+
+def test_on_one_node_whoever_launches(place: Path, tmp_path: Path) -> None:
+    """train.py under torchrun, and the command alone, are the same run."""
+    script = done(start(place, "one_node.sh", "ddp", tmp_path / "script"), tmp_path / "script")
+    own = done(start(place, "own_launcher.sh", "ddp", tmp_path / "own"), tmp_path / "own")
+    assert script["evaluation"] == own["evaluation"]
+
+
+def test_on_many_nodes(place: Path, tmp_path: Path) -> None:
+    """Two nodes with a rank each, both this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        head = f"127.0.0.1:{probe.getsockname()[1]}"
+    variables = {"NODES": "2", "RANKS": "1", "HEAD": head}
+    nodes = [start(place, "many_nodes.sh", "fsdp", tmp_path / "out", **variables) for _ in range(2)]
+    done(nodes[0], tmp_path / "out")
+    assert nodes[1].wait(timeout=60) == 0
+
+
+def test_deepspeed_runs_from_its_json(place: Path, tmp_path: Path) -> None:
+    done(start(place, "one_node.sh", "deepspeed", tmp_path / "out"), tmp_path / "out")
+    found = load([tmp_path / "out" / "config.yaml"], environ={}).config
+    assert (found.parallel.strategy, found.parallel.deepspeed.zero_stage) == ("deepspeed", 2)
+    assert (found.batch.global_size, found.batch.micro_size) == (8, 2)
+
+
+def test_the_own_launcher_takes_the_json_too(place: Path, tmp_path: Path) -> None:
+    """What `lockstep train` is given in the end."""
+    command(
+        tmp_path,
+        "lockstep",
+        f"""\
+if [[ $1 == train ]]; then shift; set -- config check "${{@:1:2}}" "${{@:5}}"; fi
+{sys.executable} -m lockstep "$@" """,
+    )
+    process = start(
+        place, "own_launcher.sh", "deepspeed", tmp_path / "out",
+        BASE=str(place / "ddp.yaml"), PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    )  # fmt: skip
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said.splitlines()[-1]) == (0, "ok"), said
+
+
+def test_slurm_tells_each_node_where_to_meet(place: Path, tmp_path: Path) -> None:
+    """What srun would start on each node; Slurm itself is played."""
+    command(tmp_path, "scontrol", "echo node0; echo node1")
+    command(tmp_path, "srun", 'shift; exec "$@"')
+    command(tmp_path, "torchrun", 'echo "$@"')
+    process = start(
+        place, "slurm.sh", "fsdp", tmp_path / "out", SLURM_SUBMIT_DIR=str(GUIDE), SLURM_JOB_NODELIST="node[0-1]",
+        SLURM_NNODES="2", SLURM_JOB_ID="7", RANKS="8", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    )  # fmt: skip
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id 7" in said
+    assert "--mode fsdp" in said
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (GUIDE / "scripts").glob("*.sh")))
+def test_scripts_stop_at_what_is_missing(script: str, place: Path) -> None:
+    text = (GUIDE / "scripts" / script).read_text()
+    assert "set -euo pipefail" in text
+    environment = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
+    run = subprocess.run(["bash", str(GUIDE / "scripts" / script)], env=environment, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "which mode" in run.stderr or "to be started by sbatch" in run.stderr
+
+
+def test_a_mistake_in_the_config_is_said_without_a_traceback(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("batch: {global_sise: 3}\nrun: {steps: 1}\n")
+    words = ["--mode", "ddp", "--config", str(tmp_path / "wrong.yaml"), "--model_name", str(place / "model")]
+    run = subprocess.run([sys.executable, str(GUIDE / "train.py"), *words], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert "global_sise: did you mean" in run.stderr
+    assert "Traceback" not in run.stderr

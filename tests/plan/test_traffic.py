@@ -1,0 +1,133 @@
+"""Bytes sent by formula are the bytes that are sent: collectives of a real update are counted, over gloo."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.worlds import in_world
+
+from lockstep.plan.placement import DIVISIONS
+from lockstep.plan.traffic import Volume, traffic
+from lockstep.plan.variants import VARIANTS
+
+CONFIG = {
+    "model": {"kind": "transformer", "layers": 2, "width": 32, "heads": 2, "vocabulary": 256, "tie_embeddings": False},
+    "data": {"train": {"kind": "stdlib-text", "length": 16}},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "precision": {"compute": "fp32"},
+    "launch": {"device": "cpu"},
+    "run": {"steps": 3},
+}
+MICRO_BATCHES = 2
+NOTHING_KEPT = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
+STAGE_3 = {"zero_stage": 3, "config": {"zero_optimization": {"stage": 3, **NOTHING_KEPT}}}
+PARALLELS: dict[str, dict[str, Any]] = {
+    **{
+        name: dict(VARIANTS[name])
+        for name in ("ddp", "fsdp", "fsdp-grad-op", "fsdp-no-shard", "zero0", "zero1", "zero2")
+    },
+    "zero3": {"strategy": "deepspeed", "deepspeed": STAGE_3},
+}
+NORMS = 16  # bytes that DeepSpeed's own norms may take, beside the formula
+SHARE = {"allreduce_": 2.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0}
+
+
+def counted(parallels: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
+    """On one rank, under each: bytes sent in the third update as rings would, of the model, and at its root."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        return [_counted(parallel) for parallel in parallels]
+    finally:
+        dist.destroy_process_group()
+
+
+def _counted(parallel: dict[str, Any]) -> tuple[float, int, int]:
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import lockstep
+
+    sent: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        """Of each collective the larger side, which all of its ranks know; votes are float64, and not meant."""
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.namespace == "c10d":
+                name = function._schema.name.removeprefix("c10d::")
+                sent[name] += max(map(_bytes_of, args))
+            return function(*args, **(kwargs or {}))
+
+    with lockstep.session({**CONFIG, "parallel": parallel}) as session:
+        for batch in session.batches():
+            with Counting():
+                session.accumulate(batch)
+                report = session.commit()
+            if report is not None and report.step == 2:
+                sent.clear()
+        names = [(name, value.numel() * 4) for name, value in session.rooms.sharding.weights()]
+    share = (dist.get_world_size() - 1) / dist.get_world_size()
+    total = sum(SHARE[name] * share * size for name, size in sent.items() if size)
+    return total, sum(size for _, size in names), sum(size for name, size in names if not name.startswith("blocks."))
+
+
+def _bytes_of(argument: Any) -> int:
+    import torch
+
+    tensors = argument if isinstance(argument, list | tuple) else [argument]
+    found = [one for one in tensors if isinstance(one, torch.Tensor) and one.dtype == torch.float32]
+    return sum(one.numel() * one.element_size() for one in found)
+
+
+def test_each_strategy_sends_what_the_formula_says() -> None:
+    for found in in_world(2, counted, list(PARALLELS.values())):
+        for name, (sent, whole, at_root) in zip(PARALLELS, found, strict=True):
+            assert whole > at_root > 0
+            expected = traffic(name, Volume(whole, whole, at_root), 2, micro_batches=MICRO_BATCHES).total
+            assert sent == pytest.approx(expected, abs=NORMS if name.startswith("zero") else 0), name
+
+
+SIZES = st.integers(1, 10**12)
+
+
+@given(SIZES, SIZES, st.integers(1, 64), st.integers(1, 64), st.integers(1, 8))
+def test_what_each_sends_beside_the_others(
+    parameters: int, gradients: int, shards: int, replicas: int, micro_batches: int
+) -> None:
+    volume = Volume(parameters, gradients, parameters // 2)
+    sent = {
+        name: traffic(name, volume, shards * replicas, micro_batches=micro_batches, replicas=replicas).total
+        for name in DIVISIONS
+    }
+    assert sent["single"] == sent["dp"] == 0
+    assert sent["ddp"] == sent["fsdp-no-shard"] == sent["zero0"]
+    assert sent["fsdp"] >= sent["fsdp-grad-op"]
+    assert sent["zero1"] <= sent["zero2"]
+    one = {name: traffic(name, volume, 1, micro_batches=micro_batches).total for name in DIVISIONS}
+    assert not any(one.values())
+
+
+@given(SIZES, st.integers(2, 512))
+def test_the_volumes_of_the_zero_paper(size: int, ranks: int) -> None:
+    """Section 7: with parameters and gradients alike, 2 of data parallelism and 3 of stage 3."""
+    volume, unit = Volume(size, size), (ranks - 1) / ranks * size
+    for name, units in {"ddp": 2, "zero1": 3, "zero2": 3, "zero3": 3, "fsdp": 3, "fsdp-grad-op": 2}.items():
+        assert traffic(name, volume, ranks).total == pytest.approx(units * unit)
+
+
+@given(SIZES, st.integers(1, 16), st.integers(1, 16))
+def test_a_hybrid_of_one_replica_is_fsdp(size: int, shards: int, replicas: int) -> None:
+    volume = Volume(size, size)
+    assert traffic("fsdp-hybrid", volume, shards) == traffic("fsdp", volume, shards)
+    across = traffic("fsdp-hybrid", volume, shards * replicas, replicas=replicas)
+    assert across.reduced >= traffic("fsdp", volume, shards).reduced
