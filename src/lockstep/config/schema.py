@@ -396,19 +396,51 @@ class Precision(Section):
 
 
 class ActivationCheckpointing(Section):
-    """What a forward keeps for the backward."""
+    """What a forward keeps for the backward. The gradient is the same to the bit under each mode; what a block draws must
+    come from torch's own generators."""
 
-    mode: Literal["none", "full"] = "none"
+    mode: Literal["none", "full", "selective", "segments", "budget", "adaptive"] = "none"
     """none: all that it needs; full: of a block its inputs alone, from which it is computed again: less memory, a third
-    more arithmetic, and the same gradient to the bit. What a block draws must come from torch's own generators."""
+    more arithmetic; selective: what matrix products and attention made, too, and only the rest is computed again;
+    segments: of each run of blocks the input of its first alone, the last run kept; budget: as many blocks whole, the
+    last ones, as `budget` has room for; adaptive: none, until a rank's memory passes `threshold`, from then on full."""
     every: Positive = 1
-    """full: each so-many-th of the model's repeated blocks, beginning with the first; 1: all of them."""
+    """full, selective, adaptive: each so-many-th of the modules, beginning with the first; 1: all of them."""
+    modules: Literal["blocks"] | tuple[str, ...] = "blocks"
+    """What is computed again at a time: the model's repeated blocks, or the modules of these classes, such as
+    `[Attention, SwiGLU]`."""
+    segments: Annotated[int, Field(ge=2)] = 4
+    """segments: into how many each list of blocks is cut."""
+    budget: Fraction = 0.5
+    """budget: share of what all blocks would hold for the backward, measured in the first forward; under
+    `model.compile` torch's own budget, which chooses operations instead of blocks."""
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """adaptive: share of a rank's memory, at its peak; on the CPU resident memory, of what the machine or container
+    has for each rank."""
+    look_every: Positive = 100
+    """adaptive: updates from one look to the next."""
 
     @model_validator(mode="after")
-    def _every_of_something(self) -> ActivationCheckpointing:
+    def _said_of_its_mode(self) -> ActivationCheckpointing:
         if self.every != 1 and self.mode == "none":
             raise ValueError(f"every {self.every} says of which blocks; say what, too: mode: full, or leave it out")
+        for name, modes in _OPTIONS_OF_MODES.items():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and self.mode not in modes:
+                raise ValueError(
+                    f"{name} {value} is an option of mode {' or '.join(modes)}; {self.mode} would ignore it"
+                )
         return self
+
+
+_OPTIONS_OF_MODES = {
+    "every": ("full", "selective", "adaptive"),
+    "modules": ("full", "selective", "budget", "adaptive"),
+    "segments": ("segments",),
+    "budget": ("budget",),
+    "threshold": ("adaptive",),
+    "look_every": ("adaptive",),
+}
 
 
 class Memory(Section):

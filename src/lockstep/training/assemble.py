@@ -22,7 +22,7 @@ from lockstep.data.loader import TrainingLoader
 from lockstep.data.sources import open_source
 from lockstep.distributed.collectives import Alone
 from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
-from lockstep.distributed.memory import memory_of_a_rank
+from lockstep.distributed.memory import memory_of_a_rank, peak_of_a_rank
 from lockstep.distributed.place import pair_of_ends, place_of
 from lockstep.distributed.rng import KeyedDraws, seed_everything
 from lockstep.engine.eager import Eager
@@ -49,6 +49,7 @@ from lockstep.sharding.pieces import Pieces
 from lockstep.sharding.single import Single
 from lockstep.sharding.state import of_model
 from lockstep.training.invariance import NOTE, refuse_coupled
+from lockstep.training.memory_watch import MemoryWatch
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Rate, Rooms, Session
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
@@ -110,7 +111,8 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     place = place_of(plan.mesh, world)
     blocks = repeated_blocks(model)
     names = list(of_model(model)[0])
-    model = transform(model, _transforms(config, blocks, world.device), world.device)
+    transforms = _transforms(config, model, blocks, world)
+    model = transform(model, transforms, world.device)
     cut = _cut(config, place, model, blocks, world.device)
     invariant = config.run.determinism == "invariant"
     if invariant:
@@ -150,6 +152,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         readback=readback_from(world.device),
         scaler=scaler,
         rate=_rate(config, given),
+        watch=_watch(config, transforms, world),
     )
     return Session(rooms)
 
@@ -277,15 +280,33 @@ def _set_determinism(config: Config) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _transforms(config: Config, blocks: Sequence[str], device: torch.device) -> list[Transform]:
+def _transforms(config: Config, model: nn.Module, blocks: Sequence[str], world: World) -> list[Transform]:
     chosen: list[Transform] = []
-    if config.memory.activation_checkpointing.mode != "none":
-        chosen.append(RecomputeBlocks(config.memory.activation_checkpointing, blocks, _unheard))
-    if config.model.compile:
-        chosen.append(Compile(resolve_compute(config.precision.compute, device)))
+    options, compiles = config.memory.activation_checkpointing, config.model.compile
+    by_compiler = compiles and options.mode == "budget"
+    if options.mode != "none" and not by_compiler:
+        chain = blocks_in_line(model, list(blocks)) if options.mode == "segments" else blocks
+        chosen.append(RecomputeBlocks(options, chain, _unheard, world.axis.broadcast))
+    if compiles:
+        chosen.append(Compile(resolve_compute(config.precision.compute, world.device), options.budget if by_compiler else 1.0))
     if config.parallel.ddp.sync_batchnorm:
         chosen.append(SyncBatchNorm())
     return chosen
+
+
+def _watch(config: Config, transforms: Sequence[Transform], world: World) -> MemoryWatch | None:
+    options = config.memory.activation_checkpointing
+    if options.mode != "adaptive":
+        return None
+    switch = next(one.switch for one in transforms if isinstance(one, RecomputeBlocks))
+    limit = memory_of_a_rank(world)
+    return MemoryWatch(
+        switch,
+        used=lambda: peak_of_a_rank(world.device) / limit,
+        threshold=options.threshold,
+        look_every=options.look_every,
+        speaks=world.rank == 0,
+    )
 
 
 class _OptimizerOf:

@@ -25,6 +25,7 @@ from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
 from lockstep.training.evaluate import evaluate
 from lockstep.training.ledger import Ledger, OrderFacts
+from lockstep.training.memory_watch import MemoryWatch
 from lockstep.training.readback import Judgement, Readback, Reporter
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Rooms:
     Attributes:
         rate: learning rate of (share of the run done, step from 0, steps of the run or None).
         evaluation: sources by name.
+        watch: of this rank's memory, if anybody asked for one.
     """
 
     config: Config
@@ -64,6 +66,7 @@ class Rooms:
     readback: Readback
     scaler: LossScaler
     rate: Rate
+    watch: MemoryWatch | None = None
 
 
 class Session:
@@ -164,6 +167,7 @@ class Session:
         judgement = Judgement(outcome, norm, keep, scale, self._count)
         report = rooms.readback.push(judgement, self._reporter(batch, rate, tokens))
         self._batch, self._count, self._upcoming = upcoming, at_least_one(outcome.next_count), None
+        self._watch_memory(report)
         return report
 
     def flush(self) -> StepReport | None:
@@ -237,6 +241,14 @@ class Session:
     def _told(self, batch: GlobalBatch) -> tuple[int, int]:
         """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""
         return (batch.count, batch.tokens) if self.rooms.place.tells_counts else (0, 0)
+
+    def _watch_memory(self, report: StepReport | None) -> None:
+        watch = self.rooms.watch
+        if watch is None:
+            return
+        self.request(watch.requests(self.progress.steps))
+        if report is not None:
+            watch.hear(report)
 
     def _rate(self) -> float:
         plan = self.rooms.plan
