@@ -26,6 +26,16 @@ ASKS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"compute": "bf16"}},
     "fp16": {"precision": {"compute": "fp16"}},
     "activation checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
+    "selective checkpointing": {"memory": {"activation_checkpointing": {"mode": "selective"}}},
+    "checkpointed segments": {
+        "model": {**config(12)["model"], "layers": 4, "width": 16},
+        "memory": {"activation_checkpointing": {"mode": "segments", "segments": 2}},
+    },
+    "checkpointing by budget": {"memory": {"activation_checkpointing": {"mode": "budget", "budget": 0.6}}},
+    "adaptive checkpointing": {
+        "memory": {"activation_checkpointing": {"mode": "adaptive", "threshold": 1e-9, "look_every": 1}}
+    },
+    "chunked loss": {"memory": {"loss_chunk": 17}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
     "offload": {"offload": True},
 }

@@ -447,6 +447,9 @@ class Memory(Section):
     """How memory is saved."""
 
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    loss_chunk: Positive | None = None
+    """Language models: the loss is computed for so many positions at a time, so that all logits are never there at
+    once; null: for all at once."""
 
 
 class PowerSGD(Section):
@@ -684,6 +687,15 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     run: Run
+
+    @model_validator(mode="after")
+    def _not_compiled(self) -> Config:
+        if self.memory.loss_chunk is not None and self.model.compile:
+            raise ValueError(
+                "memory.loss_chunk and model.compile don't go together: the head is told the targets from outside of "
+                "what is compiled; leave one out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _best_is_known(self) -> Config:

@@ -41,7 +41,7 @@ def print_once(*values: object) -> None:
 def all_ranks() -> Axis:
     """Of the run, or, outside of one, of the process group that this process has joined, if any."""
     if len(_axes) == 1 and dist.is_initialized():
-        return Together(dist.group.WORLD)
+        return Together(dist.distributed_c10d._get_default_group())
     return _axes[-1]
 
 

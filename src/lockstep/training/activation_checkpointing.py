@@ -113,7 +113,9 @@ def checkpoint_activations(
 def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[str]:
     for one in classes:
         if not (isinstance(one, type) and issubclass(one, nn.Module)):
-            raise ConfigError(f"checkpoint_activations: blocks are classes of modules, such as [Block], and not {one!r}")
+            raise ConfigError(
+                f"checkpoint_activations: blocks are classes of modules, such as [Block], and not {one!r}"
+            )
     found = [name for name, module in model.named_modules() if name and type(module) in classes]
     if not found:
         raise ConfigError(f"checkpoint_activations: {none_of(model, [one.__name__ for one in classes])}")

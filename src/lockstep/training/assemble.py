@@ -29,6 +29,7 @@ from lockstep.engine.eager import Eager
 from lockstep.engine.numbered import Numbered
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
+from lockstep.models.chunked_loss import LossInHead, in_head
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import adapt_objective, build_objective, coupling
@@ -108,6 +109,8 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     notes = list(start_weights(model, config.model)) if blank is None else []
     objective = make_objective(config, source.facts, given)
+    if config.memory.loss_chunk is not None:
+        objective = in_head(objective, model, config.memory.loss_chunk)
     place = place_of(plan.mesh, world)
     blocks = repeated_blocks(model)
     names = list(of_model(model)[0])
@@ -288,7 +291,9 @@ def _transforms(config: Config, model: nn.Module, blocks: Sequence[str], world: 
         chain = blocks_in_line(model, list(blocks)) if options.mode == "segments" else blocks
         chosen.append(RecomputeBlocks(options, chain, _unheard, world.axis.broadcast))
     if compiles:
-        chosen.append(Compile(resolve_compute(config.precision.compute, world.device), options.budget if by_compiler else 1.0))
+        chosen.append(
+            Compile(resolve_compute(config.precision.compute, world.device), options.budget if by_compiler else 1.0)
+        )
     if config.parallel.ddp.sync_batchnorm:
         chosen.append(SyncBatchNorm())
     return chosen
@@ -383,10 +388,11 @@ def _engine_and_vote(
             device=world.device,
         )
         return engine, consensus
+    show: Any = {"show": objective.show} if isinstance(objective, LossInHead) else {}
     if not isinstance(sharding, Invariant):
         draws = KeyedDraws(config.run.seed, place.share, world.device)
-        return Eager(sharding, objective, autocast, draws.set, _unheard), consensus
-    eager = partial(Eager, sharding, objective, autocast, unheard=_unheard)
+        return Eager(sharding, objective, autocast, draws.set, _unheard, **show), consensus
+    eager = partial(Eager, sharding, objective, autocast, unheard=_unheard, **show)
     draws = KeyedDraws(config.run.seed, 0, world.device)
     engine = Numbered(eager, draws.set, partial(parts.plan.batch.share, rank=place.share), sharding.begin)
     return engine, WithOrderedLoss(consensus, sharding.loss_sum)

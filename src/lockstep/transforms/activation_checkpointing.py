@@ -74,7 +74,7 @@ class RecomputeBlocks:
         self._recompute = Recompute(options.mode == "selective", unheard, Switch(options.mode != "adaptive"))
 
     name = _KEY
-    after = ("parallel.ddp.sync_batchnorm", "memory.loss_chunk")
+    after = ("parallel.ddp.sync_batchnorm",)
 
     @property
     def switch(self) -> Switch:

@@ -63,7 +63,9 @@ class Recompute:
             return forward(*inputs, **named)
         # torch looks for tensors, whose device's draws it keeps, among the positional inputs alone
         call = partial(_call, forward, tuple(named)) if named else forward
-        return checkpoint(call, *inputs, *named.values(), use_reentrant=False, preserve_rng_state=True, **self._contexts())
+        return checkpoint(
+            call, *inputs, *named.values(), use_reentrant=False, preserve_rng_state=True, **self._contexts()
+        )
 
     def _contexts(self) -> Mapping[str, Any]:
         if torch.compiler.is_compiling():  # it takes contexts that are dispatch modes, and no others

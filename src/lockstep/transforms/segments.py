@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,7 @@ def split_into_segments(names: Sequence[str], segments: int) -> list[list[str]]:
     ends = [0]
     for segment in range(segments):
         ends.append(ends[-1] + size + (segment < longer))
-    return [list(names[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+    return [list(names[start:end]) for start, end in pairwise(ends)]
 
 
 def run_in_segments(model: nn.Module, segments: Sequence[Sequence[str]], recompute: Recompute) -> None:
