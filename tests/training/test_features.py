@@ -35,6 +35,8 @@ ASKS: dict[str, dict[str, Any]] = {
     "adaptive checkpointing": {
         "memory": {"activation_checkpointing": {"mode": "adaptive", "threshold": 1e-9, "look_every": 1}}
     },
+    "activation offload": {"memory": {"activation_offload": "cpu"}},
+    "optimizer in backward": {"optim": {**SGD, "clip_norm": None, "in_backward": True}},
     "chunked loss": {"memory": {"loss_chunk": 17}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
     "offload": {"offload": True},

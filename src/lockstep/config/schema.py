@@ -337,9 +337,18 @@ class Optim(Section):
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """The gradient's global 2-norm is scaled down to this; null: never."""
     rules: tuple[ParameterRule, ...] = ()
+    in_backward: bool = False
+    """Update each parameter as soon as the backward has its gradient, and let that go: gradients take next to no memory.
+    For `single`, without clipping, fp16 and accumulation; nothing can be discarded: a gradient that isn't finite ends
+    the run."""
 
     @model_validator(mode="after")
     def _fits_the_rule(self) -> Optim:
+        if self.in_backward and self.clip_norm is not None:
+            raise ValueError(
+                f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} needs "
+                "it; write clip_norm: null, or in_backward: false"
+            )
         if self.nesterov and self.name == "sgd" and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0; the usual one is 0.9")
         if self.nesterov and self.name != "sgd":
@@ -396,8 +405,8 @@ class Precision(Section):
 
 
 class ActivationCheckpointing(Section):
-    """What a forward keeps for the backward. The gradient is the same to the bit under each mode; what a block draws must
-    come from torch's own generators."""
+    """What a forward keeps for the backward. The gradient is the same to the bit under each mode; what a block draws
+    must come from torch's own generators."""
 
     mode: Literal["none", "full", "selective", "segments", "budget", "adaptive"] = "none"
     """none: all that it needs; full: of a block its inputs alone, from which it is computed again: less memory, a third
@@ -447,6 +456,9 @@ class Memory(Section):
     """How memory is saved."""
 
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    activation_offload: Literal["none", "cpu"] = "none"
+    """cpu: what is kept for the backward waits in the host's memory, and with checkpointing so do the inputs that it
+    keeps; for GPUs."""
     loss_chunk: Positive | None = None
     """Language models: the loss is computed for so many positions at a time, so that all logits are never there at
     once; null: for all at once."""
@@ -687,6 +699,20 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     run: Run
+
+    @model_validator(mode="after")
+    def _nothing_to_discard(self) -> Config:
+        if self.optim.in_backward and self.precision.compute == "fp16":
+            raise ValueError(
+                "optim.in_backward applies gradients before it is known whether they are finite, and fp16 discards "
+                "updates that overflow; write precision.compute: bf16, or in_backward: false"
+            )
+        if self.optim.in_backward and self.run.determinism == "invariant":
+            raise ValueError(
+                "optim.in_backward applies gradients before they are added over ranks, in the order that "
+                "run.determinism invariant is about; leave one out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _not_compiled(self) -> Config:

@@ -27,6 +27,8 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "segments": _checkpointing("segments"),
     "budget": _checkpointing("budget"),
     "loss-chunk": _CHUNK,
+    "offload": {"activation_offload": "cpu"},
+    "full+offload": {**_checkpointing("full"), "activation_offload": "cpu"},
     "full+loss-chunk": {**_checkpointing("full"), **_CHUNK},
 }
 

@@ -1,6 +1,6 @@
 """Cross-entropy over a model's last linear, a few positions at a time: all logits are never there at once.
 
-    hidden [N, W]   -->  chunk [n, W]  -->  logits [n, V]  -->  log-sum-exp [n], loss        forward keeps hidden and lse
+    hidden [N, W]   -->  chunk [n, W]  -->  logits [n, V]  -->  log-sum-exp [n], loss      forward keeps hidden, lse
                          chunk again   -->  logits again   -->  softmax - target --> gradients of chunk and weight
 
 The loss is computed where the logits would be, inside of the head's own forward: what FSDP and ZeRO gather for it is

@@ -87,8 +87,8 @@ def checkpoint_activations(
             next.
 
     Raises:
-        ConfigError: the model has no such modules, or a cache that they write into, an argument belongs to another mode, or a module keeps running
-            means, which a second forward would count twice.
+        ConfigError: the model has no such modules, or a cache that they write into; an argument belongs to another
+            mode; or a module keeps running means, which a second forward would count twice.
     """
     if getattr(getattr(model, "config", None), "use_cache", False):  # of the transformers library
         raise ConfigError(

@@ -45,6 +45,7 @@ from lockstep.plan.stages import stages_of
 from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
+from lockstep.sharding.in_backward import UpdatedInBackward
 from lockstep.sharding.invariant import Invariant
 from lockstep.sharding.pieces import Pieces
 from lockstep.sharding.single import Single
@@ -54,6 +55,7 @@ from lockstep.training.memory_watch import MemoryWatch
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Rate, Rooms, Session
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
+from lockstep.transforms.activation_offload import OffloadActivations
 from lockstep.transforms.compiling import Compile
 from lockstep.transforms.order import transform
 from lockstep.transforms.sync_batchnorm import SyncBatchNorm
@@ -156,6 +158,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         scaler=scaler,
         rate=_rate(config, given),
         watch=_watch(config, transforms, world),
+        updates_ahead=sharding.begin if isinstance(sharding, UpdatedInBackward) else None,
     )
     return Session(rooms)
 
@@ -444,6 +447,8 @@ class _Parts:
 
 def _single(parts: _Parts) -> Sharding:
     model = parts.model.to(parts.world.device)
+    if parts.config.optim.in_backward:
+        return UpdatedInBackward(model, parts.optimizer_of(model.named_parameters()), squared_norm)
     return Single(model, parts.optimizer_of(model.named_parameters()), squared_norm)
 
 

@@ -50,6 +50,7 @@ class Rooms:
         rate: learning rate of (share of the run done, step from 0, steps of the run or None).
         evaluation: sources by name.
         watch: of this rank's memory, if anybody asked for one.
+        updates_ahead: told the learning rate before a backward that updates; None: updates come after the backward.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class Rooms:
     scaler: LossScaler
     rate: Rate
     watch: MemoryWatch | None = None
+    updates_ahead: Callable[[float], None] | None = None
 
 
 class Session:
@@ -130,6 +132,9 @@ class Session:
     def accumulate(self, batch: GlobalBatch) -> None:
         """Forward and backward of this rank's micro-batches; the vote is opened in between."""
         scale = self.rooms.scaler.scale / self._count
+        if self.rooms.updates_ahead is not None:
+            self._before_changes()
+            self.rooms.updates_ahead(self._rate())
         self.rooms.engine.accumulate(batch, scale, self._open_vote)
         if batch.step == 0:
             self._refuse_unused_parameters()
@@ -157,9 +162,7 @@ class Session:
         norm = outcome.squared_norm**0.5 / unit
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
-        if self._let_update is not None:
-            self._let_update()
-            self._let_update = None
+        self._before_changes()
         rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, unit), keep)
         rooms.scaler.update(keep)
         tokens = rooms.readback.tokens()
@@ -241,6 +244,12 @@ class Session:
     def _told(self, batch: GlobalBatch) -> tuple[int, int]:
         """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""
         return (batch.count, batch.tokens) if self.rooms.place.tells_counts else (0, 0)
+
+    def _before_changes(self) -> None:
+        """Of parameters and optimizer state: nobody reads them any more."""
+        if self._let_update is not None:
+            self._let_update()
+            self._let_update = None
 
     def _watch_memory(self, report: StepReport | None) -> None:
         watch = self.rooms.watch

@@ -18,7 +18,7 @@ class Compile:
         self._budget = budget
 
     name = "model.compile"
-    after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing")
+    after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing", "memory.activation_offload")
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         grouped = any(isinstance(module, nn.GroupNorm) for module in model.modules())
