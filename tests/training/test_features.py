@@ -36,7 +36,7 @@ ASKS: dict[str, dict[str, Any]] = {
         "memory": {"activation_checkpointing": {"mode": "adaptive", "threshold": 1e-9, "look_every": 1}}
     },
     "activation offload": {"memory": {"activation_offload": "cpu"}},
-    "optimizer in backward": {"optim": {**SGD, "clip_norm": None, "in_backward": True}},
+    "optimizer in backward": {"optim": {"name": "sgd", "lr": 0.1, "clip_norm": None, "in_backward": True}},
     "chunked loss": {"memory": {"loss_chunk": 17}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
     "offload": {"offload": True},

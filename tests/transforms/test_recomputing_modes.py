@@ -89,9 +89,7 @@ def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize(
-    ("make", "inputs"), [(own, TOKENS), (llama, TOKENS), (sequential, POINTS), (Plain, POINTS)]
-)
+@pytest.mark.parametrize(("make", "inputs"), [(own, TOKENS), (llama, TOKENS), (sequential, POINTS), (Plain, POINTS)])
 def test_gradients_are_the_same_to_the_bit(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     model = make()
     expected = gradients(copy.deepcopy(model), inputs)
@@ -302,5 +300,3 @@ def test_weights_and_small_tensors_stay() -> None:
 
 def test_offload_is_refused_on_the_cpu() -> None:
     assert "activations lie in the host's memory already" in str(OffloadActivations().refuses(own(2), CPU))
-
-

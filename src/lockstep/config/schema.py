@@ -338,7 +338,7 @@ class Optim(Section):
     """The gradient's global 2-norm is scaled down to this; null: never."""
     rules: tuple[ParameterRule, ...] = ()
     in_backward: bool = False
-    """Update each parameter as soon as the backward has its gradient, and let that go: gradients take next to no memory.
+    """Update each parameter as soon as the backward has its gradient, and let that go: gradients take little memory.
     For `single`, without clipping, fp16 and accumulation; nothing can be discarded: a gradient that isn't finite ends
     the run."""
 
@@ -346,8 +346,8 @@ class Optim(Section):
     def _fits_the_rule(self) -> Optim:
         if self.in_backward and self.clip_norm is not None:
             raise ValueError(
-                f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} needs "
-                "it; write clip_norm: null, or in_backward: false"
+                f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} "
+                "needs it; write clip_norm: null, or in_backward: false"
             )
         if self.nesterov and self.name == "sgd" and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0; the usual one is 0.9")

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,7 +49,9 @@ def _on_cpu(work: Callable[[], object]) -> int:
         work()
     results = seen.profiler.kineto_results if seen.profiler is not None else None
     assert results is not None, "a profiler that ended has results"
-    blocks = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    blocks = [
+        (event.start_ns(), cast("Any", event).nbytes()) for event in results.events() if event.name() == "[memory]"
+    ]
     now = peak = 0
     for _, size in sorted(blocks, key=lambda block: block[0]):
         now += size

@@ -42,7 +42,7 @@ class UpdatedInBackward:
         self._rate = 0.0
         self._squares: dict[nn.Parameter, Tensor] = {}
         for parameter in trainable_parameters(model):
-            parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[arg-type]
+            parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
     def begin(self, rate: float) -> None:
         """The next backward updates, at this learning rate."""
@@ -76,8 +76,8 @@ class UpdatedInBackward:
         """
         if not bool(keep):
             raise GiveUp(
-                "a gradient is not finite, and under optim.in_backward it has been applied: the model is spoiled. Go on "
-                "from the last checkpoint with optim.in_backward: false, which discards such updates"
+                "a gradient is not finite, and under optim.in_backward it has been applied: the model is spoiled. Go "
+                "on from the last checkpoint with optim.in_backward: false, which discards such updates"
             )
 
     def synchronize(self) -> None:

@@ -293,6 +293,8 @@ def _transforms(config: Config, model: nn.Module, blocks: Sequence[str], world: 
     if options.mode != "none" and not by_compiler:
         chain = blocks_in_line(model, list(blocks)) if options.mode == "segments" else blocks
         chosen.append(RecomputeBlocks(options, chain, _unheard, world.axis.broadcast))
+    if config.memory.activation_offload == "cpu":
+        chosen.append(OffloadActivations())
     if compiles:
         chosen.append(
             Compile(resolve_compute(config.precision.compute, world.device), options.budget if by_compiler else 1.0)

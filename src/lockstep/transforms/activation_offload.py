@@ -3,8 +3,8 @@
 forward     block --> activation --copied--> host (page-locked)     the GPU's copy is let go
 backward                         <--copied-- host
 
-With activation checkpointing it is blocks' inputs that are copied, and what is computed again stays where it is. Weights
-and small tensors stay, too.
+With activation checkpointing it is blocks' inputs that are copied, and what is computed again stays where it is.
+Weights and small tensors stay, too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ActivationsOnHost(saved_tensors_hooks):
 
     def __init__(self, *, pinned: bool) -> None:
         self.bytes = 0
-        copying = save_on_cpu(pin_memory=pinned)  # type: ignore[no-untyped-call]
+        copying = save_on_cpu(pin_memory=pinned)
 
         def put(tensor: Tensor) -> object:
             if tensor.nbytes < _SMALL or _is_weight(tensor):
@@ -65,7 +65,7 @@ class ActivationsOnHost(saved_tensors_hooks):
             return copying.pack_hook(tensor)
 
         def get(kept: Any) -> Tensor:
-            return kept if isinstance(kept, Tensor) else cast("Tensor", copying.unpack_hook(kept))
+            return kept if isinstance(kept, Tensor) else copying.unpack_hook(kept)
 
         super().__init__(put, get)
 
