@@ -96,8 +96,9 @@ def test_what_is_tested_is_the_single_process(
 @pytest.mark.parametrize("standing", ["refused", "untested"])
 def test_what_is_not_tested_says_so(standing: str) -> None:
     for variant, features in variants(standing):
-        for name in features:
-            said = in_world(_ranks(variant), small.refusal, asked(variant, name, _ranks(variant)))[0]
+        ranks = _ranks(variant)
+        everything = in_world(ranks, small.refusals, [asked(variant, name, ranks) for name in features])[0]
+        for name, said in zip(features, everything, strict=True):
             assert cell(variant, name).why in said, (variant, name)
             if standing == "untested":
                 assert said.endswith("--allow-untested tries it")
