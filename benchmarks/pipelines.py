@@ -70,7 +70,9 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
         "command": f"python benchmarks/pipelines.py --rounds {rounds} --steps {steps}",
         "rounds": rounds,
         "machine": about_here(("torch",)),
-        "pairs": {f"{schedule}, {count} micro-batches": _pair(runs, f"{schedule} {count}") for schedule, count in PAIRS},
+        "pairs": {
+            f"{schedule}, {count} micro-batches": _pair(runs, f"{schedule} {count}") for schedule, count in PAIRS
+        },
         "waits": {f"{one}, {count} micro-batches": _wait(runs, one, count) for one, count in WAITS},
         "refused": refused,
     }
@@ -148,10 +150,7 @@ def _by_hand(kind: str, count: int, samples: tuple[torch.Tensor, torch.Tensor]) 
     ]  # the head's weight is tied: both ends have it
     parameters = list({id(one): one for stage in mine for one in stage.parameters()}.values())
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=WEIGHT_DECAY, fused=True)
-    made = [
-        PipelineStage(stage, stage.number, stages, torch.device("cpu"))  # fmt: skip
-        for stage in mine
-    ]
+    made = [PipelineStage(stage, stage.number, stages, torch.device("cpu")) for stage in mine]
     kinds: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B}
     schedule = kinds[kind](made if per_rank > 1 else made[0], count, loss_fn=loss_of)
     tied = whole.tokens.weight

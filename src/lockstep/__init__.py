@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.models.facts import count_parameters as count_parameters
     from lockstep.monitor import journal as log
     from lockstep.proof.api import verify as verify
+    from lockstep.training.activation_checkpointing import checkpoint_activations as checkpoint_activations
     from lockstep.training.api import checkpoints as checkpoints
     from lockstep.training.api import session as session
     from lockstep.training.api import train as train
@@ -42,6 +43,7 @@ _HOMES = {
     "Session": "lockstep.training.session",
     "StepReport": "lockstep.core.records",
     "broadcast": "lockstep.distributed.everyone",
+    "checkpoint_activations": "lockstep.training.activation_checkpointing",
     "checkpoints": "lockstep.training.api",
     "count_parameters": "lockstep.models.facts",
     "gather": "lockstep.distributed.everyone",

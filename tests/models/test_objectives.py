@@ -52,7 +52,7 @@ OBJECTIVES = [
 
 
 def _one_a_sample(objective) -> bool:
-    return isinstance(objective, Targets) and not objective._language
+    return isinstance(objective, Targets) and not objective.language
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -79,7 +79,7 @@ def test_any_split_adds_up(objective, samples, seed, data):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_sum_over_count_is_torchs_mean(objective):
     logits, targets = _random(6, 1, _one_a_sample(objective))
-    smoothing = objective._smoothing
+    smoothing = objective.label_smoothing
     mean = objective.loss_sum(*_batch(logits, targets)) / objective.count(_batch(logits, targets)[1])
     if getattr(objective, "_shift", False):
         logits, targets = logits[:, :-1], targets[:, 1:]

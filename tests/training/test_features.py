@@ -27,6 +27,18 @@ ASKS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": {"compute": "bf16"}},
     "fp16": {"precision": {"compute": "fp16"}},
     "activation checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
+    "selective checkpointing": {"memory": {"activation_checkpointing": {"mode": "selective"}}},
+    "checkpointed segments": {
+        "model": {**config(12)["model"], "layers": 4, "width": 16},
+        "memory": {"activation_checkpointing": {"mode": "segments", "segments": 2}},
+    },
+    "checkpointing by budget": {"memory": {"activation_checkpointing": {"mode": "budget", "budget": 0.6}}},
+    "adaptive checkpointing": {
+        "memory": {"activation_checkpointing": {"mode": "adaptive", "threshold": 1e-9, "look_every": 1}}
+    },
+    "activation offload": {"memory": {"activation_offload": "cpu"}},
+    "optimizer in backward": {"optim": {"name": "sgd", "lr": 0.1, "clip_norm": None, "in_backward": True}},
+    "chunked loss": {"memory": {"loss_chunk": 17}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
     "offload": {"offload": True},
 }
@@ -91,8 +103,9 @@ def test_what_is_tested_is_the_single_process(variant: str, features: list[str])
 @pytest.mark.parametrize("standing", ["refused", "untested"])
 def test_what_is_not_tested_says_so(standing: str) -> None:
     for variant, features in variants(standing):
-        for name in features:
-            said = in_world(_ranks(variant), small.refusal, asked(variant, name, _ranks(variant)))[0]
+        ranks = _ranks(variant)
+        everything = in_world(ranks, small.refusals, [asked(variant, name, ranks) for name in features])[0]
+        for name, said in zip(features, everything, strict=True):
             assert cell(variant, name).why in said, (variant, name)
             if standing == "untested":
                 assert said.endswith("--allow-untested tries it")

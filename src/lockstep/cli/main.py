@@ -26,6 +26,7 @@ VERBS = {
     "report": ("report", "show a run as one page to read"),
     "verify": ("verify", "prove that every strategy is the single process, on your own model"),
     "plan": ("plan", "what a run will be, without starting it"),
+    "memory": ("memory", "measure what each way to save memory saves, and costs, on your own model"),
     "config": ("config", "show, check, or describe configs"),
     "recipes": ("recipes", "list the configs that come with Lockstep"),
     "data": ("data", "fetch what a recipe needs; turn text into tokens"),

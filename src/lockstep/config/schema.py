@@ -337,9 +337,18 @@ class Optim(Section):
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """The gradient's global 2-norm is scaled down to this; null: never."""
     rules: tuple[ParameterRule, ...] = ()
+    in_backward: bool = False
+    """Update each parameter as soon as the backward has its gradient, and let that go: gradients take little memory.
+    For `single`, without clipping, fp16 and accumulation; nothing can be discarded: a gradient that isn't finite ends
+    the run."""
 
     @model_validator(mode="after")
     def _fits_the_rule(self) -> Optim:
+        if self.in_backward and self.clip_norm is not None:
+            raise ValueError(
+                f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} "
+                "needs it; write clip_norm: null, or in_backward: false"
+            )
         if self.nesterov and self.name == "sgd" and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0; the usual one is 0.9")
         if self.nesterov and self.name != "sgd":
@@ -396,25 +405,63 @@ class Precision(Section):
 
 
 class ActivationCheckpointing(Section):
-    """What a forward keeps for the backward."""
+    """What a forward keeps for the backward. The gradient is the same to the bit under each mode; what a block draws
+    must come from torch's own generators."""
 
-    mode: Literal["none", "full"] = "none"
+    mode: Literal["none", "full", "selective", "segments", "budget", "adaptive"] = "none"
     """none: all that it needs; full: of a block its inputs alone, from which it is computed again: less memory, a third
-    more arithmetic, and the same gradient to the bit. What a block draws must come from torch's own generators."""
+    more arithmetic; selective: what matrix products and attention made, too, and only the rest is computed again;
+    segments: of each run of blocks the input of its first alone, the last run kept; budget: as many blocks whole, the
+    last ones, as `budget` has room for; adaptive: none, until a rank's memory passes `threshold`, from then on full."""
     every: Positive = 1
-    """full: each so-many-th of the model's repeated blocks, beginning with the first; 1: all of them."""
+    """full, selective, adaptive: each so-many-th of the modules, beginning with the first; 1: all of them."""
+    modules: Literal["blocks"] | tuple[str, ...] = "blocks"
+    """What is computed again at a time: the model's repeated blocks, or the modules of these classes, such as
+    `[Attention, SwiGLU]`."""
+    segments: Annotated[int, Field(ge=2)] = 4
+    """segments: into how many each list of blocks is cut."""
+    budget: Fraction = 0.5
+    """budget: share of what all blocks would hold for the backward, measured in the first forward; under
+    `model.compile` torch's own budget, which chooses operations instead of blocks."""
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """adaptive: share of a rank's memory, at its peak; on the CPU resident memory, of what the machine or container
+    has for each rank."""
+    look_every: Positive = 100
+    """adaptive: updates from one look to the next."""
 
     @model_validator(mode="after")
-    def _every_of_something(self) -> ActivationCheckpointing:
+    def _said_of_its_mode(self) -> ActivationCheckpointing:
         if self.every != 1 and self.mode == "none":
             raise ValueError(f"every {self.every} says of which blocks; say what, too: mode: full, or leave it out")
+        for name, modes in _OPTIONS_OF_MODES.items():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and self.mode not in modes:
+                raise ValueError(
+                    f"{name} {value} is an option of mode {' or '.join(modes)}; {self.mode} would ignore it"
+                )
         return self
+
+
+_OPTIONS_OF_MODES = {
+    "every": ("full", "selective", "adaptive"),
+    "modules": ("full", "selective", "budget", "adaptive"),
+    "segments": ("segments",),
+    "budget": ("budget",),
+    "threshold": ("adaptive",),
+    "look_every": ("adaptive",),
+}
 
 
 class Memory(Section):
     """How memory is saved."""
 
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    activation_offload: Literal["none", "cpu"] = "none"
+    """cpu: what is kept for the backward waits in the host's memory, and with checkpointing so do the inputs that it
+    keeps; for GPUs."""
+    loss_chunk: Positive | None = None
+    """Language models: the loss is computed for so many positions at a time, so that all logits are never there at
+    once; null: for all at once."""
 
 
 class PowerSGD(Section):
@@ -652,6 +699,29 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     monitor: Monitor = Monitor()
     run: Run
+
+    @model_validator(mode="after")
+    def _nothing_to_discard(self) -> Config:
+        if self.optim.in_backward and self.precision.compute == "fp16":
+            raise ValueError(
+                "optim.in_backward applies gradients before it is known whether they are finite, and fp16 discards "
+                "updates that overflow; write precision.compute: bf16, or in_backward: false"
+            )
+        if self.optim.in_backward and self.run.determinism == "invariant":
+            raise ValueError(
+                "optim.in_backward applies gradients before they are added over ranks, in the order that "
+                "run.determinism invariant is about; leave one out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _not_compiled(self) -> Config:
+        if self.memory.loss_chunk is not None and self.model.compile:
+            raise ValueError(
+                "memory.loss_chunk and model.compile don't go together: the head is told the targets from outside of "
+                "what is compiled; leave one out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _best_is_known(self) -> Config:

@@ -100,6 +100,21 @@ class PlanArguments:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryArguments:
+    """Attributes:
+    modes: names with commas between them, or `all`.
+    steps: updates of each that are timed.
+    json: as in training; an object a mode.
+    trust_remote_code: as in training.
+    """
+
+    modes: str = "all"
+    steps: int = 5
+    json: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyArguments:
     """Attributes:
     strategies: names with commas between them, or `all`.

@@ -119,6 +119,7 @@ class Request(Enum):
     EVALUATE = 1
     SHOW_LOG = 2  # a rank's user code has logged something
     SAVE = 3
+    SAVE_MEMORY = 4  # a rank has little left: compute activations again from here on
 
 
 class Tally(Enum):

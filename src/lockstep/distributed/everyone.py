@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from lockstep.distributed.collectives import Alone
+import torch.distributed as dist
+
+from lockstep.distributed.collectives import Alone, Together
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
@@ -34,6 +36,13 @@ def print_once(*values: object) -> None:
     """Prints on the first rank alone."""
     if _axes[-1].rank == 0:
         print(*values, flush=True)
+
+
+def all_ranks() -> Axis:
+    """Of the run, or, outside of one, of the process group that this process has joined, if any."""
+    if len(_axes) == 1 and dist.is_initialized():
+        return Together(dist.distributed_c10d._get_default_group())
+    return _axes[-1]
 
 
 @contextmanager

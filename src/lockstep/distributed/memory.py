@@ -1,18 +1,23 @@
-"""How much memory a rank may use for itself.
+"""How much memory a rank may use for itself, and has used at most.
 
-GPU    all of its memory
-CPU    the machine's, or what the container may use of it, shared out among the ranks there
+       may use                                            has used
+GPU    all of its memory                                  what torch has allocated there
+CPU    the machine's, or what the container may use of    its resident memory
+       it, shared out among the ranks there
 """
 
 from __future__ import annotations
 
 import os
+import resource
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 if TYPE_CHECKING:
+    from lockstep.core.protocols import Axis
     from lockstep.distributed.process_group import World
 
 _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -20,8 +25,25 @@ _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_i
 
 def memory_of_a_rank(world: World) -> int:
     """Bytes; the least that any rank has, the same on all ranks, which call it together."""
-    mine = _of_device(world.device) if world.device.type == "cuda" else _of_host() // world.machine_ranks
-    return min(cast("list[int]", world.axis.gather(mine)))
+    return _least(world.device, world.axis, world.machine_ranks)
+
+
+def memory_of_ranks(device: torch.device, axis: Axis) -> int:
+    """As `memory_of_a_rank`, for ranks of which nothing else is known."""
+    here = socket.gethostname()
+    return _least(device, axis, axis.gather(here).count(here))
+
+
+def _least(device: torch.device, axis: Axis, machine_ranks: int) -> int:
+    mine = _of_device(device) if device.type == "cuda" else _of_host() // machine_ranks
+    return min(cast("list[int]", axis.gather(mine)))
+
+
+def peak_of_a_rank(device: torch.device) -> int:
+    """Bytes that this rank has used at once so far, at most."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _of_device(device: torch.device) -> int:

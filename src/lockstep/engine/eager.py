@@ -25,6 +25,10 @@ Unheard = Callable[[], AbstractContextManager[object]]
 _HEARD: AbstractContextManager[object] = nullcontext()
 
 
+def _see_nothing(batch: Batch) -> None:
+    """Nobody needs to know the targets before the forward."""
+
+
 class Eager:
     """The engine of every strategy that leaves the model in one piece.
 
@@ -32,6 +36,7 @@ class Eager:
         autocast: makes the context of a forward.
         key_draws: called with (step, micro-batch) before each forward.
         unheard: makes the context in which filler is computed: what user code logs of it is no data.
+        show: called with each micro-batch before its forward.
     """
 
     def __init__(
@@ -41,7 +46,9 @@ class Eager:
         autocast: Autocast,
         key_draws: Callable[[int, int], None],
         unheard: Unheard = nullcontext,
+        show: Callable[[Batch], None] = _see_nothing,
     ) -> None:
+        self._show = show
         self._sharding = sharding
         self._objective = objective
         self._autocast = autocast
@@ -61,6 +68,7 @@ class Eager:
         for index, micro_batch in enumerate(micro_batches):
             self._key_draws(step, index)
             with sharding.window(index == last), _HEARD if micro_batch.samples else self._unheard():
+                self._show(micro_batch)
                 with self._autocast():
                     outputs = call(module, micro_batch.inputs)
                 loss = objective.loss_sum(outputs, micro_batch)
@@ -95,6 +103,7 @@ class Eager:
 
     def _sums(self, batch: Batch) -> dict[str, Tensor]:
         objective = self._objective
+        self._show(batch)
         with self._autocast():
             outputs = call(self._sharding.bare, batch.inputs)
         count = torch.tensor(float(objective.count(batch)))

@@ -43,22 +43,27 @@ class NextToken:
     """
 
     decomposes = True
+    language = True
 
     def __init__(
         self, *, shift: bool = False, label_smoothing: float = 0.0, bytes_per_token: float | None = None
     ) -> None:
         self._shift = shift
-        self._smoothing = label_smoothing
+        self.label_smoothing = label_smoothing
         self._bytes_per_token = bytes_per_token
 
     def count(self, batch: Batch) -> int:
         return count_targets(batch.targets[:, 1:] if self._shift else batch.targets)
 
+    def targets_of(self, batch: Batch) -> Tensor:
+        """Of each position that has logits; -100 for none."""
+        return F.pad(batch.targets[:, 1:], (0, 1), value=IGNORED) if self._shift else batch.targets
+
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        return cross_entropy_sum(*self._aligned(outputs, batch), self._smoothing)
+        return cross_entropy_sum(*self._aligned(outputs, batch), self.label_smoothing)
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        return _metric_sums(*self._aligned(outputs, batch), self._smoothing)
+        return _metric_sums(*self._aligned(outputs, batch), self.label_smoothing)
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
         return _language_metrics(loss_sum, count, sums, self._bytes_per_token)
@@ -78,20 +83,25 @@ class Targets:
     decomposes = True
 
     def __init__(self, *, language: bool, label_smoothing: float = 0.0) -> None:
-        self._language = language
-        self._smoothing = label_smoothing
+        self.language = language
+        self.label_smoothing = label_smoothing
 
     def count(self, batch: Batch) -> int:
         return count_targets(batch.targets)
 
+    def targets_of(self, batch: Batch) -> Tensor:
+        """Of each position that has logits; -100 for none."""
+        targets: Tensor = batch.targets
+        return targets
+
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        return cross_entropy_sum(logits_of(outputs), batch.targets, self._smoothing)
+        return cross_entropy_sum(logits_of(outputs), batch.targets, self.label_smoothing)
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        return _metric_sums(logits_of(outputs), batch.targets, self._smoothing)
+        return _metric_sums(logits_of(outputs), batch.targets, self.label_smoothing)
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        if self._language:
+        if self.language:
             return _language_metrics(loss_sum, count, sums, None)
         return {"loss": _mean(loss_sum, count), "accuracy": _mean(sums["right"], count)}
 

@@ -60,17 +60,33 @@ def _optimizer(name: str) -> Feature:
     return Feature(name, "optim.name", lambda config, batch, frozen: config.optim.name == name)
 
 
+def _checkpointing(name: str, mode: str) -> Feature:
+    key = "memory.activation_checkpointing.mode"
+    return Feature(name, key, lambda config, batch, frozen: config.memory.activation_checkpointing.mode == mode)
+
+
+_CHECKPOINTING = {
+    "activation checkpointing": "full",
+    "selective checkpointing": "selective",
+    "checkpointed segments": "segments",
+    "checkpointing by budget": "budget",
+    "adaptive checkpointing": "adaptive",
+}
+
 FEATURES: tuple[Feature, ...] = (
     Feature("accumulation", "batch.micro_size", lambda config, batch, frozen: batch.accumulation > 1),
     Feature("uneven batches", "batch.global_size", lambda config, batch, frozen: not batch.even),
     Feature("bf16", "precision.compute", lambda config, batch, frozen: config.precision.compute == "bf16"),
     Feature("fp16", "precision.compute", lambda config, batch, frozen: config.precision.compute == "fp16"),
     Feature("compile", "model.compile", lambda config, batch, frozen: config.model.compile),
+    *(_checkpointing(name, mode) for name, mode in _CHECKPOINTING.items()),
     Feature(
-        "activation checkpointing",
-        "memory.activation_checkpointing.mode",
-        lambda config, batch, frozen: config.memory.activation_checkpointing.mode != "none",
+        "activation offload",
+        "memory.activation_offload",
+        lambda config, batch, frozen: config.memory.activation_offload != "none",
     ),
+    Feature("optimizer in backward", "optim.in_backward", lambda config, batch, frozen: config.optim.in_backward),
+    Feature("chunked loss", "memory.loss_chunk", lambda config, batch, frozen: config.memory.loss_chunk is not None),
     Feature("frozen parameters", "model.freeze", lambda config, batch, frozen: frozen > 0),
     Feature("offload", "parallel", lambda config, batch, frozen: _offloads(config)),
     Feature("export", "", lambda config, batch, frozen: False),  # of a checkpoint, whatever wrote it
@@ -93,6 +109,13 @@ _HOOKED = "DeepSpeed's hooks are part of the forward, and have not been tried co
 _WHOLE_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp"
 _NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
 
+_GATHERED_BLOCK_BY_BLOCK = "FSDP gathers each block around its own call, and a segment is one call; take mode: full"
+_CUT_ELSEWHERE = "a rank has some of the blocks alone, and would choose by itself; take mode: full"
+_OTHER_TENSORS = "its hooks hand on other tensors than a block has returned; take mode: full"
+_OFFLOADS_FROM_GPUS = "activations are offloaded from a GPU alone, and none was at hand"
+_REDUCED_FIRST = "gradients are reduced, divided or put together before they are applied; take single, or write false"
+_TARGETS_OF_ONE = "replicas have heads of their own, and nobody tells them their targets; take single, or ddp"
+_LAST_STAGE = "the last stage gives logits to the objective; leave it out"
 _COMPILED_WHOLE = "a compiled forward can't be left between two blocks; write false, or take fsdp"
 
 _TWICE = (
@@ -107,6 +130,22 @@ _OTHERWISE: Mapping[tuple[str, str], Cell] = {
     },
     **{(name, "offload"): _NONE for name in ("single", "dp", "ddp", "zero0")},
     **{(name, "offload"): Cell("untested", _NEEDS_GPU) for name in VARIANTS if name.startswith("fsdp")},
+    **{
+        (name, "checkpointed segments"): Cell("refused", _GATHERED_BLOCK_BY_BLOCK)
+        for name in VARIANTS
+        if "fsdp" in name
+    },
+    **{
+        (name, feature): Cell("refused", _CUT_ELSEWHERE)
+        for name in VARIANTS
+        if name.startswith("pipeline")
+        for feature in ("checkpointed segments", "checkpointing by budget")
+    },
+    ("zero3", "checkpointed segments"): Cell("refused", _OTHER_TENSORS),
+    **{(name, "activation offload"): Cell("untested", _OFFLOADS_FROM_GPUS) for name in VARIANTS},
+    **{(name, "optimizer in backward"): Cell("refused", _REDUCED_FIRST) for name in VARIANTS if name != "single"},
+    ("dp", "chunked loss"): Cell("refused", _TARGETS_OF_ONE),
+    **{(name, "chunked loss"): Cell("refused", _LAST_STAGE) for name in VARIANTS if name.startswith("pipeline")},
     **{(name, "compile"): Cell("refused", _HOOKED) for name in _ZERO},
     **{(name, rule): Cell("refused", _WHOLE_MATRICES) for name in _DIVIDED for rule in ("muon", "adafactor")},
 }
@@ -132,6 +171,13 @@ def check_features(config: Config, variant: str, batch: BatchPlan, frozen: int) 
 
 
 def _problems(config: Config, variant: str, batch: BatchPlan, frozen: int) -> Iterator[Problem]:
+    if config.optim.in_backward and batch.accumulation > 1:
+        yield Problem(
+            "",
+            "optim.in_backward",
+            f"applies the gradient of a micro-batch, and an update has {batch.accumulation} of them; write "
+            f"batch.micro_size: {batch.global_size}, or in_backward: false",
+        )
     for feature in FEATURES:
         if not feature.asked(config, batch, frozen):
             continue

@@ -205,6 +205,9 @@ def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
         "checkpoint": type(config.checkpoint)(),
         "run": config.run.model_copy(update={"end_with": "last"}),
     }
+    if config.optim.in_backward:
+        changed["optim"] = config.optim.model_copy(update={"in_backward": False})
+        notes.append("optim.in_backward is false: the proof compares gradients, which would be gone")
     if config.precision.compute not in ("auto", precision):
         notes.append(f"precision.compute is {precision}, not {config.precision.compute}")
     if precision == "fp16" and config.precision.loss_scale.initial > _LOSS_SCALE:

@@ -22,13 +22,14 @@ from lockstep.data.loader import TrainingLoader
 from lockstep.data.sources import open_source
 from lockstep.distributed.collectives import Alone
 from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
-from lockstep.distributed.memory import memory_of_a_rank
+from lockstep.distributed.memory import memory_of_a_rank, peak_of_a_rank
 from lockstep.distributed.place import pair_of_ends, place_of
 from lockstep.distributed.rng import KeyedDraws, seed_everything
 from lockstep.engine.eager import Eager
 from lockstep.engine.numbered import Numbered
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
+from lockstep.models.chunked_loss import LossInHead, in_head
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import adapt_objective, build_objective, coupling
@@ -45,14 +46,17 @@ from lockstep.plan.stages import stages_of
 from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
+from lockstep.sharding.in_backward import UpdatedInBackward
 from lockstep.sharding.invariant import Invariant
 from lockstep.sharding.pieces import Pieces
 from lockstep.sharding.single import Single
 from lockstep.sharding.state import of_model
 from lockstep.training.invariance import NOTE, refuse_coupled
+from lockstep.training.memory_watch import MemoryWatch
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Rate, Rooms, Session
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
+from lockstep.transforms.activation_offload import OffloadActivations
 from lockstep.transforms.compiling import Compile
 from lockstep.transforms.order import transform
 from lockstep.transforms.sync_batchnorm import SyncBatchNorm
@@ -108,11 +112,14 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     notes = list(start_weights(model, config.model)) if blank is None else []
     objective = make_objective(config, source.facts, given)
+    if config.memory.loss_chunk is not None:
+        objective = in_head(objective, model, config.memory.loss_chunk)
     place = place_of(plan.mesh, world)
     blocks = repeated_blocks(model)
     names = list(of_model(model)[0])
     coupled, flops = coupling(model), flops_per_token(model, source.facts)
-    model = transform(model, _transforms(config, blocks, world.device), world.device)
+    transforms = _transforms(config, model, blocks, world)
+    model = transform(model, transforms, world.device)
     cut = _cut(config, place, model, blocks, world.device)
     invariant = config.run.determinism == "invariant"
     if invariant:
@@ -154,6 +161,8 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         rate=_rate(config, given),
         coupled=coupled,
         flops_per_token=flops,
+        watch=_watch(config, transforms, world),
+        updates_ahead=sharding.begin if isinstance(sharding, UpdatedInBackward) else None,
     )
     return Session(rooms)
 
@@ -281,15 +290,37 @@ def _set_determinism(config: Config) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _transforms(config: Config, blocks: Sequence[str], device: torch.device) -> list[Transform]:
+def _transforms(config: Config, model: nn.Module, blocks: Sequence[str], world: World) -> list[Transform]:
     chosen: list[Transform] = []
-    if config.memory.activation_checkpointing.mode != "none":
-        chosen.append(RecomputeBlocks(config.memory.activation_checkpointing, blocks, _unheard))
-    if config.model.compile:
-        chosen.append(Compile(resolve_compute(config.precision.compute, device)))
+    options, compiles = config.memory.activation_checkpointing, config.model.compile
+    by_compiler = compiles and options.mode == "budget"
+    if options.mode != "none" and not by_compiler:
+        chain = blocks_in_line(model, list(blocks)) if options.mode == "segments" else blocks
+        chosen.append(RecomputeBlocks(options, chain, _unheard, world.axis.broadcast))
+    if config.memory.activation_offload == "cpu":
+        chosen.append(OffloadActivations())
+    if compiles:
+        chosen.append(
+            Compile(resolve_compute(config.precision.compute, world.device), options.budget if by_compiler else 1.0)
+        )
     if config.parallel.ddp.sync_batchnorm:
         chosen.append(SyncBatchNorm())
     return chosen
+
+
+def _watch(config: Config, transforms: Sequence[Transform], world: World) -> MemoryWatch | None:
+    options = config.memory.activation_checkpointing
+    if options.mode != "adaptive":
+        return None
+    switch = next(one.switch for one in transforms if isinstance(one, RecomputeBlocks))
+    limit = memory_of_a_rank(world)
+    return MemoryWatch(
+        switch,
+        used=lambda: peak_of_a_rank(world.device) / limit,
+        threshold=options.threshold,
+        look_every=options.look_every,
+        speaks=world.rank == 0,
+    )
 
 
 class _OptimizerOf:
@@ -366,10 +397,11 @@ def _engine_and_vote(
             device=world.device,
         )
         return engine, consensus
+    show: Any = {"show": objective.show} if isinstance(objective, LossInHead) else {}
     if not isinstance(sharding, Invariant):
         draws = KeyedDraws(config.run.seed, place.share, world.device)
-        return Eager(sharding, objective, autocast, draws.set, _unheard), consensus
-    eager = partial(Eager, sharding, objective, autocast, unheard=_unheard)
+        return Eager(sharding, objective, autocast, draws.set, _unheard, **show), consensus
+    eager = partial(Eager, sharding, objective, autocast, unheard=_unheard, **show)
     draws = KeyedDraws(config.run.seed, 0, world.device)
     engine = Numbered(eager, draws.set, partial(parts.plan.batch.share, rank=place.share), sharding.begin)
     return engine, WithOrderedLoss(consensus, sharding.loss_sum)
@@ -421,6 +453,8 @@ class _Parts:
 
 def _single(parts: _Parts) -> Sharding:
     model = parts.model.to(parts.world.device)
+    if parts.config.optim.in_backward:
+        return UpdatedInBackward(model, parts.optimizer_of(model.named_parameters()), squared_norm)
     return Single(model, parts.optimizer_of(model.named_parameters()), squared_norm)
 
 

@@ -25,6 +25,7 @@ from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
 from lockstep.training.evaluate import evaluate
 from lockstep.training.ledger import Ledger, OrderFacts
+from lockstep.training.memory_watch import MemoryWatch
 from lockstep.training.readback import Judgement, Readback, Reporter
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Rooms:
         flops_per_token: of the whole model; None: not known.
         rate: learning rate of (share of the run done, step from 0, steps of the run or None).
         evaluation: sources by name.
+        watch: of this rank's memory, if anybody asked for one.
+        updates_ahead: told the learning rate before a backward that updates; None: updates come after the backward.
     """
 
     config: Config
@@ -68,6 +71,8 @@ class Rooms:
     rate: Rate
     coupled: str | None
     flops_per_token: float | None
+    watch: MemoryWatch | None = None
+    updates_ahead: Callable[[float], None] | None = None
 
 
 class Session:
@@ -131,6 +136,9 @@ class Session:
     def accumulate(self, batch: GlobalBatch) -> None:
         """Forward and backward of this rank's micro-batches; the vote is opened in between."""
         scale = self.rooms.scaler.scale / self._count
+        if self.rooms.updates_ahead is not None:
+            self._before_changes()
+            self.rooms.updates_ahead(self._rate())
         self.rooms.engine.accumulate(batch, scale, self._open_vote)
         if batch.step == 0:
             self._refuse_unused_parameters()
@@ -158,9 +166,7 @@ class Session:
         norm = outcome.squared_norm**0.5 / unit
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
-        if self._let_update is not None:
-            self._let_update()
-            self._let_update = None
+        self._before_changes()
         rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, unit), keep)
         rooms.scaler.update(keep)
         tokens = rooms.readback.tokens()
@@ -168,6 +174,7 @@ class Session:
         judgement = Judgement(outcome, norm, keep, scale, self._count)
         report = rooms.readback.push(judgement, self._reporter(batch, rate, tokens))
         self._batch, self._count, self._upcoming = upcoming, at_least_one(outcome.next_count), None
+        self._watch_memory(report)
         return report
 
     def flush(self) -> StepReport | None:
@@ -241,6 +248,20 @@ class Session:
     def _told(self, batch: GlobalBatch) -> tuple[int, int]:
         """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""
         return (batch.count, batch.tokens) if self.rooms.place.tells_counts else (0, 0)
+
+    def _before_changes(self) -> None:
+        """Of parameters and optimizer state: nobody reads them any more."""
+        if self._let_update is not None:
+            self._let_update()
+            self._let_update = None
+
+    def _watch_memory(self, report: StepReport | None) -> None:
+        watch = self.rooms.watch
+        if watch is None:
+            return
+        self.request(watch.requests(self.progress.steps))
+        if report is not None:
+            watch.hear(report)
 
     def _rate(self) -> float:
         plan = self.rooms.plan

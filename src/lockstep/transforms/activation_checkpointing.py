@@ -1,82 +1,170 @@
-"""Activation checkpointing: a block keeps its inputs alone, and what its backward needs is computed from them again.
+"""Activation checkpointing: what a forward keeps for the backward, and what is computed again instead.
 
-                 forward                               backward
-    kept         x -> block -> y     all in between    x <- gradients of the block
-    recomputed   x -> block -> y     x                 x -> block again, with the draws and autocast it had -> gradients
+    full        of each so-many-th block its inputs alone
+    selective   of these blocks what matrix products and attention made, too
+    segments    of each run of blocks the input of the first alone                      segments.py
+    budget      as many blocks whole as there is room for                               activation_budget.py
+    adaptive    all whole, until a rank's memory passes a threshold: from then on full
 
 A block's own `forward` is replaced, so that no name changes, and FSDP's hooks lie around it: what it gathers for a
-block's backward is there when the block is computed again (Chen et al. 2016, arXiv:1604.06174).
+block's backward is there when the block is computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.transforms.activation_budget import Agree, Budget
+from lockstep.transforms.recomputing import Recompute, Switch, Unheard
+from lockstep.transforms.segments import run_in_segments, split_into_segments
 
 if TYPE_CHECKING:
     from lockstep.config.schema import ActivationCheckpointing
 
-Unheard = Callable[[], AbstractContextManager[object]]
 _CHANGED_BY_FORWARD = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_KEY = "memory.activation_checkpointing"
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """What of a model is computed again.
+
+    Attributes:
+        mode: as of the config.
+        blocks: names of the modules whose forward was replaced. What lies in the last of several segments isn't
+            computed again, and `budget` may keep some.
+        switch: of all of them; off: nothing is computed again.
+    """
+
+    mode: str
+    blocks: tuple[str, ...]
+    switch: Switch
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.blocks[:3]) + (f" and {len(self.blocks) - 3} more" if len(self.blocks) > 3 else "")
+        return f"activation checkpointing, {self.mode}: {shown}"
 
 
 class RecomputeBlocks:
     """Args:
     options: which blocks, and what of them.
-    blocks: names of the model's repeated layers.
+    blocks: names of the model's repeated layers; for segments, of those that form a chain.
     unheard: makes the context of the second forward: what user code logs in it was heard in the first.
+    agree: gives every rank what the first one has.
     """
 
-    def __init__(self, options: ActivationCheckpointing, blocks: Sequence[str], unheard: Unheard = nullcontext) -> None:
-        self._chosen = blocks[:: options.every]
-        self._unheard = unheard
+    def __init__(
+        self,
+        options: ActivationCheckpointing,
+        blocks: Sequence[str],
+        unheard: Unheard = nullcontext,
+        agree: Agree = lambda value: value,
+    ) -> None:
+        self._options = options
+        self._blocks = blocks
+        self._agree = agree
+        self._recompute = Recompute(options.mode == "selective", unheard, Switch(options.mode != "adaptive"))
 
-    name = "memory.activation_checkpointing"
+    name = _KEY
     after = ("parallel.ddp.sync_batchnorm",)
 
+    @property
+    def switch(self) -> Switch:
+        """Of all blocks that are computed again."""
+        return self._recompute.switch
+
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        if not self._chosen:
+        chosen = self._chosen(model)
+        if not chosen and self._options.modules != "blocks":
+            return f"{none_of(model, self._options.modules)}; name classes that it has"
+        if not chosen:
             return (
                 f"a {type(model).__name__} has no repeated blocks: a ModuleList or Sequential of layers of one class; "
-                "give it such a list, or leave memory.activation_checkpointing out"
+                "give it such a list, name classes in memory.activation_checkpointing.modules, or leave "
+                "memory.activation_checkpointing out"
             )
-        for block in self._chosen:
-            for name, module in model.get_submodule(block).named_modules(prefix=block):
-                if isinstance(module, _CHANGED_BY_FORWARD) and module.track_running_stats:
-                    return (
-                        f"{name} keeps running means, which a second forward would count twice; take a norm without "
-                        "them, such as group norm, or leave memory.activation_checkpointing out"
-                    )
-        return None
+        return _inside_of_another(chosen) or _running_means(model, chosen)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        for name in self._chosen:
-            block = model.get_submodule(name)
-            # A partial of the bound method: a copy of the model has one of its own
-            block.forward = partial(_recomputed, block.forward, self._unheard)
+        _APPLY[self._options.mode](self, model, self._chosen(model))
         return model
 
+    def applied(self, model: nn.Module) -> Recomputation:
+        """Applies, and says to what."""
+        self.apply(model)
+        return Recomputation(self._options.mode, tuple(self._chosen(model)), self.switch)
 
-def _recomputed(forward: Callable[..., Any], unheard: Unheard, *inputs: Any, **named: Any) -> Any:
-    """What `forward` returns."""
-    if not torch.is_grad_enabled():
-        return forward(*inputs, **named)
-    # torch looks for tensors, whose device's draws it keeps, among the positional inputs alone
-    call = partial(_call, forward, tuple(named)) if named else forward
-    further: Mapping[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": lambda: (_HEARD, unheard())}
-    return checkpoint(call, *inputs, *named.values(), use_reentrant=False, preserve_rng_state=True, **further)
+    def _chosen(self, model: nn.Module) -> list[str]:
+        wanted = self._options.modules
+        if wanted == "blocks":
+            return list(self._blocks[:: self._options.every])
+        return of_classes(model, wanted)[:: self._options.every]
+
+    def _each(self, model: nn.Module, chosen: Sequence[str]) -> None:
+        for name in chosen:
+            block = model.get_submodule(name)
+            # A partial of the bound method: a copy of the model has one of its own
+            cast("Any", block).forward = partial(self._recompute, block.forward)
+
+    def _segments(self, model: nn.Module, chosen: Sequence[str]) -> None:
+        lists: dict[str, list[str]] = {}
+        for name in chosen:
+            lists.setdefault(name.rpartition(".")[0], []).append(name)
+        for names in lists.values():
+            run_in_segments(model, split_into_segments(names, self._options.segments), self._recompute)
+
+    def _budget(self, model: nn.Module, chosen: Sequence[str]) -> None:
+        Budget(model, chosen, self._options.budget, self._recompute, self._agree)
 
 
-def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
-    """The last inputs go in by name."""
-    first = len(inputs) - len(names)
-    return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
+def of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
+    """Qualified names of the modules of these classes, by the names of the classes."""
+    return [name for name, module in model.named_modules() if name and type(module).__name__ in classes]
 
 
-_HEARD: AbstractContextManager[object] = nullcontext()
+def refuse(reason: str | None) -> None:
+    """Raises ConfigError: there is a reason."""
+    if reason is not None:
+        raise ConfigError(Problem("", _KEY, reason))
+
+
+def none_of(model: nn.Module, classes: Sequence[str]) -> str:
+    """That it has no module of these classes, and which it has."""
+    there = list(dict.fromkeys(type(module).__name__ for name, module in model.named_modules() if name))
+    return f"a {type(model).__name__} has no module of class {' or '.join(classes)}; it has {', '.join(there[:12])}"
+
+
+def _inside_of_another(chosen: Sequence[str]) -> str | None:
+    for name in chosen:
+        for other in chosen:
+            if other.startswith(f"{name}."):
+                return f"{other} lies in {name}, and would be computed three times; name one of their classes"
+    return None
+
+
+def _running_means(model: nn.Module, chosen: Sequence[str]) -> str | None:
+    for block in chosen:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            if isinstance(module, _CHANGED_BY_FORWARD) and module.track_running_stats:
+                return (
+                    f"{name} keeps running means, which a second forward would count twice; take a norm without "
+                    "them, such as group norm, or leave memory.activation_checkpointing out"
+                )
+    return None
+
+
+_APPLY: Mapping[str, Callable[[RecomputeBlocks, nn.Module, Sequence[str]], None]] = {
+    "full": RecomputeBlocks._each,
+    "selective": RecomputeBlocks._each,
+    "adaptive": RecomputeBlocks._each,
+    "segments": RecomputeBlocks._segments,
+    "budget": RecomputeBlocks._budget,
+}

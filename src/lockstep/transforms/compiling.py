@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch  # its only home, though documented
 
 
 class Compile:
     """Args:
     compute: the precision of autocast; None for fp32.
+    budget: share of the activation memory that torch's partitioner may keep; 1: what it likes.
     """
 
-    def __init__(self, compute: torch.dtype | None) -> None:
+    def __init__(self, compute: torch.dtype | None, budget: float = 1.0) -> None:
         self._compute = compute
+        self._budget = budget
 
     name = "model.compile"
-    after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing")
+    after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing", "memory.activation_offload")
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         grouped = any(isinstance(module, nn.GroupNorm) for module in model.modules())
@@ -27,5 +30,6 @@ class Compile:
         return None
 
     def apply(self, model: nn.Module) -> nn.Module:
+        functorch.activation_memory_budget = self._budget  # of the process: read when the first forward is compiled
         model.compile()
         return model

@@ -1,0 +1,103 @@
+"""How a call is made so that its backward computes it again.
+
+                 forward                               backward
+    kept         x -> call -> y     all in between     x <- gradients of the call
+    full         x -> call -> y     x                  x -> call again, with the draws and autocast it had -> gradients
+    selective    x -> call -> y     x, and what        x -> call again but for those -> gradients
+                                    products made
+
+Full: Chen et al. 2016, arXiv:1604.06174. Selective keeps what is dear to compute and small to keep, matrix products and
+attention, and computes again what lies between them (Korthikanti et al. 2022, arXiv:2205.05198, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Unheard = Callable[[], AbstractContextManager[object]]
+_HEARD: AbstractContextManager[object] = nullcontext()
+
+_DEAR = frozenset(
+    operator
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if (operator := getattr(getattr(torch.ops.aten, name, None), "default", None)) is not None
+)  # fmt: skip
+"""What selective keeps: torch's own matrix products and attentions, as far as this version has them."""
+
+
+@dataclass(slots=True)
+class Switch:
+    """Whether calls are computed again, from the next one on."""
+
+    on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Makes calls. Copies with the model it belongs to.
+
+    Attributes:
+        selective: what products and attention made is kept.
+        unheard: makes the context of a second forward: what user code logs in it was heard in the first.
+    """
+
+    selective: bool = False
+    unheard: Unheard = nullcontext
+    switch: Switch = field(default_factory=Switch)
+
+    def __call__(self, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        """What `forward` returns."""
+        if not self.switch.on or not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        # torch looks for tensors, whose device's draws it keeps, among the positional inputs alone
+        call = partial(_call, forward, tuple(named)) if named else forward
+        return checkpoint(
+            call, *inputs, *named.values(), use_reentrant=False, preserve_rng_state=True, **self._contexts()
+        )
+
+    def _contexts(self) -> Mapping[str, Any]:
+        if torch.compiler.is_compiling():  # it takes contexts that are dispatch modes, and no others
+            return {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if self.selective else {}
+        return {"context_fn": self._first_and_second}
+
+    def _first_and_second(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        if not self.selective:
+            return _HEARD, self.unheard()
+        first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+        return first, _Together(second, self.unheard())
+
+
+def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
+    """The last inputs go in by name."""
+    first = len(inputs) - len(names)
+    return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
+
+
+def _policy(_context: object, operator: object, *_inputs: Any, **_named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Together(ExitStack):
+    """Two contexts as one, entered when it is."""
+
+    def __init__(self, *contexts: AbstractContextManager[object]) -> None:
+        super().__init__()
+        self._contexts = contexts
+
+    def __enter__(self) -> _Together:
+        super().__enter__()
+        for context in self._contexts:
+            self.enter_context(context)
+        return self

@@ -1,0 +1,40 @@
+"""lockstep memory: what each way to save memory saves, and costs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lockstep.cli.main import main
+
+SMALL = ["--model.layers", "4", "--model.width", "32", "--data.train.length", "64", "--batch.global_size", "4"]
+
+
+def test_modes_are_measured_beside_none(capfd: pytest.CaptureFixture[str]) -> None:
+    modes = "full+loss-chunk,offload"
+    asked = ["memory", "stdlib-lm", "--ranks", "1", "--modes", modes, "--steps", "1", "--json", *SMALL]
+    assert main(asked) == 0
+    printed = capfd.readouterr()
+    lines = printed.out.strip().splitlines()
+    rows = {row["mode"]: row for row in json.loads(lines[-1])}
+    assert list(rows) == ["none", "full+loss-chunk", "offload"]
+    assert rows["full+loss-chunk"]["peak"] < 0.7 * rows["none"]["peak"]
+    assert rows["none"]["held"] == rows["full+loss-chunk"]["held"] > 3 * 4 * 40_000
+    assert rows["none"]["milliseconds"] > 0
+    assert "activation offload under single was never tested" in rows["offload"]["why"]
+    assert any(line.startswith("| none |") and line.count("1.00") == 2 for line in lines)
+    assert "profiler" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--modes", "ful"], "there is no mode 'ful'; did you mean full?"),
+        (["--modes", "x"], "there is no mode 'x'; there are none, full"),
+        (["--steps", "0"], "'0' is not a whole number above 0"),
+    ],
+)
+def test_what_is_asked_wrongly_is_said(asked: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "stdlib-lm", *asked]) == 2
+    assert said in capfd.readouterr().err

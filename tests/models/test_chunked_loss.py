@@ -1,0 +1,166 @@
+"""A loss that never holds all logits is the loss that does, and so are its gradients and metrics."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from kit.families import family
+from kit.runs import differences, recorded_all
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training.test_same_run import config
+
+import lockstep
+from lockstep.config.loading import validate
+from lockstep.config.schema import TransformerModel
+from lockstep.core.records import Batch, DataFacts
+from lockstep.measuring.peak import peak_of
+from lockstep.models.build import build_model
+from lockstep.models.chunked_loss import LossInHead, Shape, chunked_cross_entropy, in_head
+from lockstep.models.objectives import FunctionObjective, NextToken, Targets, cross_entropy_sum
+
+CPU = torch.device("cpu")
+SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("chunk", [1, 10, 100])
+def test_it_is_the_cross_entropy_of_all_at_once(smoothing: float, biased: bool, chunk: int) -> None:
+    draws = torch.Generator().manual_seed(4)
+    inputs = [torch.randn(shape, generator=draws, requires_grad=True) for shape in ((37, 16), (50, 16), (50,))]
+    hidden, weight, bias = inputs[0], inputs[1], inputs[2] if biased else None
+    targets = torch.randint(0, 50, (37,), generator=draws).index_fill_(0, torch.tensor([0, 9, 36]), -100)
+    logits = F.linear(hidden, weight, bias)
+    expected = cross_entropy_sum(logits, targets, smoothing)
+    found = chunked_cross_entropy(hidden, weight, bias, targets, Shape(chunk, smoothing))
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert found.plain.item() == pytest.approx(cross_entropy_sum(logits, targets).item(), rel=1e-6)
+    assert found.right.item() == (logits.argmax(-1) == targets).sum().item()
+    trained = inputs[: 3 if biased else 2]
+    for one, other in zip(
+        torch.autograd.grad(0.3 * found.loss, trained), torch.autograd.grad(0.3 * expected, trained), strict=True
+    ):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+def test_a_frozen_head_and_no_targets() -> None:
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
+    found = chunked_cross_entropy(hidden, weight, None, torch.full((6,), -100), Shape(4, 0.0))
+    found.loss.backward()
+    assert found.loss.item() == 0.0
+    assert hidden.grad is not None
+    assert not hidden.grad.any()
+
+
+def model_of(vocabulary: int) -> nn.Module:
+    section = TransformerModel(kind="transformer", layers=1, width=16, heads=2, tie_embeddings=False)
+    return build_model(section, DataFacts(10, 128, vocabulary=vocabulary), 1)
+
+
+def step(model: nn.Module, objective: Any, batch: Batch) -> None:
+    objective.loss_sum(model(**batch.inputs), batch).backward()
+
+
+def test_all_logits_are_never_there() -> None:
+    """The peak grows with the vocabulary by a chunk's logits and the head's gradient, not by all logits."""
+    tokens = torch.randint(0, 100, (8, 128))
+    batch = Batch({"tokens": tokens}, tokens, 8, 1024)
+    peaks: dict[str, list[int]] = {"whole": [], "chunked": []}
+    for vocabulary in (500, 4500):
+        for name in peaks:
+            model = model_of(vocabulary)
+            objective: Any = NextToken()
+            if name == "chunked":
+                objective = in_head(objective, model, 64)
+                objective.show(batch)
+            peaks[name].append(peak_of(partial(step, model, objective, batch), CPU))
+    all_logits, head = 1024 * 4000 * 4, 4000 * 16 * 4
+    assert peaks["whole"][1] - peaks["whole"][0] > 2 * all_logits
+    assert peaks["chunked"][1] - peaks["chunked"][0] < 6 * (all_logits / 16 + head)
+
+
+# --- in a run -------------------------------------------------------------------------------------------------------
+
+
+def test_language_models_of_the_transformers_library() -> None:
+    """Aligned targets, untied and tied heads, under fsdp, metrics included; with blocks that are computed again."""
+    sections = [{**family(name), "optim": SGD, "objective": {"label_smoothing": 0.1}} for name in ("llama", "qwen")]
+    memory = {"loss_chunk": 7, "activation_checkpointing": {"mode": "full"}}
+    oracles = recorded_all([config(9, **one) for one in sections], updates=2)
+    chunked = [config(9, **one, parallel={"strategy": "fsdp"}, memory=memory) for one in sections]
+    for run, oracle in zip(recorded_all(chunked, ranks=2, updates=2), oracles, strict=True):
+        assert differences(run, oracle) == []
+
+
+# --- what it is not for ---------------------------------------------------------------------------------------------
+
+
+class Scaling(nn.Module):
+    """Makes something of its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.cap(self.head(self.inner(tokens)))
+
+    def cap(self, logits: Tensor) -> Tensor:
+        return logits * 0.5
+
+
+class InPlace(Scaling):
+    def cap(self, logits: Tensor) -> Tensor:
+        return logits.mul_(0.5)
+
+
+class Twice(Scaling):
+    def cap(self, logits: Tensor) -> Tensor:
+        return self.head(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("make", [Scaling, InPlace, Twice])
+def test_a_model_that_changes_its_logits_is_found_out(make: type[Scaling]) -> None:
+    model, tokens = make(), torch.randint(0, 9, (2, 3))
+    batch = Batch({"tokens": tokens}, tokens, 2, 6)
+    objective = in_head(NextToken(), model, 4)
+    objective.show(batch)
+    with pytest.raises(lockstep.GiveUp, match=r"memory\.loss_chunk: the model makes something of its logits"):
+        objective.loss_sum(model(tokens), batch)
+
+
+def test_logits_without_a_loss_are_logits() -> None:
+    model, tokens = model_of(50), torch.randint(0, 50, (2, 3))
+    expected = copy.deepcopy(model)(tokens)
+    assert isinstance(in_head(NextToken(), model, 4), LossInHead)
+    assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("objective", "model", "said"),
+    [
+        (Targets(language=False), model_of(9), "this objective is of one class a sample"),
+        (FunctionObjective(lambda batch: 1, lambda outputs, batch: outputs), model_of(9), "this objective is your own"),
+        (NextToken(), nn.Linear(2, 2), "of a Linear it isn't known which linear makes the logits"),
+    ],
+)
+def test_what_it_is_not_for_is_refused(objective: Any, model: nn.Module, said: str) -> None:
+    with pytest.raises(lockstep.ConfigError) as refusal:
+        in_head(objective, model, 4)
+    assert str(refusal.value).startswith("memory.loss_chunk: ")
+    assert said in str(refusal.value)
+
+
+def test_it_is_not_compiled() -> None:
+    asked = config(8, memory={"loss_chunk": 4})
+    asked["model"] = {**asked["model"], "compile": True}
+    with pytest.raises(lockstep.ConfigError, match=r"memory\.loss_chunk and model\.compile don't go together"):
+        validate(asked)

@@ -1,0 +1,302 @@
+"""Every mode of activation checkpointing, and offload: the same gradient to the bit, for less memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kit.worlds import in_world
+from torch import Tensor, nn
+from transforms.test_activation_checkpointing import OWN, Stack, config, held_for_the_backward
+
+import lockstep
+from lockstep.config.schema import ActivationCheckpointing, TransformerModel
+from lockstep.core.records import DataFacts
+from lockstep.measuring.peak import peak_of
+from lockstep.models.build import build_model
+from lockstep.models.transformer import Attention, SwiGLU
+from lockstep.transforms.activation_budget import Held, choose
+from lockstep.transforms.activation_checkpointing import RecomputeBlocks
+from lockstep.transforms.activation_offload import ActivationsOnHost, OffloadActivations
+from lockstep.transforms.segments import split_into_segments
+
+CPU = torch.device("cpu")
+MODES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "every 2nd": {"every": 2},
+    "selective": {"mode": "selective"},
+    "segments": {"mode": "segments", "segments": 2},
+    "budget": {"mode": "budget", "budget": 0.6},
+    "adaptive": {"mode": "adaptive", "threshold": 1e-9, "look_every": 1},
+}
+
+
+def own(layers: int = 4) -> nn.Module:
+    section = TransformerModel(kind="transformer", layers=layers, width=32, heads=4, dropout=0.2)
+    return build_model(section, DataFacts(100, 64, vocabulary=64), 1)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.2}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads, use_cache=False)).train()
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)))
+
+
+class Plain(nn.Module):
+    """Hands its blocks what they need by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Named() for _ in range(4)])
+        self.scale = nn.Parameter(torch.full((16,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, scale=self.scale, debug="on")
+        return x
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, *, scale: Tensor, debug: str) -> Tensor:
+        return x + torch.nn.functional.dropout(torch.tanh(self.linear(x)) * scale, 0.3, self.training)
+
+
+TOKENS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
+POINTS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:
+    """Of two forwards."""
+    torch.manual_seed(3)
+    for _ in range(2):
+        outputs = model(inputs)
+        logits: Tensor = getattr(outputs, "logits", outputs)
+        logits.float().pow(2).sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(("make", "inputs"), [(own, TOKENS), (llama, TOKENS), (sequential, POINTS), (Plain, POINTS)])
+def test_gradients_are_the_same_to_the_bit(make: Callable[[], nn.Module], inputs: Tensor) -> None:
+    model = make()
+    expected = gradients(copy.deepcopy(model), inputs)
+    for name, asked in MODES.items():
+        other = copy.deepcopy(model)
+        made = lockstep.checkpoint_activations(other, **asked)
+        assert made.on is (name != "adaptive")
+        assert made.look() is True
+        assert list(other.state_dict()) == list(model.state_dict())
+        found = gradients(other, inputs)
+        assert all(torch.equal(one, another) for one, another in zip(found, expected, strict=True)), name
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def held(asked: dict[str, Any] | None, layers: int = 8) -> int:
+    """Bytes alive between forward and backward, of the second forward."""
+    model = own(layers)
+    if asked is not None:
+        lockstep.checkpoint_activations(model, **asked).look()
+    held_for_the_backward(model)
+    return held_for_the_backward(model)
+
+
+def test_what_each_mode_holds() -> None:
+    bytes_of = {name: held(asked) for name, asked in MODES.items()}
+    everything = held(None)
+    assert bytes_of["adaptive"] == bytes_of["full"] < bytes_of["every 2nd"] < everything
+    assert bytes_of["full"] < bytes_of["selective"] < 0.8 * everything
+    assert bytes_of["segments"] < 0.6 * everything  # one of two segments
+    blocks = everything - bytes_of["full"]
+    assert 0.3 * blocks < bytes_of["budget"] - bytes_of["full"] <= 0.6 * blocks
+
+
+def test_full_holds_one_block_and_the_inputs_of_all() -> None:
+    """The peak of forward and backward grows by an input a block; without checkpointing by a whole block."""
+    grows = {}
+    for name, asked in (("full", MODES["full"]), ("none", None)):
+        peaks = []
+        for layers in (4, 12):
+            model = own(layers)
+            if asked is not None:
+                lockstep.checkpoint_activations(model)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)  # only activations are counted
+            peaks.append(peak_of(lambda model=model: model(TOKENS).sum().backward(), CPU))
+        grows[name] = (peaks[1] - peaks[0]) / 8
+    inputs = TOKENS.numel() * 32 * 4
+    state_of_the_draws = 5056  # of torch's generator, kept for each block
+    assert inputs <= grows["full"] < 1.3 * (inputs + state_of_the_draws)
+    assert grows["none"] > 10 * inputs
+
+
+def test_a_budget_keeps_the_last_blocks_that_it_has_room_for() -> None:
+    blocks = {name: Held(40, 2) for name in "abcd"}
+    assert choose(blocks, 0.5) == {"d"}
+    assert choose(blocks, 1.0) == set("abcd")
+    assert choose(blocks, 0.0) == set()
+    assert choose({**blocks, "d": Held(90, 2)}, 0.4) == set(), "what has no room is not made room for by another"
+
+
+# --- which modules --------------------------------------------------------------------------------------------------
+
+
+def test_attention_and_mlp_apart() -> None:
+    model = own(2)
+    made = lockstep.checkpoint_activations(model, [Attention, SwiGLU])
+    assert made.blocks == ("blocks.0.attention", "blocks.0.mlp", "blocks.1.attention", "blocks.1.mlp")
+    assert str(made) == (
+        "activation checkpointing, full: blocks.0.attention, blocks.0.mlp, blocks.1.attention and 1 more"
+    )
+    asked = ActivationCheckpointing(mode="full", modules=("Attention",))
+    assert RecomputeBlocks(asked, ["blocks.0"]).applied(own(2)).blocks == ("blocks.0.attention", "blocks.1.attention")
+
+
+def test_a_sequential_is_cut_whatever_its_children() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 2), nn.Sigmoid())
+    expected = gradients(copy.deepcopy(model), POINTS)
+    assert len(lockstep.checkpoint_activations(model, mode="segments").blocks) == 5
+    assert all(torch.equal(one, other) for one, other in zip(gradients(model, POINTS), expected, strict=True))
+    assert split_into_segments("abcde", 4) == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"blocks": [nn.Conv1d]}, "a Transformer has no module of class Conv1d; it has Embedding"),
+        ({"blocks": ["Block"]}, "blocks are classes of modules"),
+        ({"blocks": [Attention, type(own(2).get_submodule("blocks.0"))]}, "blocks.0.attention lies in blocks.0"),
+        ({"mode": "ful"}, "mode 'ful' is none of full, selective"),
+        ({"segments": 3}, "segments 3 is an option of mode segments; full would ignore it"),
+        ({"mode": "segments", "segments": 9}, "9 segments of 4 blocks; there can be 4 at most"),
+        ({"mode": "budget", "budget": 2.0}, "budget: Input should be less than or equal to 1"),
+    ],
+)
+def test_what_can_not_be_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(lockstep.ConfigError) as refusal:
+        lockstep.checkpoint_activations(own(), **asked)
+    assert said in str(refusal.value)
+
+
+def test_a_cache_of_keys_is_refused() -> None:
+    model = llama()
+    model.config.use_cache = True
+    with pytest.raises(lockstep.ConfigError, match="use_cache = False"):
+        lockstep.checkpoint_activations(model)
+
+
+class Skipping(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x, scale=self.scale, debug="on")
+
+
+class Crossing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x, scale=self.scale, debug="on")
+        return self.layers[1](first + x, scale=self.scale, debug="on")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Skipping, "layers.1 was left out in a forward"),
+        (Crossing, "layers.1 takes something else than what layers.0 took and returned"),
+        (Stack, "blocks return more than one tensor"),
+    ],
+)
+def test_segments_need_a_chain(make: Callable[[], nn.Module], said: str) -> None:
+    model = make()
+    lockstep.checkpoint_activations(model, mode="segments", segments=2)
+    with pytest.raises(lockstep.ConfigError, match=said):
+        model(torch.ones(2, 4 if make is Stack else 16))
+
+
+# --- adaptive, in a run ---------------------------------------------------------------------------------------------
+
+
+def switched_on_at(full_rank: int) -> list[bool]:
+    """Whether blocks were computed again after each update; one rank alone has used too much."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    asked = config(OWN, parallel={"strategy": "ddp"}, run={"steps": 6})
+    asked["memory"] = {"activation_checkpointing": {"mode": "adaptive", "look_every": 3}}
+    found = []
+    try:
+        with lockstep.session(asked) as session:
+            watch = session.rooms.watch
+            assert watch is not None
+            used = 0.9 if dist.get_rank() == full_rank else 0.1
+            session.rooms = replace(session.rooms, watch=replace(watch, used=lambda: used))
+            for _ in lockstep.steps(session):
+                found.append(watch.switch.on)
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def test_one_rank_switches_all_of_them_at_the_same_update() -> None:
+    for found in in_world(2, switched_on_at, 1):
+        assert found == [False, False, False, True, True, True], "asked after update 3, heard in the vote of update 4"
+
+
+def adaptive_without_a_run() -> list[bool]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        rank = dist.get_rank()
+        threshold = 1e-9 if rank == 1 else 1.0
+        made = lockstep.checkpoint_activations(own(2), mode="adaptive", threshold=threshold, look_every=2)
+        return [made.on, made.look(), made.look()]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_a_run_ranks_agree_too() -> None:
+    assert in_world(2, adaptive_without_a_run) == [[False, False, True], [False, False, True]]
+
+
+# --- offload --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_offloaded_activations_come_back(recomputes: bool) -> None:
+    """Copied within the host here, but by the way that a GPU's take."""
+    model = own()
+    expected = gradients(copy.deepcopy(model), TOKENS)
+    if recomputes:
+        lockstep.checkpoint_activations(model)
+    torch.manual_seed(3)
+    for _ in range(2):
+        with ActivationsOnHost(pinned=False) as _:
+            outputs = model(TOKENS)
+        outputs.float().pow(2).sum().backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_weights_and_small_tensors_stay() -> None:
+    big, weight = torch.randn(300, 300, requires_grad=True), nn.Linear(300, 300, bias=False)
+    hooks = ActivationsOnHost(pinned=False)
+    with hooks:
+        torch.tanh(weight(big)).sum()
+    assert hooks.bytes == 2 * 300 * 300 * 4, "the input and what tanh returned, not the weight"
+
+
+def test_offload_is_refused_on_the_cpu() -> None:
+    assert "activations lie in the host's memory already" in str(OffloadActivations().refuses(own(2), CPU))
