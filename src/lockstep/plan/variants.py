@@ -36,6 +36,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "pipeline-zbv": {"strategy": "ddp", "pipeline": "auto", "pipeline_parallel": {"schedule": "zbv"}},
     "pipeline-1f1b+ddp": {"strategy": "ddp", "pipeline": 2, "pipeline_parallel": {"schedule": "1f1b"}},
     "pipeline-1f1b+fsdp": {"strategy": "fsdp", "pipeline": 2, "pipeline_parallel": {"schedule": "1f1b"}},
+    "tensor": {"strategy": "ddp", "tensor": "auto"},
+    "tensor+ddp": {"strategy": "ddp", "tensor": 2},
+    "tensor+fsdp": {"strategy": "fsdp", "tensor": 2},
 }
 """Keys of the section `parallel` that make each; what else a user has said there stays as it is."""
 

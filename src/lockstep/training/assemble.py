@@ -45,7 +45,7 @@ from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
 from lockstep.sharding.invariant import Invariant
-from lockstep.sharding.pieces import Pieces
+from lockstep.sharding.pieces import Across, Pieces
 from lockstep.sharding.single import Single
 from lockstep.sharding.state import of_model
 from lockstep.training.invariance import NOTE, refuse_coupled
@@ -111,14 +111,16 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     blocks = repeated_blocks(model)
     names = list(of_model(model)[0])
     model = transform(model, _transforms(config, blocks, world.device), world.device)
+    tensor_plan = _tensor_plan(config, place, model)
     cut = _cut(config, place, model, blocks, world.device)
+    across = _spread(place, model, tensor_plan)
     invariant = config.run.determinism == "invariant"
     if invariant:
         refuse_coupled(model, objective)
     make_sharding = (
-        _invariant if invariant else _SHARDING[plan.strategy if cut is None else f"{plan.strategy} of a piece"]
+        _invariant if invariant else _SHARDING[plan.strategy if place.mesh.pieces == 1 else f"{plan.strategy} of a piece"]
     )
-    parts = _Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut)
+    parts = _Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut, across)
     sharding = make_sharding(parts)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     dtype = resolve_compute(config.precision.compute, world.device)
@@ -323,6 +325,26 @@ def _unheard() -> AbstractContextManager[object]:
     return recording(Journal())
 
 
+def _tensor_plan(config: Config, place: Place, model: nn.Module) -> dict[str, str]:
+    """How each module is divided, if any is."""
+    if place.mesh.tensor == 1:
+        return {}
+    from lockstep.transforms.tensor_plans import tensor_plan
+
+    return tensor_plan(model, config.parallel.tensor_parallel, place.mesh.tensor)
+
+
+def _spread(place: Place, model: nn.Module, plan: Mapping[str, str]) -> Across | None:
+    """Divides the matrices that this rank has."""
+    if not plan:
+        return None
+    from lockstep.transforms.tensor_parallel import spread  # DTensors take 0.5 s to import
+
+    assert place.device_mesh is not None, "a model whose matrices are divided has a mesh"
+    found = spread(model, plan, place.device_mesh["tensor"])
+    return Across(place.tensor, found.alike, found.partial)
+
+
 def _cut(config: Config, place: Place, model: nn.Module, blocks: Sequence[str], device: torch.device) -> Cut | None:
     """This rank's stages, if the model is cut into any."""
     if place.mesh.pipeline == 1:
@@ -391,6 +413,7 @@ class _Parts:
         blocks: names of the repeated layers of the whole model.
         names: of the tensors of the whole model, in order.
         cut: this rank's stages; None: it has the whole model.
+        across: with whom it shares each matrix; None: with nobody.
     """
 
     config: Config
@@ -404,15 +427,23 @@ class _Parts:
     blocks: Sequence[str]
     names: Sequence[str]
     cut: Cut | None
+    across: Across | None
 
     @property
     def pieces(self) -> Pieces:
         """Who holds what of the model."""
-        place, cut, device = self.place, self.cut, self.world.device
-        if cut is None or not cut.shared:
-            return Pieces(self.model, self.names, place.pipeline, ends=Alone(), device=device)
-        ends = pair_of_ends(place, cut.owners[0], cut.owners[-1])
-        return Pieces(self.model, self.names, place.pipeline, shared=cut.shared, ends=ends, device=device)
+        place, cut = self.place, self.cut
+        shared = cut.shared if cut is not None else ()
+        ends = pair_of_ends(place, cut.owners[0], cut.owners[-1]) if cut is not None and shared else Alone()
+        return Pieces(
+            self.model,
+            self.names,
+            place.pipeline,
+            shared=shared,
+            ends=ends,
+            device=self.world.device,
+            across=self.across,
+        )
 
 
 def _single(parts: _Parts) -> Sharding:
@@ -474,9 +505,8 @@ def _replicas(parts: _Parts) -> Sharding:
     from lockstep.sharding.replicas import Replicas
 
     model = parts.model.to(parts.world.device)
-    optimizer = parts.optimizer_of(model.named_parameters())
     buffers = SharedBuffers(model, parts.place.with_share)
-    return Replicas(model, optimizer, squared_norm, parts.place.data, parts.pieces, buffers)
+    return Replicas(model, parts.optimizer_of, squared_norm, parts.place.data, parts.pieces, buffers)
 
 
 def _deepspeed(parts: _Parts) -> Sharding:
