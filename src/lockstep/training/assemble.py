@@ -385,7 +385,8 @@ def _engine_and_vote(
         )
         return engine, consensus
     if not isinstance(sharding, Invariant):
-        draws = KeyedDraws(config.run.seed, place.share, world.device)
+        part = place.coordinates["tensor"] if config.parallel.tensor_parallel.sequence_parallel else 0
+        draws = KeyedDraws(config.run.seed, place.share, world.device, part)
         return Eager(sharding, objective, autocast, draws.set, _unheard), consensus
     eager = partial(Eager, sharding, objective, autocast, unheard=_unheard)
     draws = KeyedDraws(config.run.seed, 0, world.device)
