@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.parts import held, is_sharded
+from lockstep.distributed.parts import gathered, held, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -53,7 +53,7 @@ def divided_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: 
 
 def whole_logits(logits: Tensor) -> Tensor:
     """Put together on each rank, if they are divided."""
-    return cast("DTensor", logits).full_tensor() if is_sharded(logits) else logits
+    return gathered(logits) if is_sharded(logits) else logits
 
 
 class _CrossEntropy(torch.autograd.Function):

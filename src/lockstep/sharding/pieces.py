@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lockstep.core.records import TrainingState
-from lockstep.distributed.parts import FlatShard
+from lockstep.distributed.parts import FlatShard, bits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -120,7 +120,7 @@ class Pieces:
             buffer = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
             if holder == self._axis.rank:
                 buffer.copy_(mine[name])
-            self._axis.sum(_bits(buffer))  # bits are added to zeros
+            self._axis.sum(bits(buffer))  # bits are added to zeros
             if wanted:
                 yield name, buffer.cpu()
 
@@ -157,9 +157,3 @@ class Pieces:
 
 def _specs(value: object) -> dict[str, _Spec]:
     return cast("dict[str, _Spec]", value)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The same memory, as whole numbers that a sum with zeros leaves as they are."""
-    flat = tensor.view(-1) if tensor.ndim else tensor.view(1)
-    return flat.view(torch.int32) if tensor.dtype.itemsize % 4 == 0 else flat.view(torch.uint8)
