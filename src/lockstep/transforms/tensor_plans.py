@@ -43,6 +43,8 @@ _SAME_AS = {
 }
 """What transformers calls them, where it has another word."""
 
+_ATTENTION = re.compile(r"attn|attention")
+
 _OURS = {
     "embedding": "rowwise",
     "blocks.*.attention": "shared_input",
@@ -209,6 +211,8 @@ def _heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int
         yield "heads", attention.query.out_features // width
         yield "key-value heads", attention.key.out_features // width
         return
+    if not any(style == "colwise" and _ATTENTION.search(name) for name, style in plan.items()):
+        return  # its heads are put together before it looks at them
     config = getattr(model, "config", None)
     for word, name in (("num_attention_heads", "heads"), ("num_key_value_heads", "key-value heads")):
         size = getattr(config, word, None)
