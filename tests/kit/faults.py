@@ -144,6 +144,13 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "a stale moment": stale_moment,
 }
 
+OF_PIECES: dict[str, Callable[[Any], None]] = {
+    "ends that keep their own gradient of a tied weight": lambda session: setattr(
+        session.rooms.sharding._pieces, "add_shared", lambda gradients: None
+    ),
+}
+"""Of a model that is cut over ranks."""
+
 STOPPING: dict[str, Callable[[Any], None]] = {
     "an unsynchronised tied weight": unsynchronised_tied_weight,
 }

@@ -70,12 +70,12 @@ def record_all(configs: list[dict[str, Any]], updates: int, fault: str | None) -
 
 def record(config: dict[str, Any], updates: int, fault: str | None) -> Trajectory:
     import lockstep
-    from kit.faults import FAULTS
+    from kit.faults import FAULTS, OF_PIECES
 
     found = Trajectory()
     with lockstep.session(config) as session:
         if fault is not None:
-            FAULTS[fault](session)
+            (FAULTS | OF_PIECES)[fault](session)
         for batch in session.batches():
             scale = session.gradient_unit
             session.accumulate(batch)

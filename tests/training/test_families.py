@@ -11,14 +11,15 @@ from kit.families import FAMILIES, family
 from kit.runs import Arrays, Trajectory, differences, recorded_all
 from kit.worlds import in_world
 
-from lockstep.plan.variants import VARIANTS
+from lockstep.plan.variants import VARIANTS, is_cut
 
 SKIPPED = {
     "single": "it is what the others are compared with",
     "dp": "one process over several GPUs",
 }
 """By variant, why it isn't compared here."""
-COMPARED = [name for name in VARIANTS if name not in SKIPPED]
+COMPARED = [name for name in VARIANTS if name not in SKIPPED and not is_cut(name)]
+CHAINS = ("llama", "gpt2", "qwen", "mixtral", "bert", "vit")
 HYBRIDS = [name for name in COMPARED if "hybrid" in name]
 UPDATES = 3
 
@@ -59,6 +60,13 @@ def test_every_family_is_the_single_process(variant: str, ranks: int) -> None:
 @pytest.mark.parametrize("variant", HYBRIDS)
 def test_every_family_in_two_replicas_of_two_parts(variant: str) -> None:
     assert off(variant, ranks=4, data=2) == {}
+
+
+def test_a_family_whose_blocks_form_a_chain_goes_through_a_pipeline() -> None:
+    """Two stages; what a family ties is on both."""
+    configs = [config(name, 1, strategy="ddp", pipeline=2) for name in CHAINS]
+    for name, run in zip(CHAINS, recorded_all(configs, 2, UPDATES), strict=True):
+        assert differences(run, oracles()[name]) == [], name
 
 
 # --- the start ------------------------------------------------------------------------------------------------------

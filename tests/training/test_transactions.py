@@ -15,7 +15,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.core.records import StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
-from lockstep.plan.variants import VARIANTS
+from lockstep.plan.variants import VARIANTS, is_cut
 from lockstep.resilience.guard import PATIENCE
 from lockstep.training.readback import DeviceReadback
 from lockstep.training.session import Session
@@ -42,16 +42,29 @@ def _same(one: Weights, other: Weights) -> bool:
     return all(np.array_equal(one[name], other[name]) for name in one)
 
 
-STRATEGIES = [name for name in VARIANTS if name not in ("single", "dp") and "hybrid" not in name]
+STRATEGIES = [name for name in VARIANTS if name not in ("single", "dp") and "hybrid" not in name and "+" not in name]
 
 
 def _with_nan(calls: range, only_rank: int | None = None, strategy: str = "") -> tuple[list[StepReport], list[Weights]]:
     here = only_rank is None or os.environ["RANK"] == str(only_rank)
-    return _watched(small.config(parallel=VARIANTS[strategy] if strategy else {}), small.NanAt(calls, here))
+    return _watched(_under(strategy), small.NanAt(calls, here))
+
+
+def _under(strategy: str, model_of: str = "", **sections: Any) -> dict[str, Any]:
+    """A micro-batch an update; what a pipeline cuts has blocks. `model_of`: with another strategy's model."""
+    asked = small.config(parallel=VARIANTS[strategy] if strategy else {}, **sections)
+    if is_cut(model_of or strategy):
+        asked |= {"model": {"kind": "custom", "target": "kit.chains:Chain"}}
+        asked |= {"batch": {"global_size": 13, "micro_size": 13}}
+    return asked
 
 
 @pytest.mark.parametrize(
-    ("ranks", "only_rank", "strategy"), [(1, None, ""), *((2, only, name) for only in (None, 1) for name in STRATEGIES)]
+    ("ranks", "only_rank", "strategy"),
+    [
+        (1, None, ""),
+        *((2, only, name) for only in (None, 1) for name in STRATEGIES if only is None or not is_cut(name)),
+    ],
 )
 def test_an_update_that_is_not_finite_leaves_no_trace(ranks: int, only_rank: int | None, strategy: str) -> None:
     everywhere = in_world(ranks, _with_nan, range(2, 4), only_rank, strategy)
@@ -93,9 +106,9 @@ def test_optimizer_state_forgets_a_discarded_update() -> None:
     assert all(np.isfinite(value).all() for value in weights[-1].values())
 
 
-def _in_fp16(initial: float, strategy: str) -> tuple[list[StepReport], list[Weights]]:
+def _in_fp16(initial: float, strategy: str, model_of: str = "") -> tuple[list[StepReport], list[Weights]]:
     precision = {"compute": "fp16", "loss_scale": {"initial": initial, "growth_interval": 1000}}
-    return _watched(small.config(precision=precision, parallel=VARIANTS[strategy], run={"steps": 20}))
+    return _watched(_under(strategy, model_of, precision=precision, run={"steps": 20}))
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), *((2, name) for name in STRATEGIES)])
@@ -116,7 +129,7 @@ def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int, strategy: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_overflow_where_one_does(strategy: str) -> None:
     """A mean over ranks takes a loss as many times larger, unless gradients are summed."""
-    alone, _ = in_world(1, _in_fp16, 2.0**24, "single")[0]
+    alone, _ = in_world(1, _in_fp16, 2.0**24, "single", strategy)[0]
     together, _ = in_world(2, _in_fp16, 2.0**24, strategy)[0]
     assert [report.loss_scale for report in together] == [report.loss_scale for report in alone]
 

@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.engine.eager import call
+from lockstep.engine.elsewhere import Elsewhere, leave, no_chain, outside, refuse_tied_blocks, stand_in, tied_across
+from lockstep.engine.sketch import Sketch
 from lockstep.plan.stages import Schedule, balanced, owner
-
-_KEY = "parallel.pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ class Cut:
             ConfigError: it can't be cut so.
         """
         begins = _begins(model, blocks, asked)
+        self._begins = begins
+        self._sketch = Sketch(model, device) if type(model) is nn.Sequential else None
         self.model = model
         self.stages = asked.stages
         self.mine = [stage for stage in range(asked.stages) if owner(stage, asked.ranks, asked.schedule) == asked.rank]
@@ -90,24 +92,27 @@ class Cut:
         ends = [*begins[1:], len(blocks)]
         self._spans = {stage: range(begins[stage], ends[stage]) for stage in self.mine}
         self._device = device
+        self._names = list(blocks)
         self._modules = [model.get_submodule(name) for name in blocks]
         self._at: _Run | None = None
         self._returns: str | int = "tensor"
         self._learned: torch.dtype | None = None
-        self._shapes: dict[Any, Hidden] = {}
+        self._shapes: dict[Any, list[Hidden]] = {}
         kept = {index for span in self._spans.values() for index in span}
         self.blocks = [name for index, name in enumerate(blocks) if index in kept]
         keeps_ends = self.mine[0] == 0, self.mine[-1] == self.stages - 1
-        sides = _sides(model, blocks)
-        _refuse_shared_blocks(model, blocks, asked)
-        self.shared = _shared_ends(model, sides) if self.owners[0] != self.owners[-1] else []
-        self._outside = [(holder, key) for holder, key, _ in sides]
-        _leave_ends(sides, keeps_ends, device)
+        refuse_tied_blocks(model, blocks)
+        around = outside(model, blocks)
+        self.shared = tied_across(model, around) if self.owners[0] != self.owners[-1] else []
+        self._around = [module for module, _ in around]
+        kept_sides = {side for side, keeps in zip(("before", "after"), keeps_ends, strict=True) if keeps}
+        leave(around, kept_sides, device)
+        self._calls: list[Callable[..., Any]] = []  # with their hooks, which a block that lets through doesn't run
         for index, module in enumerate(self._modules):
             if index not in kept:
                 _empty(module)
-            whole_call = cast("Any", module)._call_impl  # with its hooks, which a block that lets through hasn't
-            cast("Any", module)._call_impl = partial(self._in_block, index, whole_call)
+            self._calls.append(cast("Any", module)._call_impl)
+            cast("Any", module)._call_impl = partial(self._in_block, index)
         cast("Any", model).forward = partial(_until_left, model.forward)
 
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
@@ -131,95 +136,115 @@ class Cut:
         Raises:
             ConfigError: the model's blocks are no chain, and can't be cut here.
         """
-        with self._running(stage, hidden, Elsewhere.refused if stage == 0 else Elsewhere.allowed):
+        with self._running(stage, hidden, looks_on=stage > 0):
             return call(self.model, inputs)
 
-    def hidden(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Hidden:
-        """What stages will hand on of a micro-batch. After `learn`. No weights are used for it."""
+    def handed(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
+        """What each stage is handed of a micro-batch; the first stage's is a filler. No weights are used for it, but in
+        the first call; in the autocast of the run."""
         sign = tuple((tuple(one.shape), one.dtype) for one in tree_leaves(inputs) if isinstance(one, Tensor))
         if sign not in self._shapes:
-            assert self._learned is not None, "learn() comes first"
-            self._shapes[sign] = Hidden(tuple(self._before(inputs).shape), self._learned)
+            self._shapes[sign] = self._handed_in_sequence(inputs) if self._sketch else self._handed_alike(inputs)
         return self._shapes[sign]
 
-    @torch.no_grad()
-    def learn(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> None:
-        """What blocks return, found out by running one of this rank's on zeros; in the autocast of the run."""
-        if self._learned is not None:
-            return
-        index = self._spans[self.mine[0]][0]
-        block, name = self._modules[index], self.blocks[0]
+    def _handed_in_sequence(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
+        assert self._sketch is not None, "a Sequential has one"
+        made = [_hidden(one, name) for one, name in zip(self._sketch.outputs(inputs), self._names, strict=True)]
+        return [made[max(0, begin - 1)] for begin in self._begins]
+
+    def _handed_alike(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
         before = self._before(inputs)
-        was_training = block.training
+        if self._learned is None:
+            self._learn(inputs, before)
+        assert self._learned is not None, "just learned"
+        return [Hidden(tuple(before.shape), self._learned)] * self.stages
+
+    @torch.no_grad()
+    def _learn(self, inputs: Mapping[str, Any] | tuple[Any, ...], before: Tensor) -> None:
+        """What blocks return, found out by running one of this rank's on zeros."""
+        name = self.blocks[0]
         zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            block.eval()
-            with self._running(self.mine[0], zeros, Elsewhere.allowed, learns=True) as run:
-                call(self.model, inputs)
-            block.train(was_training)
+        with self._only_looking(), self._running(self.mine[0], zeros, learns=True) as run:
+            call(self.model, inputs)
         self._returns = _form(run.returned, name)
         found = _first(run.returned)
         if found.shape != before.shape:
-            raise _no_chain(f"{name} makes {list(found.shape)} of {list(before.shape)}: stages hand on one shape")
+            raise no_chain(f"{name} makes {list(found.shape)} of {list(before.shape)}: stages hand on one shape")
         self._learned = found.dtype
 
     def _before(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Tensor:
         """What the first block of all would take, in shape and precision."""
-        with torch.no_grad(), self._without_weights(), self._running(-1, None, Elsewhere.allowed):
+        with torch.no_grad(), self._only_looking(), self._without_weights(), self._running(-1, None):
             return cast("Tensor", call_forward(self.model, inputs))
+
+    @contextmanager
+    def _only_looking(self) -> Iterator[None]:
+        """No forward inside counts: nothing is drawn, and no running mean changes."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            self.model.eval()
+            try:
+                yield
+            finally:
+                for module, training in modes:
+                    module.training = training
 
     @contextmanager
     def _without_weights(self) -> Iterator[None]:
         """What lies outside of the blocks computes with stand-ins: shapes alone come out."""
         shadowed = [
-            (holder, key, holder._parameters[key]) for holder, key in self._outside if key in holder._parameters
+            (module, key, one) for module in self._around for key, one in module._parameters.items() if one is not None
         ]
-        for holder, key, parameter in shadowed:
-            holder.__dict__[key] = _stand_in(cast("Tensor", parameter), self._device)
+        for module, key, parameter in shadowed:
+            module.__dict__[key] = stand_in(parameter, self._device)
         try:
             yield
         finally:
-            for holder, key, _ in shadowed:
-                del holder.__dict__[key]
+            for module, key, _ in shadowed:
+                del module.__dict__[key]
 
     @contextmanager
-    def _running(self, stage: int, hidden: Tensor | None, mode: Mode, *, learns: bool = False) -> Iterator[_Run]:
+    def _running(
+        self, stage: int, hidden: Tensor | None, *, looks_on: bool = True, learns: bool = False
+    ) -> Iterator[_Run]:
         """Args:
         stage: -1: only what comes before the blocks is run.
+        looks_on: what comes before the stage's first block may compute with stand-ins.
         """
         assert self._at is None, "one stage runs at a time"
         self._at = run = _Run(range(0) if stage < 0 else self._spans[stage], hidden, learns)
-        Elsewhere.mode = mode
+        Elsewhere.usable = looks_on
         try:
             yield run
         finally:
             self._at = None
-            Elsewhere.mode = Elsewhere.allowed
+            Elsewhere.usable = True
 
     # --- in a forward ---------------------------------------------------------------------------------------------
 
-    def _in_block(self, index: int, whole_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _in_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
         at = self._at
         assert at is not None, "a model that is cut runs by Cut.run alone"
         if not at.span:
             raise _Left(_given(args, kwargs))
+        if at.learns:
+            args, kwargs = _entered(at.hidden, args, kwargs)
+            at.returned = self._calls[at.span[0]](*args, **kwargs)
+            raise _Left(None)
         if index not in at.span:
             return _as(self._returns, _given(args, kwargs))
         if index == at.span[0] and index > 0:
             args, kwargs = _entered(at.hidden, args, kwargs)
-            Elsewhere.mode = Elsewhere.refused
-        found = whole_call(*args, **kwargs)
-        if at.learns:
-            at.returned = found
-            raise _Left(None)
+            Elsewhere.usable = False
+        found = self._calls[index](*args, **kwargs)
         if index == at.span[-1] and index < len(self._modules) - 1:
             raise _Left(self._handed_on(found))
         return found
 
     def _handed_on(self, found: Any) -> Tensor:
         hidden = _first(found)
-        if hidden.dtype != self._learned:
-            raise _no_chain(f"blocks return {hidden.dtype} and {self._learned}: stages hand on one precision")
+        if self._learned is not None and hidden.dtype != self._learned:
+            raise no_chain(f"blocks return {hidden.dtype} and {self._learned}: stages hand on one precision")
         return hidden
 
 
@@ -227,7 +252,7 @@ def _entered(hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any
     """With what the stage before has sent in the place of what a block is given."""
     for other in tree_leaves([*args, *kwargs.values()][1:]):
         if isinstance(other, Elsewhere):
-            raise _no_chain(
+            raise no_chain(
                 "a block takes more than what the one before it made: a tensor made with another stage's weights"
             )
     if args:
@@ -242,7 +267,7 @@ class _Run:
     Attributes:
         span: blocks that compute; none: the forward is left before them.
         hidden: what the first of them takes.
-        learns: the first of them alone computes, to see what it returns.
+        learns: the first of them alone computes, in the place of the model's first, to see what it returns.
     """
 
     span: range
@@ -270,84 +295,41 @@ def call_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) 
     return model.forward(*inputs) if isinstance(inputs, tuple) else model.forward(**inputs)
 
 
-# --- what lies elsewhere ------------------------------------------------------------------------------------------
-
-Mode = Callable[[], None]
-
-
-class Elsewhere(Tensor):
-    """Takes the place of weights that another stage has, and of what is computed with them. It takes no memory as
-    long as it stands for weights."""
-
-    @staticmethod
-    def allowed() -> None:
-        """Before a stage's first block."""
-
-    @staticmethod
-    def refused() -> None:
-        """From there on."""
-        raise _no_chain(
-            "this stage uses weights that another stage has: a model is cut where its blocks form one chain, what is "
-            "defined before them is used before them alone, and what is defined after them after them"
-        )
-
-    mode: Mode = allowed
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if not _only_looks(function):
-            Elsewhere.mode()
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-def _only_looks(function: Any) -> bool:
-    """At shape, device and the like."""
-    return getattr(function, "__name__", "") in ("__get__", "size", "dim", "__repr__", "is_floating_point", "detach")
-
-
-def _stand_in(weight: Tensor, device: torch.device) -> Elsewhere:
-    zero = torch.zeros((), dtype=weight.dtype, device=device)
-    return zero.expand(weight.shape).as_subclass(Elsewhere)
-
-
 # --- cutting ------------------------------------------------------------------------------------------------------
-
-_Side = tuple[nn.Module, str, str]
-"""Who holds a parameter, under which key, and on which side of the blocks: `before` or `after`."""
 
 
 def _begins(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> list[int]:
-    if len({name.rpartition(".")[0] for name in blocks}) > 1:
-        parents = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
-        raise _no_chain(f"a {type(model).__name__} has several lists of blocks ({parents}), and stages need one chain")
+    kind = type(model).__name__
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
+    if len(parents) > 1:
+        raise no_chain(f"{kind} has several lists of blocks ({', '.join(parents)}), and stages need one chain")
+    if not blocks:
+        raise no_chain(f"{kind} has no repeated blocks: no ModuleList or Sequential of layers of one class")
     if len(blocks) < asked.stages:
-        what = f"{asked.ranks} ranks x {asked.stages_per_rank} stages" if asked.stages_per_rank > 1 else "stages"
-        have = f"a {type(model).__name__} has {len(blocks)} blocks" if blocks else (
-            f"a {type(model).__name__} has no repeated blocks: a ModuleList or Sequential of layers of one class"
-        )  # fmt: skip
-        most = f"; take at most {len(blocks)} of them" if blocks else ""
-        raise ConfigError(Problem("", _KEY, f"{asked.stages} {what}, but {have}{most}"))
+        sum_ = f"{asked.ranks} x {asked.stages_per_rank} = " if asked.stages_per_rank > 1 else ""
+        why = f"{sum_}{asked.stages} stages, but {kind} has {len(blocks)} blocks; take at most that many"
+        raise ConfigError(Problem("", "parallel.pipeline", why))
     if asked.split is None:
         costs = [_cost(model.get_submodule(name)) for name in blocks]
         return balanced(costs, asked.stages, _cost_after(model, blocks))
-    return _named(blocks, asked)
+    return _named(blocks, asked.split, asked.stages)
 
 
-def _named(blocks: Sequence[str], asked: Cutting) -> list[int]:
-    split = list(asked.split or ())
-    key = "parallel.pipeline_parallel.split"
+def _named(blocks: Sequence[str], split: Sequence[str], stages: int) -> list[int]:
     unknown = [name for name in split if name not in blocks]
+    begins = [0, *(blocks.index(name) for name in split if name in blocks)]
+    why = None
     if unknown:
         known = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
-        raise ConfigError(Problem("", key, f"the model has no block {unknown[0]!r}; there are {known}"))
-    if len(split) != asked.stages - 1:
-        raise ConfigError(Problem("", key, f"{len(split)} names make {len(split) + 1} stages, but there are "
-                                           f"{asked.stages}; name the first blocks of all but the first"))  # fmt: skip
-    begins = [0, *(blocks.index(name) for name in split)]
-    if begins != sorted(set(begins)):
-        raise ConfigError(Problem("", key, f"{', '.join(split)} are not in the order of the model, from its second block on"))  # fmt: skip
+        why = f"the model has no block {unknown[0]!r}; there are {known}"
+    elif len(begins) != stages:
+        why = (
+            f"{len(split)} names make {len(begins)} stages, but there are {stages}; name those that begin with a block"
+        )
+    elif begins != sorted(set(begins)):
+        why = f"{', '.join(split)} are not in the order of the model, from its second block on"
+    if why is not None:
+        raise ConfigError(Problem("", "parallel.pipeline_parallel.split", why))
     return begins
 
 
@@ -358,55 +340,8 @@ def _cost(module: nn.Module) -> float:
 
 
 def _cost_after(model: nn.Module, blocks: Sequence[str]) -> float:
-    after = [holder._parameters[key] for holder, key, side in _sides(model, blocks) if side == "after"]
-    return float(sum(one.numel() for one in after if one is not None))
-
-
-def _sides(model: nn.Module, blocks: Sequence[str]) -> list[_Side]:
-    """Of the parameters outside of the blocks: those that are defined before them, and those after."""
-    found: list[_Side] = []
-    side = "before"
-    for name, module in model.named_modules():
-        if name in blocks:
-            side = "after"
-        if not any(name == block or name.startswith(f"{block}.") for block in blocks):
-            found += [(module, key, side) for key, one in module._parameters.items() if one is not None]
-    return found
-
-
-def _shared_ends(model: nn.Module, sides: Sequence[_Side]) -> list[str]:
-    ids = {
-        wanted: {id(holder._parameters[key]) for holder, key, side in sides if side == wanted}
-        for wanted in ("before", "after")
-    }
-    return [name for name, one in model.named_parameters() if id(one) in ids["before"] & ids["after"]]
-
-
-def _refuse_shared_blocks(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> None:
-    seen: dict[int, str] = {}
-    for name in [*blocks, ""]:
-        module = model.get_submodule(name)
-        for own, one in module.named_parameters():
-            full = f"{name}.{own}" if name else own
-            first = seen.setdefault(id(one), full)
-            inside = any(full.startswith(f"{block}.") for block in blocks)
-            if first != full and name != "" and not first.startswith(f"{name}."):
-                raise _no_chain(f"{full} is tied to {first}, in another block: stages can't share weights of blocks")
-            if name == "" and not inside and first != full:
-                raise _no_chain(f"{full} is tied to {first}, in a block: stages can't share weights of blocks")
-
-
-def _leave_ends(sides: Sequence[_Side], keeps: tuple[bool, bool], device: torch.device) -> None:
-    kept = {"before": keeps[0], "after": keeps[1]}
-    by_id: dict[int, set[str]] = {}
-    for holder, key, side in sides:
-        by_id.setdefault(id(holder._parameters[key]), set()).add(side)
-    for holder, key, _ in sides:
-        parameter = cast("nn.Parameter", holder._parameters[key])
-        if any(kept[one] for one in by_id[id(parameter)]):
-            continue  # also under its other name, if it is tied: one tensor under all its names
-        del holder._parameters[key]
-        holder.__dict__[key] = _stand_in(parameter, device)
+    after = [module for module, side in outside(model, blocks) if side == "after"]
+    return float(sum(one.numel() for module in after for one in module.parameters(recurse=False)))
 
 
 def _empty(module: nn.Module) -> None:
@@ -428,14 +363,20 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 
+def _hidden(made: object, name: str) -> Hidden:
+    if not isinstance(made, Tensor):
+        raise no_chain(f"{name} returns a {type(made).__name__}, and stages hand on a tensor")
+    return Hidden(tuple(made.shape), made.dtype)
+
+
 def _form(found: Any, name: str) -> str | int:
     if isinstance(found, Tensor):
         return "tensor"
     if isinstance(found, tuple) and found and isinstance(found[0], Tensor):
         if any(isinstance(one, Tensor) for one in tree_leaves(found[1:])):
-            raise _no_chain(f"{name} returns more than one tensor, and stages hand on one")
+            raise no_chain(f"{name} returns more than one tensor, and stages hand on one")
         return len(found)
-    raise _no_chain(f"{name} returns a {type(found).__name__}, and stages hand on a tensor")
+    raise no_chain(f"{name} returns a {type(found).__name__}, and stages hand on a tensor")
 
 
 def _first(found: Any) -> Tensor:
@@ -444,7 +385,3 @@ def _first(found: Any) -> Tensor:
 
 def _as(form: str | int, hidden: Any) -> Any:
     return hidden if isinstance(form, str) else (hidden, *(None for _ in range(form - 1)))
-
-
-def _no_chain(why: str) -> ConfigError:
-    return ConfigError(Problem("", _KEY, f"{why}; take another strategy, such as fsdp"))

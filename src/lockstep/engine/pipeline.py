@@ -8,7 +8,7 @@ Every rank of a pipeline has the micro-batches; between stages goes what blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -82,10 +82,11 @@ class Pipelined:
     ) -> None:
         """See `core.protocols.Engine`. Losses are known on the last stage's rank; the others announce none."""
         micro_batches = batch.micro_batches
-        hiddens = self._hiddens(micro_batches)
-        order, stages = self._order(len(micro_batches), hiddens[0])
+        with self._autocast():
+            handed = [self._cut.handed(micro_batch.inputs) for micro_batch in micro_batches]
+        order, stages = self._order(len(micro_batches), handed[0])
         for stage in stages:
-            stage.expect(hiddens)
+            stage.expect(handed)
         self._batch, self._scale = batch, seed_scale
         self._total = torch.zeros((), device=self._device)
         self._backwards = len(micro_batches) * len(stages)
@@ -100,15 +101,7 @@ class Pipelined:
             self._batch = None
         announce(self._total)
 
-    def _hiddens(self, micro_batches: Iterable[Batch]) -> list[Hidden]:
-        with self._autocast():
-            found = []
-            for micro_batch in micro_batches:
-                self._cut.learn(micro_batch.inputs)
-                found.append(self._cut.hidden(micro_batch.inputs))
-        return found
-
-    def _order(self, micro_batches: int, hidden: Hidden) -> tuple[Order, list[Stage]]:
+    def _order(self, micro_batches: int, handed: Sequence[Hidden]) -> tuple[Order, list[Stage]]:
         if micro_batches not in self._orders:
             cut = self._cut
             stages = [
@@ -119,12 +112,12 @@ class Pipelined:
                     self._group,
                     self._compute,
                     list(cut.parameters_of(number)),
-                    hidden,
+                    handed,
                     self._window,
                 )
                 for number in cut.mine
             ]
-            order = Order(self._schedule, stages, self._axis.size, micro_batches, self._loss)
+            order = Order(self._schedule, stages, self._axis.size, micro_batches)
             order.prepare()
             self._orders[micro_batches] = order, stages
         return self._orders[micro_batches]
@@ -134,15 +127,14 @@ class Pipelined:
         assert batch is not None, "a stage computes in an update"
         micro_batch = batch.micro_batches[number]
         self._key_draws(batch.step, number, stage)
-        with self._heard(micro_batch), self._autocast():
-            return self._cut.run(stage, hidden, micro_batch.inputs)
-
-    def _loss(self, outputs: Any, number: int) -> Tensor:
-        batch = self._batch
-        assert batch is not None, "a loss is of an update"
-        micro_batch = batch.micro_batches[number]
         with self._heard(micro_batch):
-            loss = self._objective.loss_sum(outputs, micro_batch)
+            with self._autocast():
+                found = self._cut.run(stage, hidden, micro_batch.inputs)
+            return self._seeded(found, micro_batch) if stage == self._cut.stages - 1 else found
+
+    def _seeded(self, outputs: object, micro_batch: Batch) -> Tensor:
+        """What the backward of a micro-batch starts from."""
+        loss = self._objective.loss_sum(outputs, micro_batch)
         if not micro_batch.samples:
             return loss * 0.0
         self._total = self._total + loss.detach()
@@ -180,12 +172,11 @@ class Pipelined:
     def _through(self, batch: Batch) -> Any:
         """This rank's stages, one after the other; of the last one the model's outputs."""
         cut, outputs = self._cut, None
-        self._cut.learn(batch.inputs)
-        hidden = cut.hidden(batch.inputs)
+        handed = cut.handed(batch.inputs)
         for stage in cut.mine:
             given = None
             if stage > 0:
-                given = self._receive(hidden, cut.owners[stage - 1], outputs)
+                given = self._receive(handed[stage], cut.owners[stage - 1], outputs)
             outputs = cut.run(stage, given, batch.inputs)
             if stage < cut.stages - 1 and cut.owners[stage + 1] != self._axis.rank:
                 dist.send(outputs.contiguous(), group=self._group, group_dst=cut.owners[stage + 1])

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from lockstep.plan.stages import Schedule
 
 Compute = Callable[[int, "Tensor | None", int], Any]
-"""(stage, what the stage before has sent, micro-batch) -> what goes on, or the model's outputs."""
-Loss = Callable[[Any, int], "Tensor"]
-"""(outputs, micro-batch) -> what the backward starts from, 0-dim."""
-Window = Callable[[bool], AbstractContextManager[object]]
+"""(stage, what the stage before has sent, micro-batch) -> what goes on; of the last, what the backward starts from."""
 
 _SINGLE: Mapping[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI: Mapping[str, type[PipelineScheduleMulti]] = {
@@ -58,29 +55,23 @@ class Stage(PipelineStage):
         group: dist.ProcessGroup,
         compute: Compute,
         parameters: Sequence[nn.Parameter],
-        hidden: Hidden,
+        handed: Sequence[Hidden],
         window: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        example = torch.empty(hidden.shape, dtype=hidden.dtype, device=device, requires_grad=True)
-        given = torch.empty(0, device=device) if number == 0 else example
-        super().__init__(
-            _Part(number, compute, parameters),
-            number,
-            stages,
-            device,
-            input_args=given,
-            output_args=example,
-            group=group,
-        )
+        given = torch.empty(0, device=device) if number == 0 else _example(handed[number], device)
+        made = torch.empty((), device=device) if number == stages - 1 else _example(handed[number + 1], device)
+        part = _Part(number, compute, parameters)
+        super().__init__(part, number, stages, device, input_args=given, output_args=made, group=group)
         self._window = window
 
-    def expect(self, hiddens: Sequence[Hidden]) -> None:
-        """What each micro-batch of the next update hands on."""
-        for number, hidden in enumerate(hiddens):
+    def expect(self, handed: Sequence[Sequence[Hidden]]) -> None:
+        """What each stage will be handed of each micro-batch of the next update."""
+        mine = self.stage_index
+        for number, given in enumerate(handed):
             if not self.is_first:
-                self.args_recv_info[number] = (self._to_come(hidden, "activation", self.stage_index - 1, grad=True),)
+                self.args_recv_info[number] = (self._to_come(given[mine], "activation", mine - 1, grad=True),)
             if not self.is_last:
-                self.grad_recv_info[number] = (self._to_come(hidden, "gradient", self.stage_index + 1, grad=False),)
+                self.grad_recv_info[number] = (self._to_come(given[mine + 1], "gradient", mine + 1, grad=False),)
 
     def _to_come(self, hidden: Hidden, what: str, source: int, *, grad: bool) -> _RecvInfo:
         buffer = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
@@ -95,6 +86,10 @@ class Stage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         with self._window():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def _example(hidden: Hidden, device: torch.device) -> Tensor:
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=device, requires_grad=True)
 
 
 class _Part(nn.Module):
@@ -120,16 +115,16 @@ class Order:
         ranks: of the pipeline.
     """
 
-    def __init__(self, schedule: Schedule, stages: Sequence[Stage], ranks: int, micro_batches: int, loss: Loss) -> None:
+    def __init__(self, schedule: Schedule, stages: Sequence[Stage], ranks: int, micro_batches: int) -> None:
         self._stages = stages
         self._micro_batches = micro_batches
         self._given = [(torch.empty(0, device=stages[0].device),)] * micro_batches
         self._numbers = [{"micro_batch": number} for number in range(micro_batches)]
         if schedule in _SINGLE:
             kind = _SINGLE[schedule] if micro_batches >= ranks else ScheduleGPipe  # 1f1b would never be in full flow
-            self._run: Any = kind(stages[0], micro_batches, loss, scale_grads=False)
+            self._run: Any = kind(stages[0], micro_batches, _computed, scale_grads=False)
             return
-        self._run = _multi(schedule, micro_batches, ranks)(list(stages), micro_batches, loss, scale_grads=False)
+        self._run = _multi(schedule, micro_batches, ranks)(list(stages), micro_batches, _computed, scale_grads=False)
 
     def run(self) -> None:
         """One update: all forwards and backwards of this rank's stages."""
@@ -145,10 +140,14 @@ class Order:
         self._run._has_backward = True
         for stage in self._stages:
             stage.has_backward = True
-        if isinstance(self._run, PipelineScheduleSingle):
-            self._run._initialize_stage(self._given[0], self._numbers[0])
-        else:
-            self._run._initialize_stages(self._given[0], self._numbers[0])
+        single = isinstance(self._run, PipelineScheduleSingle)
+        connect: Any = self._run._initialize_stage if single else self._run._initialize_stages
+        connect(self._given[0], self._numbers[0])
+
+
+def _computed(loss: Tensor, micro_batch: int) -> Tensor:
+    """The last stage makes it, whose outputs need not be tensors."""
+    return loss
 
 
 def _multi(schedule: Schedule, micro_batches: int, ranks: int) -> type[PipelineScheduleMulti]:

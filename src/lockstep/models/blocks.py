@@ -10,7 +10,7 @@ Transformer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -26,7 +26,7 @@ def repeated_blocks(module: nn.Module) -> list[str]:
     return [name for children in composite or lists for name in children]
 
 
-def blocks_in_line(module: nn.Module, blocks: list[str]) -> list[str]:
+def blocks_in_line(module: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
     """Where a forward can be cut: the children of a Sequential, whatever they are; the layers that a model of the
     transformers library names in its own plan for pipelines; otherwise the repeated `blocks`."""
     if type(module) is nn.Sequential:

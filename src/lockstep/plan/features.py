@@ -95,8 +95,16 @@ _NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
 
 _COMPILED_WHOLE = "a compiled forward can't be left between two blocks; write false, or take fsdp"
 
+_TWICE = (
+    "gradients of inputs and of weights are made apart, and each would compute a block again; take pipeline-1f1b, or "
+    "interleaved-1f1b"
+)
+
 _OTHERWISE: Mapping[tuple[str, str], Cell] = {
     **{(name, "compile"): Cell("refused", _COMPILED_WHOLE) for name in VARIANTS if name.startswith("pipeline")},
+    **{
+        (name, "activation checkpointing"): Cell("refused", _TWICE) for name in ("pipeline-zero-bubble", "pipeline-zbv")
+    },
     **{(name, "offload"): _NONE for name in ("single", "dp", "ddp", "zero0")},
     **{(name, "offload"): Cell("untested", _NEEDS_GPU) for name in VARIANTS if name.startswith("fsdp")},
     **{(name, "compile"): Cell("refused", _HOOKED) for name in _ZERO},

@@ -20,6 +20,7 @@ from lockstep.plan.features import cell, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.invariance import refuse_variable
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
+from lockstep.plan.pieces import refuse_for_pieces
 from lockstep.plan.placement import Placement, placements
 from lockstep.plan.schedule import epoch_length, horizon
 from lockstep.plan.stages import bubble, stages_of
@@ -102,6 +103,7 @@ def make_plan(
     strategy, why = resolve_strategy(config, ranks, parameters, machine.memory)
     mesh = mesh_of(config.parallel, strategy, ranks, machine.ranks)
     variant = variant_of(config.parallel, strategy)
+    refuse_for_pieces(config, strategy, mesh)
     if facts.samples < 1:
         raise ConfigError(Problem("", "data.train", "the data set has no samples, so there is nothing to train on"))
     fixed = config.run.determinism == "invariant"

@@ -27,14 +27,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "zero3": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}},
     "pipeline-gpipe": {"strategy": "ddp", "pipeline": "auto", "pipeline_parallel": {"schedule": "gpipe"}},
     "pipeline-1f1b": {"strategy": "ddp", "pipeline": "auto", "pipeline_parallel": {"schedule": "1f1b"}},
-    "pipeline-interleaved-1f1b": {
-        "strategy": "ddp",
-        "pipeline": "auto",
-        "pipeline_parallel": {"schedule": "interleaved-1f1b"},
+    **{
+        f"pipeline-{schedule}": {"strategy": "ddp", "pipeline": 2, "pipeline_parallel": {"schedule": schedule}}
+        for schedule in ("interleaved-1f1b", "zero-bubble", "zbv")  # of two stages a rank
     },
-    "pipeline-zero-bubble": {"strategy": "ddp", "pipeline": "auto", "pipeline_parallel": {"schedule": "zero-bubble"}},
-    "pipeline-zbv": {"strategy": "ddp", "pipeline": "auto", "pipeline_parallel": {"schedule": "zbv"}},
-    "pipeline-1f1b+ddp": {"strategy": "ddp", "pipeline": 2, "pipeline_parallel": {"schedule": "1f1b"}},
     "pipeline-1f1b+fsdp": {"strategy": "fsdp", "pipeline": 2, "pipeline_parallel": {"schedule": "1f1b"}},
     "tensor": {"strategy": "ddp", "tensor": "auto"},
     "tensor+ddp": {"strategy": "ddp", "tensor": 2},
@@ -47,23 +43,23 @@ _BY_SHARDING = {one["fsdp"]["sharding_strategy"]: name for name, one in VARIANTS
 
 
 def variant_of(parallel: Parallel, strategy: str) -> str:
-    """The name of what is asked, given the strategy that `auto` came to. A product is named after its factors; ddp is
-    left out of it unless there are replicas."""
-    names = []
-    if parallel.pipeline != 1:
-        names.append(f"pipeline-{parallel.pipeline_parallel.schedule}")
-    if parallel.tensor != 1:
-        names.append("tensor")
+    """The name of what is asked, given the strategy that `auto` came to. A product is named after its factors, of which
+    ddp goes without saying."""
+    cuts = [f"pipeline-{parallel.pipeline_parallel.schedule}"] if parallel.pipeline != 1 else []
+    cuts += ["tensor"] if parallel.tensor != 1 else []
     state = _state_variant(parallel, strategy)
-    if state != "ddp" or not names or (parallel.pipeline != "auto" and parallel.tensor != "auto"):
-        names.append(state)
-    return "+".join(names)
+    return "+".join(cuts if cuts and state == "ddp" else [*cuts, state])
+
+
+def is_cut(variant: str) -> bool:
+    """Whether the model itself is, so that no rank computes all of it."""
+    return variant.startswith(_CUTS)
 
 
 def factors(variant: str) -> tuple[str, ...]:
     """What it is a product of: how the model is cut, if it is, and, last, who holds the state."""
     names = tuple(variant.split("+"))
-    return names if not names[-1].startswith(_CUTS) else (*names, "ddp")
+    return (*names, "ddp") if is_cut(names[-1]) else names
 
 
 def _state_variant(parallel: Parallel, strategy: str) -> str:

@@ -18,8 +18,9 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.features import check_features
 from lockstep.plan.mesh import Mesh, mesh_of
+from lockstep.plan.pieces import refuse_for_pieces
 from lockstep.plan.plan import resolve_strategy
-from lockstep.plan.variants import VARIANTS, variant_of
+from lockstep.plan.variants import VARIANTS, is_cut, variant_of
 
 Precise = Literal["fp32", "bf16", "fp16"]
 SINGLE = "single"
@@ -164,6 +165,7 @@ def _refusal(case: Case) -> str | None:
     try:
         strategy, _ = resolve_strategy(case.config, case.ranks, (), None)
         mesh = mesh_of(parallel, strategy, case.ranks)
+        refuse_for_pieces(case.config, strategy, mesh)
         batch = plan_batch(case.config.batch.global_size, case.config.batch.micro_size, mesh.shares)
         check_features(case.config, variant_of(parallel, strategy), batch, frozen=0)
     except ConfigError as refusal:
@@ -179,8 +181,8 @@ def _left_out(strategy: str, ranks: int, gpus: int) -> str | None:
         return "dp is one process over two GPUs or more" + (f", and it sees {gpus}" if gpus < 2 else "")
     if _is_hybrid(parallel) and ranks % 2:
         return "two replicas, each divided, take an even number of ranks"
-    if parallel.pipeline != 1 and ranks == 1:
-        return "a pipeline of one stage is ddp"
+    if is_cut(strategy) and ranks % 2:
+        return "a model cut in two takes an even number of ranks"
     if "+" in strategy and ranks % 4:
         return "a product of two takes a multiple of four ranks"
     return None

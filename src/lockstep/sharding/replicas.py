@@ -121,7 +121,7 @@ class Replicas:
             for bucket in _buckets(grads.values()):
                 flat = torch.cat([grad.reshape(-1) for grad in bucket])
                 self._axis.sum(flat)
-                parts = flat.split([grad.numel() for grad in bucket])
+                parts = torch.split(flat, [grad.numel() for grad in bucket])
                 torch._foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(parts, bucket, strict=True)])
 
 

@@ -1,0 +1,58 @@
+"""What doesn't go with a model that is itself cut over ranks, by stages or by matrices.
+
+Options of DistributedDataParallel have no part in it: its gradients are summed over replicas by `sharding.replicas`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.config.schema import DDP
+from lockstep.core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config, PipelineParallel
+    from lockstep.plan.mesh import Mesh
+
+
+def refuse_for_pieces(config: Config, strategy: str, mesh: Mesh) -> None:
+    """Raises ConfigError: something was asked for that can't be done, or would be ignored; all at once."""
+    if mesh.pieces == 1:
+        return
+    problems = [Problem("", key, message) for key, message in _problems(config, strategy, mesh).items()]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(config: Config, strategy: str, mesh: Mesh) -> dict[str, str]:
+    """By key."""
+    parallel, found = config.parallel, {}
+    axis = "pipeline" if mesh.pipeline > 1 else "tensor"
+    where = f"with parallel.{axis} {getattr(mesh, axis)}"
+    for name, usual in DDP():
+        value = getattr(parallel.ddp, name)
+        if value != usual:
+            found[f"parallel.ddp.{name}"] = (
+                f"{value} is for DDP's own reduction, which isn't used {where}; leave it out"
+            )
+    if config.run.determinism == "invariant":
+        found["run.determinism"] = f"invariant needs every rank to compute the whole model; {where} take deterministic"
+    if mesh.pipeline > 1:
+        found |= _of_pipelines(parallel.pipeline_parallel, strategy)
+    return found
+
+
+def _of_pipelines(options: PipelineParallel, strategy: str) -> dict[str, str]:
+    schedule, stages, found = options.schedule, options.stages_per_rank, {}
+    if strategy == "fsdp" and schedule in ("zero-bubble", "zbv"):
+        found["parallel.pipeline_parallel.schedule"] = (
+            f"{schedule} makes gradients of weights outside of a backward, where FSDP doesn't see them; "
+            f"take interleaved-1f1b or 1f1b, or parallel.strategy: ddp"
+        )
+    fixed = {"zbv": 2, "gpipe": 1, "1f1b": 1}.get(schedule)
+    if fixed is not None and stages not in ("auto", fixed):
+        other = "" if schedule == "zbv" else "take interleaved-1f1b, or "
+        found["parallel.pipeline_parallel.stages_per_rank"] = (
+            f"{stages}, but {schedule} has {fixed} a rank; {other}leave it out"
+        )
+    return found

@@ -1,0 +1,210 @@
+"""Pipelines: whatever the schedule, the stages and what else divides the run, it is the single process's."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import small
+from kit.families import family
+from kit.faults import OF_PIECES
+from kit.runs import Trajectory, differences, recorded, recorded_all
+from kit.worlds import in_world
+from training.test_same_run import config
+
+import lockstep
+from lockstep.config.loading import validate
+from lockstep.core.records import DataFacts
+from lockstep.plan.plan import make_plan
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv")
+SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up
+UPDATES = 4  # the fourth ends the epoch, with fewer samples
+
+
+def text(global_size: int, micro_size: int | str, *, tied: bool = True, **parallel: Any) -> dict[str, Any]:
+    """Ragged text through four blocks."""
+    asked = config(global_size, micro_size, parallel={"strategy": "ddp", **parallel}, **SGD)
+    return {**asked, "model": {**asked["model"], "layers": 4, "tie_embeddings": tied}}
+
+
+@cache
+def oracle(global_size: int, tied: bool) -> Trajectory:
+    return recorded(text(global_size, "auto", tied=tied, strategy="single"), updates=UPDATES)
+
+
+def pipeline(ranks: int, schedule: str, **further: Any) -> dict[str, Any]:
+    return {"pipeline": ranks, "pipeline_parallel": {"schedule": schedule}, **further}
+
+
+# --- the same run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_stages_of_ragged_text(schedule: str) -> None:
+    """In updates that fill the pipeline, in some that don't, and in micro-batches of unequal sizes."""
+    rows = [(16, 2, True), (13, 3, True), (13, 7, False), (16, "auto", False)]
+    runs = recorded_all([text(size, micro, tied=tied, **pipeline(2, schedule)) for size, micro, tied in rows], 2)
+    for (size, _, tied), run in zip(rows, runs, strict=True):
+        assert differences(run, oracle(size, tied)) == []
+
+
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "four stages": pipeline(4, "1f1b"),
+    "two stages x two replicas": pipeline(2, "1f1b"),
+    "two stages, interleaved, x two replicas": pipeline(2, "interleaved-1f1b"),
+    "two stages, zbv, x two replicas": pipeline(2, "zbv"),
+    "two stages x fsdp": pipeline(2, "1f1b", strategy="fsdp"),
+    "two stages, interleaved, x fsdp": pipeline(2, "interleaved-1f1b", strategy="fsdp"),
+    "two stages x fsdp, not gathered twice": pipeline(
+        2, "gpipe", strategy="fsdp", fsdp={"sharding_strategy": "SHARD_GRAD_OP"}
+    ),
+    "two stages x two replicas of fsdp": pipeline(
+        2, "1f1b", strategy="fsdp", data=2, fsdp={"sharding_strategy": "HYBRID_SHARD"}
+    ),
+    "cut by hand": pipeline(2, "1f1b") | {"pipeline_parallel": {"split": ["blocks.1"]}},
+}
+
+
+def test_products() -> None:
+    runs = recorded_all([text(13, 2, **parallel) for parallel in PRODUCTS.values()], 4)
+    for name, run in zip(PRODUCTS, runs, strict=True):
+        assert differences(run, oracle(13, True)) == [], name
+
+
+def chain(model: str, micro: int = 3, **parallel: Any) -> dict[str, Any]:
+    asked = small.config(parallel={"strategy": "ddp", **parallel}, batch={"global_size": 13, "micro_size": micro})
+    return {**asked, "model": {"kind": "custom", "target": f"kit.chains:{model}"}, **SGD}
+
+
+@pytest.mark.parametrize("model", ["Chain", "unequal"])
+def test_models_of_a_users_own(model: str) -> None:
+    ways = [*(pipeline(2, schedule) for schedule in SCHEDULES[:3]), pipeline(2, "1f1b", strategy="fsdp")]
+    configs = [chain(model, **parallel) for parallel in ways]
+    expected = recorded(chain(model, strategy="single"))
+    for parallel, run in zip(ways, recorded_all(configs, 2), strict=True):
+        assert differences(run, expected) == [], parallel
+
+
+def test_running_means() -> None:
+    """Each stage's own; a micro-batch's statistics depend on its size, not on the stages."""
+    sizes = {"batch": {"global_size": 12, "micro_size": 6}}
+    expected = recorded({**chain("WithNorms", strategy="single"), **sizes})
+    run = recorded({**chain("WithNorms", **pipeline(2, "1f1b")), **sizes}, 2)
+    assert differences(run, expected) == []
+    assert any("running_mean" in name for name in expected.weights)
+    for name, values in expected.weights.items():
+        np.testing.assert_allclose(run.weights[name], values, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision(precision: str) -> None:
+    asked = {**text(16, 4, **pipeline(2, "1f1b")), "precision": {"compute": precision}}
+    alone = {**text(16, 4, strategy="single"), "precision": {"compute": precision}}
+    assert recorded(asked, 2).losses == pytest.approx(recorded(alone).losses, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "fault", ["a mean of means", "one swapped sample", "a cursor off by one", "a clip norm of one rank", *OF_PIECES]
+)
+def test_a_planted_fault_is_noticed(fault: str) -> None:
+    run = recorded(text(13, 4, **pipeline(2, "1f1b")), ranks=2, fault=fault)
+    assert differences(run, oracle(13, True)), f"{fault} went unnoticed"
+
+
+# --- what it can't do ---------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "weights after the blocks, defined before": (chain("HeadFirst", **pipeline(2, "1f1b")), "defined before them"),
+    "blocks that take more": (chain("Skips", **pipeline(2, "1f1b")), "takes more than what the one before it made"),
+    "blocks that share": (chain("Repeats", **pipeline(2, "1f1b")), "blocks.3.inner.weight is tied to blocks.0.inner"),
+    "no blocks": (small.config(parallel={"strategy": "ddp", "pipeline": 2}), "Net has no repeated blocks"),
+    "too few blocks": (
+        text(13, 2, pipeline=2, pipeline_parallel={"schedule": "interleaved-1f1b", "stages_per_rank": 3}),
+        "2 x 3 = 6 stages, but Transformer has 4 blocks",
+    ),
+    "two lists": (
+        {**config(13), **family("t5"), "parallel": {"strategy": "ddp", "pipeline": 2}},
+        "several lists of blocks (encoder.block, decoder.block)",
+    ),
+    "a name that isn't there": (
+        text(13, 2, pipeline=2, pipeline_parallel={"split": ["blocks.9"]}),
+        "no block 'blocks.9'; there are blocks.0, blocks.1, blocks.2, blocks.3",
+    ),
+    "too many names": (
+        text(13, 2, pipeline=2, pipeline_parallel={"split": ["blocks.1", "blocks.2"]}),
+        "2 names make 3 stages, but there are 2",
+    ),
+    "fsdp beside zero-bubble": (text(13, 2, **pipeline(2, "zbv", strategy="fsdp")), "FSDP doesn't see them"),
+    "options of DDP": (text(13, 2, ddp={"bucket_mb": 1.0}, **pipeline(2, "1f1b")), "leave it out"),
+    "stages of 1f1b": (
+        text(13, 2, pipeline=2, pipeline_parallel={"stages_per_rank": 2}),
+        "2, but 1f1b has 1 a rank; take interleaved-1f1b",
+    ),
+    "deepspeed": (text(13, 2, strategy="deepspeed", pipeline=2), "deepspeed doesn't go with parallel.pipeline 2"),
+    "a mesh that doesn't multiply out": (text(13, 2, pipeline=3), "start 3 ranks"),
+    "the same bits": (
+        {**text(13, 2, pipeline=2), "run": {"steps": 8, "determinism": "invariant"}},
+        "invariant needs every rank to compute the whole model",
+    ),
+}
+
+
+def _refusals(asked: list[dict[str, Any]]) -> list[str]:
+    return [small.refusal(one) for one in asked]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_t_be_done_says_why(name: str) -> None:
+    asked, words = REFUSED[name]
+    said = in_world(2, _refusal_somewhere, asked)
+    assert any(words in one for one in said), said
+
+
+def _refusal_somewhere(asked: dict[str, Any]) -> str:
+    """On one rank it may be the others' end that is noticed: their connection is gone."""
+    try:
+        return small.refusal(asked)
+    except Exception as error:
+        return f"{type(error).__name__}"
+
+
+def test_a_long_wait_is_warned_of() -> None:
+    asked = validate(
+        {**small.config(), "parallel": {"strategy": "ddp", "pipeline": 2}, "batch": {"global_size": 8, "micro_size": 4}}
+    )
+    plan = make_plan(asked.config, 2, DataFacts(40, None), ())
+    assert any("wait 33% of the time" in warning and "batch.micro_size 1" in warning for warning in plan.warnings)
+
+
+# --- what users do next -------------------------------------------------------------------------------------------
+
+
+def test_dropout_trains() -> None:
+    asked = text(16, 4, **pipeline(2, "1f1b"))
+    asked["model"]["dropout"] = 0.1
+    run = recorded(asked, 2, updates=6)
+    again = recorded(asked, 2, updates=6)
+    assert run.losses == again.losses
+    assert run.losses[-1] < run.losses[0]
+
+
+def _handed_over() -> str:
+    import torch
+
+    def adam(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(groups)
+
+    try:
+        with lockstep.session(chain("Chain", **pipeline(2, "1f1b")), optimizer=adam) as session:
+            return str([report.loss for report in lockstep.steps(session)])
+    except lockstep.ConfigError as error:
+        return str(error)
+
+
+def test_an_optimizer_of_a_users_own_trains_each_stage() -> None:
+    one, other = in_world(2, _handed_over)
+    assert one == other
+    assert one.startswith("[")
