@@ -56,9 +56,10 @@ def spread(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> Sprea
     ties = _ties(model)
     frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
     partial: set[str] = set()
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, style in plan.items():
-        module = model.get_submodule(name)
-        if not any(True for _ in module.parameters()):
+        module = modules.get(name)
+        if module is None or not any(True for _ in module.parameters()):
             continue
         if style == "sum_gradient":
             partial |= {f"{name}.{own}" for own, _ in module.named_parameters()}
@@ -77,10 +78,43 @@ def _style(word: str, module: nn.Module) -> ParallelStyle:
     if isinstance(module, nn.Embedding):  # takes tokens, which are whole
         by_sequence = word == "rowwise_sequence"
         layout = _SEQUENCE if by_sequence else Replicate()
-        return RowwiseParallel(
+        return _Rowwise(
             input_layouts=Replicate(), output_layouts=layout, use_local_output=not by_sequence
         )
     return _STYLES[word]()
+
+
+class _Colwise(ColwiseParallel):
+    """torch's, which steps aside while something takes the place of the weight: a pipeline's stages do so to see shapes
+    alone."""
+
+    @staticmethod
+    def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+        if isinstance(module.weight, DTensor):
+            return ColwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)
+        return None
+
+    @staticmethod
+    def _prepare_output_fn(wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:
+        if isinstance(module.weight, DTensor):
+            return ColwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)
+        return None
+
+
+class _Rowwise(RowwiseParallel):
+    """As `_Colwise`."""
+
+    @staticmethod
+    def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+        if isinstance(module.weight, DTensor):
+            return RowwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)
+        return None
+
+    @staticmethod
+    def _prepare_output_fn(wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:
+        if isinstance(module.weight, DTensor):
+            return RowwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)
+        return None
 
 
 class _FirstInput(PrepareModuleInput):
@@ -101,12 +135,12 @@ class _FirstInput(PrepareModuleInput):
 
 
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_logits": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    "rowwise": RowwiseParallel,
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_sequence": lambda: RowwiseParallel(output_layouts=_SEQUENCE, use_local_output=False),
+    "colwise": _Colwise,
+    "colwise_gather_output": lambda: _Colwise(output_layouts=Replicate()),
+    "colwise_logits": lambda: _Colwise(output_layouts=Shard(-1), use_local_output=False),
+    "rowwise": _Rowwise,
+    "rowwise_split_input": lambda: _Rowwise(input_layouts=Replicate()),
+    "rowwise_sequence": lambda: _Rowwise(output_layouts=_SEQUENCE, use_local_output=False),
     "shared_input": lambda: _FirstInput(Replicate(), Replicate()),
     "sequence": SequenceParallel,
     "gather_sequence": lambda: _FirstInput(_SEQUENCE, Replicate()),
