@@ -82,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(valid, losses, 0).sum()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Of target y, with label smoothing e: softmax - (1 - e) [v = y] - e / V."""
         softmax, place, is_here, valid = context.saved_tensors
         found = softmax - context.smoothing / context.vocabulary

@@ -72,10 +72,17 @@ FEATURES: tuple[Feature, ...] = (
         lambda config, batch, frozen: config.memory.activation_checkpointing.mode != "none",
     ),
     Feature("frozen parameters", "model.freeze", lambda config, batch, frozen: frozen > 0),
+    Feature(
+        "loss parallel", "parallel.tensor_parallel.loss_parallel", lambda config, batch, frozen: _divides_logits(config)
+    ),
     Feature("offload", "parallel", lambda config, batch, frozen: _offloads(config)),
     Feature("export", "", lambda config, batch, frozen: False),  # of a checkpoint, whatever wrote it
     *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation)),
 )
+
+
+def _divides_logits(config: Config) -> bool:
+    return config.parallel.tensor != 1 and config.parallel.tensor_parallel.loss_parallel
 
 
 def _offloads(config: Config) -> bool:
@@ -88,9 +95,11 @@ def _offloads(config: Config) -> bool:
 _CPU, _NONE = Cell("cpu"), Cell("none")
 _WORST_FIRST: tuple[Standing, ...] = ("refused", "untested", "none", "cpu")
 _DIVIDED = ("fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-hybrid-grad-op", "zero1", "zero2", "zero3")
+_SPREAD = ("tensor", "tensor-sequence")
 _ZERO = ("zero0", "zero1", "zero2", "zero3")
 _HOOKED = "DeepSpeed's hooks are part of the forward, and have not been tried compiled; write false, or take ddp"
 _WHOLE_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp"
+_PARTS_OF_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or leave parallel.tensor out"
 _NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
 
 _COMPILED_WHOLE = "a compiled forward can't be left between two blocks; write false, or take fsdp"
@@ -109,12 +118,15 @@ _OTHERWISE: Mapping[tuple[str, str], Cell] = {
     **{(name, "offload"): Cell("untested", _NEEDS_GPU) for name in VARIANTS if name.startswith("fsdp")},
     **{(name, "compile"): Cell("refused", _HOOKED) for name in _ZERO},
     **{(name, rule): Cell("refused", _WHOLE_MATRICES) for name in _DIVIDED for rule in ("muon", "adafactor")},
+    **{(name, rule): Cell("refused", _PARTS_OF_MATRICES) for name in _SPREAD for rule in ("muon", "adafactor")},
 }
 
 
 def cell(variant: str, feature: str) -> Cell:
     """How a feature stands under a strategy, both by their names; under a product as under the factor that it goes
     least with."""
+    if feature == "loss parallel" and not set(factors(variant)) & set(_SPREAD):
+        return _NONE
     found = [_OTHERWISE.get((factor, feature), _CPU) for factor in factors(variant)]
     return min(found, key=lambda one: _WORST_FIRST.index(one.standing))
 

@@ -39,6 +39,10 @@ def _problems(config: Config, strategy: str, mesh: Mesh) -> dict[str, str]:
         found["run.determinism"] = f"invariant needs every rank to compute the whole model; {where} take deterministic"
     if mesh.pipeline > 1:
         found |= _of_pipelines(parallel.pipeline_parallel, strategy)
+    if mesh.pipeline > 1 and mesh.tensor > 1 and parallel.tensor_parallel.sequence_parallel:
+        found["parallel.tensor_parallel.sequence_parallel"] = (
+            "true, but the stages of a pipeline hand on all positions; write false, or leave parallel.pipeline out"
+        )
     return found
 
 

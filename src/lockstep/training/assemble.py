@@ -31,7 +31,7 @@ from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
-from lockstep.models.objectives import adapt_objective, build_objective, coupling
+from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
 from lockstep.models.starting_weights import start_weights
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.groups import parameter_groups
@@ -117,10 +117,16 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     invariant = config.run.determinism == "invariant"
     if invariant:
         refuse_coupled(model, objective)
+    if across is not None:
+        _refuse_for_parts(config, given, objective)
     make_sharding = (
-        _invariant if invariant else _SHARDING[plan.strategy if place.mesh.pieces == 1 else f"{plan.strategy} of a piece"]
+        _invariant
+        if invariant
+        else _SHARDING[plan.strategy if place.mesh.pieces == 1 else f"{plan.strategy} of a piece"]
     )
-    parts = _Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut, across)
+    parts = _Parts(
+        config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut, across
+    )
     sharding = make_sharding(parts)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     dtype = resolve_compute(config.precision.compute, world.device)
@@ -343,6 +349,20 @@ def _spread(place: Place, model: nn.Module, plan: Mapping[str, str]) -> Across |
     assert place.device_mesh is not None, "a model whose matrices are divided has a mesh"
     found = spread(model, plan, place.device_mesh["tensor"])
     return Across(place.tensor, found.alike, found.partial)
+
+
+def _refuse_for_parts(config: Config, given: Given, objective: Objective) -> None:
+    """Raises ConfigError: something that was handed over doesn't know what to do with parts of matrices."""
+    if given.optimizer is not None:
+        why = (
+            "an optimizer that was handed over may look at a parameter's shape, and with parallel.tensor it gets parts"
+        )
+        raise ConfigError(
+            Problem("", "parallel.tensor", f"{why}; name one in optim.name, or leave parallel.tensor out")
+        )
+    if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, NextToken | Targets):
+        why = "true, but an objective of your own takes whole logits; write false"
+        raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
 
 
 def _cut(config: Config, place: Place, model: nn.Module, blocks: Sequence[str], device: torch.device) -> Cut | None:

@@ -12,6 +12,7 @@ Divided parameters are DTensors on the tensor axis, under their own names; all o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ def spread(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> Sprea
         plan: styles by the names of modules; those that have no weights on this rank are passed over.
         mesh: of the tensor axis alone.
     """
+    _leave_out_a_warning()
     ties = _ties(model)
     frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
     partial: set[str] = set()
@@ -74,13 +76,17 @@ def spread(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> Sprea
     return Spread(alike, frozenset(partial) & alike)
 
 
+def _leave_out_a_warning() -> None:
+    """FSDP2 warns of whatever ends in `DTensor.to_local()`, a view: to change it in place would lose a hook. A gathered
+    head's logits end so, and an objective that changed them in place would change what others see, too."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+
+
 def _style(word: str, module: nn.Module) -> ParallelStyle:
     if isinstance(module, nn.Embedding):  # takes tokens, which are whole
         by_sequence = word == "rowwise_sequence"
         layout = _SEQUENCE if by_sequence else Replicate()
-        return _Rowwise(
-            input_layouts=Replicate(), output_layouts=layout, use_local_output=not by_sequence
-        )
+        return _Rowwise(input_layouts=Replicate(), output_layouts=layout, use_local_output=not by_sequence)
     return _STYLES[word]()
 
 
@@ -91,13 +97,13 @@ class _Colwise(ColwiseParallel):
     @staticmethod
     def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
         if isinstance(module.weight, DTensor):
-            return ColwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)
+            return ColwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
     @staticmethod
     def _prepare_output_fn(wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:
         if isinstance(module.weight, DTensor):
-            return ColwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)
+            return ColwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
 
@@ -107,13 +113,13 @@ class _Rowwise(RowwiseParallel):
     @staticmethod
     def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
         if isinstance(module.weight, DTensor):
-            return RowwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)
+            return RowwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
     @staticmethod
     def _prepare_output_fn(wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:
         if isinstance(module.weight, DTensor):
-            return RowwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)
+            return RowwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
 
@@ -130,7 +136,7 @@ class _FirstInput(PrepareModuleInput):
 
     def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
         first, *others = inputs
-        (prepared,) = super()._prepare_input_fn((first,), device_mesh)
+        (prepared,) = super()._prepare_input_fn((first,), device_mesh)  # type: ignore[no-untyped-call]
         return prepared, *others
 
 

@@ -194,7 +194,9 @@ def _evenly(module: nn.Module, style: str) -> int:
         return 0
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ConfigError(
-            Problem("", f"{KEY}.plan", f"{style} is for Linear and Embedding modules, not for a {type(module).__name__}")
+            Problem(
+                "", f"{KEY}.plan", f"{style} is for Linear and Embedding modules, not for a {type(module).__name__}"
+            )
         )
     if isinstance(module, nn.Embedding):
         return 0
