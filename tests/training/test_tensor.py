@@ -6,9 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from kit import small
 from kit.runs import Trajectory, differences, recorded, recorded_all
-from kit.worlds import in_world
 from training.test_same_run import config
 
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up

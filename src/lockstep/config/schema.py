@@ -522,8 +522,8 @@ class TensorParallel(Section):
     """How the matrices of a model are divided over the ranks of `parallel.tensor`."""
 
     plan: Literal["auto"] | dict[str, str] = "auto"
-    """auto: our transformer's, or the one that a Hugging Face config carries; or the style of each module by a pattern of
-    its name, such as `{"layers.*.query": colwise, "layers.*.out": rowwise}`."""
+    """auto: our transformer's, or the one that a Hugging Face config carries; or the style of each module by a pattern
+    of its name, such as `{"layers.*.query": colwise, "layers.*.out": rowwise}`."""
     sequence_parallel: bool = False
     """Each rank keeps its own positions of what lies between the divided matrices, which norms and dropout work on."""
     loss_parallel: bool = False

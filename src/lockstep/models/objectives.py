@@ -273,7 +273,8 @@ def _kind_of_data(facts: DataFacts) -> str:
 
 
 def _metric_sums(logits: Tensor, targets: Tensor, label_smoothing: float) -> dict[str, Tensor]:
-    """Right answers, of divided logits once they are put together; under label smoothing also the plain loss, which perplexity and bits per byte are made of."""
+    """Right answers; under label smoothing also the plain loss, which perplexity and bits per byte are made of. Divided
+    logits are put together for it."""
     logits = whole_logits(logits)
     sums = {"right": (logits.argmax(-1) == targets).sum()}  # -100 is never the argmax
     if label_smoothing:

@@ -4,8 +4,9 @@
     rank 0    x  ---------->   x W1[:half]'  -->   h0 W2[:, :half]'  --.
     rank 1    x  ---------->   x W1[half:]'  -->   h1 W2[:, half:]'  --+--> sum: the same on both again
 
-(Shoeybi et al. 2019, arXiv:1909.08053.) By sequence, the sum leaves each rank with its own positions, on which norms and
-dropout work, and what the next colwise matrix takes is put together again (Korthikanti et al. 2022, arXiv:2205.05198).
+(Shoeybi et al. 2019, arXiv:1909.08053.) By sequence, the sum leaves each rank with its own positions, on which norms
+and dropout work, and what the next colwise matrix takes is put together again (Korthikanti et al. 2022,
+arXiv:2205.05198).
 
 Divided parameters are DTensors on the tensor axis, under their own names; all others stay whole on each rank.
 """

@@ -25,7 +25,7 @@ KEY = "parallel.tensor_parallel"
 STYLES: Mapping[str, str] = {
     "colwise": "rows of a Linear's weight; each rank goes on with its own columns of what comes out",
     "colwise_gather_output": "the same, and what comes out is put together on each rank",
-    "rowwise": "columns of a Linear's weight, whose input comes divided; what comes out is summed. Of an Embedding rows",
+    "rowwise": "columns of a Linear's weight, whose input comes divided, or rows of an Embedding; outcomes are summed",
     "rowwise_split_input": "the same, of an input that is whole",
     "rowwise_sequence": "rowwise, and each rank goes on with its own positions of the sum",
     "colwise_logits": "colwise, of a head whose loss is computed on the divided logits",
