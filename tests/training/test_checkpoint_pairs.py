@@ -32,9 +32,11 @@ BEGIN, END = "<!-- pairs -->\n", "<!-- end of pairs -->"
 
 def asked(strategy: str) -> dict[str, Any]:
     """fp16, whose scale has grown and has overflowed by the time of the save; an uneven net, dropout none."""
-    replicas = {"data": 2} if "hybrid" in strategy else {}
+    parallel: dict[str, Any] = {**VARIANTS[strategy], **({"data": 2} if "hybrid" in strategy else {})}
+    if "tensor" in strategy:
+        parallel |= {"tensor_parallel": {"plan": {"inner": "colwise", "head": "rowwise"}}}
     return small.config(
-        parallel={**VARIANTS[strategy], **replicas},
+        parallel=parallel,
         precision={"compute": "fp16", "loss_scale": {"initial": 2.0**26, "growth_interval": 2}},
         run={"steps": STEPS},
     )

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
     from lockstep.engine.cutting import Cut
     from lockstep.models.blank import Blank
+    from lockstep.plan.mesh import Mesh
     from lockstep.plan.plan import Plan
 
 
@@ -107,18 +108,18 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     notes = list(start_weights(model, config.model)) if blank is None else []
     objective = make_objective(config, source.facts, given)
+    divided = _tensor_plan(config, plan.mesh, model)
+    if divided:
+        _refuse_for_parts(config, given, objective)
     place = place_of(plan.mesh, world)
     blocks = repeated_blocks(model)
     names = list(of_model(model)[0])
     model = transform(model, _transforms(config, blocks, world.device), world.device)
-    tensor_plan = _tensor_plan(config, place, model)
     cut = _cut(config, place, model, blocks, world.device)
-    across = _spread(place, model, tensor_plan)
+    across = _spread(place, model, divided)
     invariant = config.run.determinism == "invariant"
     if invariant:
         refuse_coupled(model, objective)
-    if across is not None:
-        _refuse_for_parts(config, given, objective)
     make_sharding = (
         _invariant
         if invariant
@@ -331,13 +332,13 @@ def _unheard() -> AbstractContextManager[object]:
     return recording(Journal())
 
 
-def _tensor_plan(config: Config, place: Place, model: nn.Module) -> dict[str, str]:
+def _tensor_plan(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]:
     """How each module is divided, if any is."""
-    if place.mesh.tensor == 1:
+    if mesh.tensor == 1:
         return {}
     from lockstep.transforms.tensor_plans import tensor_plan
 
-    return tensor_plan(model, config.parallel.tensor_parallel, place.mesh.tensor)
+    return tensor_plan(model, config.parallel.tensor_parallel, mesh.tensor)
 
 
 def _spread(place: Place, model: nn.Module, plan: Mapping[str, str]) -> Across | None:

@@ -20,6 +20,7 @@ from lockstep.config.closeness import close
 from lockstep.config.schema import TensorParallel
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.models.transformer import Transformer
+from lockstep.plan.pieces import nearest_divisors
 
 KEY = "parallel.tensor_parallel"
 STYLES: Mapping[str, str] = {
@@ -90,7 +91,7 @@ def tensor_plan(model: nn.Module, options: TensorParallel, degree: int) -> dict[
     found = _resolved(model, patterns)
     _add_tied_embeddings(model, found)
     if options.loss_parallel:
-        _divide_logits(found)
+        _divide_logits(model, found)
     problems = [Problem("", "parallel.tensor", why) for why in _indivisible(model, found, degree)]
     if problems:
         raise ConfigError(problems[:1])
@@ -167,25 +168,26 @@ def _add_tied_embeddings(model: nn.Module, plan: dict[str, str]) -> None:
             plan[name] = "rowwise"
 
 
-def _divide_logits(plan: dict[str, str]) -> None:
-    heads = [name for name, style in plan.items() if style == "colwise_gather_output"]
-    if len(heads) != 1:
-        found = ", ".join(heads) or "none"
-        why = f"true, but it takes a plan with one head that is colwise_gather_output, and there is {found}"
+def _divide_logits(model: nn.Module, plan: dict[str, str]) -> None:
+    """Raises ConfigError: the model's last module isn't a head whose outcome would be put together."""
+    last = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))][-1]
+    if plan.get(last) != "colwise_gather_output":
+        why = f"true, but it takes a plan in which the last module, {last}, is colwise_gather_output; write false"
         raise ConfigError(Problem("", f"{KEY}.loss_parallel", why))
-    plan[heads[0]] = "colwise_logits"
+    plan[last] = "colwise_logits"
 
 
 def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iterator[str]:
     """What can't be divided evenly, and by what it could be."""
     for name, size in _heads(model, plan):
         if size % degree:
-            yield f"{degree} doesn't divide the {size} {name}; take {_nearest(size, degree)}"
+            yield f"{degree} doesn't divide the {size} {name}; take {nearest_divisors(size, degree)}"
     for name, style in plan.items():
         module = model.get_submodule(name)
         wide = _evenly(module, style)
         if wide % degree:
-            yield f"{degree} doesn't divide the {wide} columns of {name} ({style}); take {_nearest(wide, degree)}"
+            nearest = nearest_divisors(wide, degree)
+            yield f"{degree} doesn't divide the {wide} columns of {name} ({style}); take {nearest}"
 
 
 def _evenly(module: nn.Module, style: str) -> int:
@@ -206,13 +208,8 @@ def _evenly(module: nn.Module, style: str) -> int:
 
 
 def _heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Numbers of heads that are divided: whole ones each."""
-    if isinstance(model, Transformer):
-        attention: Any = model.blocks[0].attention
-        width = model.head_width
-        yield "heads", attention.query.out_features // width
-        yield "key-value heads", attention.key.out_features // width
-        return
+    """Of a model of the transformers library, numbers of heads that are divided: whole ones each. Of ours the plan has
+    seen to them."""
     if not any(style == "colwise" and _ATTENTION.search(name) for name, style in plan.items()):
         return  # its heads are put together before it looks at them
     config = getattr(model, "config", None)
@@ -220,10 +217,3 @@ def _heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int
         size = getattr(config, word, None)
         if isinstance(size, int):
             yield name, size
-
-
-def _nearest(size: int, degree: int) -> str:
-    """The divisors of `size` around `degree`."""
-    below = max(one for one in range(1, min(size, degree) + 1) if size % one == 0)
-    above = [one for one in range(degree, size + 1) if size % one == 0]
-    return f"{below} or {above[0]}" if above else f"{below}"
