@@ -16,7 +16,7 @@ from training.test_same_run import config
 
 import lockstep
 from lockstep.config.loading import validate
-from lockstep.core.records import DataFacts
+from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.plan import make_plan
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv")
@@ -175,7 +175,7 @@ def test_a_long_wait_is_warned_of() -> None:
     asked = validate(
         {**small.config(), "parallel": {"strategy": "ddp", "pipeline": 2}, "batch": {"global_size": 8, "micro_size": 4}}
     )
-    plan = make_plan(asked.config, 2, DataFacts(40, None), ())
+    plan = make_plan(asked.config, 2, DataFacts(40, None), [ParameterFacts("weight", (4, 4), 4, True)])
     assert any("wait 33% of the time" in warning and "batch.micro_size 1" in warning for warning in plan.warnings)
 
 

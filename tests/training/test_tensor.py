@@ -11,7 +11,6 @@ from kit import small
 from kit.families import family
 from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.worlds import in_world
-from training.test_checkpoint_pairs import resume_all, save_all
 from training.test_same_run import config
 
 import lockstep
@@ -143,20 +142,6 @@ def test_by_sequence_each_rank_drops_other_elements() -> None:
     samples, positions = min(first.shape[0], second.shape[0]), min(first.shape[1], second.shape[1])
     here, there = first[:samples, :positions], second[:samples, :positions]
     assert 0.3 < np.mean(here != there) < 0.7
-
-
-def test_checkpoints_go_from_and_to_any_strategy(tmp_path: Any) -> None:
-    """Saved on four ranks, tensor x fsdp; resumed on one, on two, and back."""
-    from training import test_checkpoint_pairs as pairs
-
-    there, back = ("tensor+fsdp", "single"), ("single", "tensor+fsdp")
-    saved = in_world(4, save_all, ["tensor+fsdp", "tensor"], str(tmp_path))[0]
-    saved |= in_world(1, save_all, ["single"], str(tmp_path))[0]
-    found = in_world(1, resume_all, [there, ("tensor", "single")], str(tmp_path))[0]
-    found |= in_world(2, resume_all, [("tensor+fsdp", "tensor"), ("single", "tensor")], str(tmp_path))[0]
-    found |= in_world(4, resume_all, [back, ("tensor", "tensor+fsdp")], str(tmp_path))[0]
-    for (source, target), run in found.items():
-        assert pairs._difference(saved[source], run) == "", (source, target)
 
 
 # --- what it can't do ---------------------------------------------------------------------------------------------

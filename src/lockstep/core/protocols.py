@@ -18,6 +18,7 @@ from lockstep.core.records import (
     DataFacts,
     EvaluationReport,
     GlobalBatch,
+    Inputs,
     Request,
     RunFacts,
     SaveReport,
@@ -153,6 +154,10 @@ class Engine(Protocol):
 
         Calls `announce` once, as soon as it is known, with this rank's sum of losses, unscaled, 0-dim: before gradients
         are reduced, and at the same point between collectives on every rank."""
+
+    def outputs(self, inputs: Inputs) -> object:
+        """What the model makes of the inputs of a batch, in evaluation; all ranks together, on the same inputs. None on
+        a rank that has only a part of the model, and not its end."""
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
         """This rank's sums over the batches: `loss_sum`, `count`, and the objective's `metric_sums`. No gradients."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+"""Of a model's forward: keyword arguments, or positional ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -21,7 +24,7 @@ class Batch:
         tokens: how many tokens it holds, padding not counted; for data without tokens, the samples.
     """
 
-    inputs: Mapping[str, Any] | tuple[Any, ...]
+    inputs: Inputs
     targets: Any
     samples: int
     tokens: int
@@ -220,8 +223,9 @@ class RunFacts:
         recipe: what the run is called.
         folder: where it lies.
         strategy, backend, precision, device: as resolved.
-        ranks, steps, global_size, micro_size, accumulation: global_size = micro_size x accumulation x ranks where
+        ranks, steps, global_size, micro_size, accumulation: global_size = micro_size x accumulation x shares where
             it divides. `steps` is None if only running will tell (a budget of tokens over ragged data).
+        shares: ranks that have samples of their own; None: all.
         parameters, trainable: numbers of elements.
         peak_flops: of one rank's device in the compute precision, per second; None if unknown.
         flops_per_token: of forward and backward; None if unknown.
@@ -246,4 +250,5 @@ class RunFacts:
     peak_flops: float | None = None
     flops_per_token: float | None = None
     resumed_from: int | None = None
+    shares: int | None = None
     notes: tuple[str, ...] = field(default=())

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.records import Inputs
 from lockstep.engine.eager import call
 from lockstep.engine.elsewhere import Elsewhere, leave, no_chain, outside, refuse_tied_blocks, stand_in, tied_across
 from lockstep.engine.sketch import Sketch
@@ -113,7 +114,7 @@ class Cut:
                 _empty(module)
             self._calls.append(cast("Any", module)._call_impl)
             cast("Any", module)._call_impl = partial(self._in_block, index)
-        cast("Any", model).forward = partial(_until_left, model.forward)
+        cast("Any", model).forward = _until_left(model.forward)
 
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
         """Of its blocks, and of what lies before or after all blocks, if that belongs to it."""
@@ -124,7 +125,7 @@ class Cut:
         ends = stage in (0, self.stages - 1)
         return (one for one in self.model.parameters() if id(one) in own or (ends and id(one) not in others))
 
-    def run(self, stage: int, hidden: Tensor | None, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Any:
+    def run(self, stage: int, hidden: Tensor | None, inputs: Inputs) -> Any:
         """The stage's part of a forward on a micro-batch.
 
         Args:
@@ -139,7 +140,7 @@ class Cut:
         with self._running(stage, hidden, looks_on=stage > 0):
             return call(self.model, inputs)
 
-    def handed(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
+    def handed(self, inputs: Inputs) -> list[Hidden]:
         """What each stage is handed of a micro-batch; the first stage's is a filler. No weights are used for it, but in
         the first call; in the autocast of the run."""
         sign = tuple((tuple(one.shape), one.dtype) for one in tree_leaves(inputs) if isinstance(one, Tensor))
@@ -147,12 +148,12 @@ class Cut:
             self._shapes[sign] = self._handed_in_sequence(inputs) if self._sketch else self._handed_alike(inputs)
         return self._shapes[sign]
 
-    def _handed_in_sequence(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
+    def _handed_in_sequence(self, inputs: Inputs) -> list[Hidden]:
         assert self._sketch is not None, "a Sequential has one"
         made = [_hidden(one, name) for one, name in zip(self._sketch.outputs(inputs), self._names, strict=True)]
         return [made[max(0, begin - 1)] for begin in self._begins]
 
-    def _handed_alike(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Hidden]:
+    def _handed_alike(self, inputs: Inputs) -> list[Hidden]:
         before = self._before(inputs)
         if self._learned is None:
             self._learn(inputs, before)
@@ -160,7 +161,7 @@ class Cut:
         return [Hidden(tuple(before.shape), self._learned)] * self.stages
 
     @torch.no_grad()
-    def _learn(self, inputs: Mapping[str, Any] | tuple[Any, ...], before: Tensor) -> None:
+    def _learn(self, inputs: Inputs, before: Tensor) -> None:
         """What blocks return, found out by running one of this rank's on zeros."""
         name = self.blocks[0]
         zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
@@ -172,7 +173,7 @@ class Cut:
             raise no_chain(f"{name} makes {list(found.shape)} of {list(before.shape)}: stages hand on one shape")
         self._learned = found.dtype
 
-    def _before(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Tensor:
+    def _before(self, inputs: Inputs) -> Tensor:
         """What the first block of all would take, in shape and precision."""
         with torch.no_grad(), self._only_looking(), self._without_weights(), self._running(-1, None):
             return cast("Tensor", call_forward(self.model, inputs))
@@ -283,14 +284,18 @@ class _Left(BaseException):
         self.hidden = hidden
 
 
-def _until_left(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return forward(*args, **kwargs)
-    except _Left as left:
-        return left.hidden
+def _until_left(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except _Left as left:
+            return left.hidden
+
+    return run
 
 
-def call_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> object:
+def call_forward(model: nn.Module, inputs: Inputs) -> object:
     """Without the hooks that lie around it."""
     return model.forward(*inputs) if isinstance(inputs, tuple) else model.forward(**inputs)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Objective, Sharding
-    from lockstep.core.records import Batch, GlobalBatch
+    from lockstep.core.records import Batch, GlobalBatch, Inputs
 
 Autocast = Callable[[], AbstractContextManager[object]]
 Unheard = Callable[[], AbstractContextManager[object]]
@@ -72,6 +72,11 @@ class Eager:
                 sharding.backward(loss, _seed(seed_scale * weight, loss))
 
     @torch.no_grad()
+    def outputs(self, inputs: Inputs) -> object:
+        with self._autocast():
+            return call(self._sharding.bare, inputs)
+
+    @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
         module = self._sharding.bare
         sums: dict[str, Tensor] = {}
@@ -97,7 +102,7 @@ class Eager:
         return {"loss_sum": loss_sum, "count": count, **objective.metric_sums(outputs, batch)}
 
 
-def call(module: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> object:
+def call(module: nn.Module, inputs: Inputs) -> object:
     """The forward: a mapping's values go in by name, a tuple's by position."""
     if isinstance(inputs, tuple):
         return module(*inputs)

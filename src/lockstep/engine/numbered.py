@@ -14,7 +14,7 @@ from lockstep.engine.eager import Eager
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.core.records import Batch, GlobalBatch
+    from lockstep.core.records import Batch, GlobalBatch, Inputs
     from lockstep.plan.batch import Share
 
 
@@ -39,6 +39,7 @@ class Numbered:
         self._begin = begin
         self._first = 0
         self.evaluate: Callable[[Iterable[Batch]], Mapping[str, Tensor]] = self._engine.evaluate
+        self.outputs: Callable[[Inputs], object] = self._engine.outputs
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         share = self._share(batch.samples)

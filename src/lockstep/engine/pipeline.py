@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import Axis, Objective, Sharding
-    from lockstep.core.records import Batch, GlobalBatch
+    from lockstep.core.records import Batch, GlobalBatch, Inputs
     from lockstep.engine.cutting import Cut, Hidden
     from lockstep.engine.eager import Autocast, Unheard
     from lockstep.plan.stages import Schedule
@@ -151,6 +151,13 @@ class Pipelined:
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def outputs(self, inputs: Inputs) -> object:
+        """See `core.protocols.Engine`."""
+        with self._autocast():
+            found = self._through(inputs)
+        return found if self._has_last else None
+
+    @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
         """See `core.protocols.Engine`; the same on all ranks of the pipeline."""
         model = self._cut.model
@@ -160,7 +167,7 @@ class Pipelined:
         try:
             for batch in micro_batches:
                 with self._heard(batch), self._autocast():
-                    outputs = self._through(batch)
+                    outputs = self._through(batch.inputs)
                     found = self._sums(outputs, batch) if self._has_last else {}
                 for name, value in found.items():
                     value = value.double() if batch.samples else torch.zeros_like(value, dtype=torch.float64)
@@ -169,15 +176,15 @@ class Pipelined:
             model.train(was_training)
         return self._told(sums)
 
-    def _through(self, batch: Batch) -> Any:
+    def _through(self, inputs: Inputs) -> Any:
         """This rank's stages, one after the other; of the last one the model's outputs."""
         cut, outputs = self._cut, None
-        handed = cut.handed(batch.inputs)
+        handed = cut.handed(inputs)
         for stage in cut.mine:
             given = None
             if stage > 0:
                 given = self._receive(handed[stage], cut.owners[stage - 1], outputs)
-            outputs = cut.run(stage, given, batch.inputs)
+            outputs = cut.run(stage, given, inputs)
             if stage < cut.stages - 1 and cut.owners[stage + 1] != self._axis.rank:
                 dist.send(outputs.contiguous(), group=self._group, group_dst=cut.owners[stage + 1])
         return outputs

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from lockstep.core.records import Inputs
+
 
 class Sketch:
     """Args:
@@ -36,7 +38,7 @@ class Sketch:
         return nn.Parameter(empty) if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else empty
 
     @torch.no_grad()
-    def outputs(self, inputs: Mapping[str, Any] | tuple[Any, ...]) -> list[Tensor]:
+    def outputs(self, inputs: Inputs) -> list[Tensor]:
         """Of each layer: tensors without values. In the autocast of the caller."""
         given = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs[0]
         found = []

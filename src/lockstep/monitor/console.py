@@ -256,7 +256,7 @@ class Output:
 def introduction(facts: RunFacts) -> list[str]:
     """What is printed before the first step."""
     ranks = f"{facts.ranks} rank{'s' if facts.ranks > 1 else ''}"
-    batch = BatchPlan(facts.global_size, facts.micro_size, facts.accumulation, facts.ranks)
+    batch = BatchPlan(facts.global_size, facts.micro_size, facts.accumulation, facts.shares or facts.ranks)
     return [
         facts.recipe,
         _row("strategy", f"{facts.strategy} on {ranks}, backend {facts.backend}"),

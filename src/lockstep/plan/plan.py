@@ -269,7 +269,7 @@ def _bubble(config: Config, mesh: Mesh, batch: BatchPlan) -> list[str]:
 def describe(plan: Plan) -> str:
     """The plan for people: a few aligned lines and a table."""
     lines = [
-        ("strategy", f"{_strategy(plan)} on {_count(plan.ranks, 'rank')}"),
+        ("strategy", f"{strategy_of(plan)} on {_count(plan.ranks, 'rank')}"),
         *((("", told),) if (told := because(plan)) else ()),
         ("global batch", f"{plan.batch} samples per update"),
         ("steps", _steps(plan)),
@@ -302,7 +302,8 @@ def _table(plan: Plan) -> list[str]:
     ]
 
 
-def _strategy(plan: Plan) -> str:
+def strategy_of(plan: Plan) -> str:
+    """By its one name, and how the ranks are laid out."""
     axes = {axis: size for axis, size in zip(AXES, plan.mesh.sizes, strict=True) if size > 1 or axis == "data"}
     layout = f" ({' x '.join(map(str, axes.values()))}, {' x '.join(axes)})" if len(axes) > 1 else ""
     return plan.variant + layout

@@ -113,7 +113,7 @@ def _plain(value: Any) -> Any:
 # --- as text --------------------------------------------------------------------------------------------------------
 
 HEAD = ("strategy", "ranks", "micro-batches", "optimizer", "loss", "norm", "gradient", "weights", "")
-_WIDTHS = (20, 5, 13, 9, 8, 8, 8, 8)
+_WIDTHS = (26, 5, 13, 9, 8, 8, 8, 8)
 
 
 def line(row: Row) -> str:

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.data.digests import MODULUS, digest
 from lockstep.data.fetching import Request, fetch
-from lockstep.models.objectives import coupling
 from lockstep.proof.comparing import Measure, Pairs, compare, write
 from lockstep.proof.evidence import Compared, Evidence, Seen, Step
 from lockstep.proof.randomness import without_randomness
@@ -70,7 +69,7 @@ def by_design(session: Session) -> list[str]:
     """Why this run may depend on micro size and number of ranks, if anything."""
     rooms = session.rooms
     notes = []
-    coupled = coupling(rooms.sharding.bare)
+    coupled = rooms.coupled
     if coupled is not None or not rooms.objective.decomposes:
         reason = coupled or "the objective says that it does not decompose over samples"
         notes.append(f"{reason}: the loss depends on batch.micro_size and on the number of ranks")
@@ -116,7 +115,7 @@ class Comparison:
         self._normalises = optimizer in NORMALISING
         self._indifferent: set[str] = set()
         self._reference = [Seen(**one) for one in json.loads((folder / _STEPS).read_text())]
-        self._order = {name: place for place, (name, _) in enumerate(_named(session))}
+        self._order = _order(session)
         self._seen: list[Seen] = []
         self.evidence = Evidence(Compared(), [], 0.0, _tied(session))
 
@@ -299,10 +298,16 @@ def _apart(session: Session) -> str | None:
         if not hasattr(parameter, "full_tensor")
     }
     everywhere = cast("list[dict[str, Any]]", session.rooms.world.axis.gather(mine))
-    for name, sums in mine.items():
-        if any(repr(other.get(name)) != repr(sums) for other in everywhere):
+    for name in dict.fromkeys(name for of_rank in everywhere for name in of_rank):
+        if len({repr(of_rank[name]) for of_rank in everywhere if name in of_rank}) > 1:
             return name
     return None
+
+
+def _order(session: Session) -> dict[str, int]:
+    """The place of each parameter of the whole model. All ranks together."""
+    everywhere = cast("list[Any]", session.rooms.world.axis.gather([name for name, _ in _named(session)]))
+    return {name: place for place, name in enumerate(dict.fromkeys(name for names in everywhere for name in names))}
 
 
 def _named(session: Session) -> list[tuple[str, Any]]:
@@ -311,10 +316,13 @@ def _named(session: Session) -> list[tuple[str, Any]]:
 
 
 def _tied(session: Session) -> list[list[str]]:
+    """Names of one parameter each. All ranks together."""
     names: dict[int, list[str]] = {}
     for name, parameter in _named(session):
         names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
+    mine = [group for group in names.values() if len(group) > 1]
+    everywhere = cast("list[Any]", session.rooms.world.axis.gather(mine))
+    return [list(group) for group in dict.fromkeys(tuple(group) for of_rank in everywhere for group in of_rank)]
 
 
 # --- measures -----------------------------------------------------------------------------------------------------

@@ -33,12 +33,13 @@ from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
 from lockstep.models.starting_weights import start_weights
+from lockstep.models.transformer import flops_per_token
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
-from lockstep.plan.plan import Machine, because, derived_for_deepspeed, make_plan, resolve_strategy
+from lockstep.plan.plan import Machine, because, derived_for_deepspeed, make_plan, resolve_strategy, strategy_of
 from lockstep.plan.schedule import learning_rate
 from lockstep.plan.stages import stages_of
 from lockstep.sharding.buffers import SharedBuffers
@@ -114,6 +115,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     place = place_of(plan.mesh, world)
     blocks = repeated_blocks(model)
     names = list(of_model(model)[0])
+    coupled, flops = coupling(model), flops_per_token(model, source.facts)
     model = transform(model, _transforms(config, blocks, world.device), world.device)
     cut = _cut(config, place, model, blocks, world.device)
     across = _spread(place, model, divided)
@@ -159,6 +161,8 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         readback=readback_from(world.device),
         scaler=scaler,
         rate=_rate(config, given),
+        coupled=coupled,
+        flops_per_token=flops,
     )
     return Session(rooms)
 
@@ -199,7 +203,6 @@ def run_facts(
     session: Session, recipe: str, folder: str, resumed_from: int | None = None, notes: Sequence[str] = ()
 ) -> RunFacts:
     """What the start of the run prints."""
-    from lockstep.models.transformer import flops_per_token
     from lockstep.monitor.meters import peak_flops
 
     rooms = session.rooms
@@ -210,7 +213,7 @@ def run_facts(
     return RunFacts(
         recipe=recipe,
         folder=folder,
-        strategy=plan.strategy,
+        strategy=plan.strategy if plan.mesh.pieces == 1 else strategy_of(plan),
         backend=world.backend,
         precision=precision,
         device=device_name,
@@ -223,8 +226,9 @@ def run_facts(
         trainable=plan.trainable,
         epoch_samples=plan.epoch_samples,
         peak_flops=peak_flops(device_name, precision),
-        flops_per_token=flops_per_token(rooms.sharding.bare, rooms.source.facts),
+        flops_per_token=rooms.flops_per_token,
         resumed_from=resumed_from,
+        shares=rooms.place.shares,
         notes=(*plan.warnings, *_notes(session), *notes),
     )
 
@@ -234,7 +238,7 @@ def _notes(session: Session) -> tuple[str, ...]:
     notes = []
     if rooms.plan.strategy == "fsdp" and (told := because(rooms.plan)):
         notes.append(told)
-    coupled = coupling(rooms.sharding.bare)
+    coupled = rooms.coupled
     if coupled is not None or not rooms.objective.decomposes:
         reason = coupled or "the objective says that it does not decompose over samples"
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")

@@ -120,7 +120,7 @@ def _print_summary(folder: Path, as_json: bool) -> None:
 
 def evaluate(run: Path, arguments: EvaluateArguments) -> int:
     """Judges the weights that a run left, on its evaluation sets."""
-    config = _without_deepspeed(to_rebuild(run_config(run), trusted=arguments.trust_run))
+    config = _for_whole_weights(to_rebuild(run_config(run), trusted=arguments.trust_run))
     if arguments.ranks is not None:
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": arguments.ranks})})
     if names_a_rank(os.environ):
@@ -128,11 +128,11 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
     return launch(partial(_evaluate_rank, config, run, arguments), choose_ranks(config.launch), config.launch, None)
 
 
-def _without_deepspeed(config: Config) -> Config:
-    """The weights that a run left are whole, and DeepSpeed divides a model together with its optimizer alone."""
-    if config.parallel.strategy != "deepspeed":
-        return config
-    parallel = config.parallel.model_copy(update={"strategy": "auto", "data": "auto", "shard": "auto"})
+def _for_whole_weights(config: Config) -> Config:
+    """The weights that a run left are whole; DeepSpeed divides a model together with its optimizer alone."""
+    strategy = "auto" if config.parallel.strategy == "deepspeed" else config.parallel.strategy
+    degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "tensor": 1}
+    parallel = config.parallel.model_copy(update={"strategy": strategy, **degrees})
     return config.model_copy(update={"parallel": parallel})
 
 

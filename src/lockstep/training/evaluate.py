@@ -45,5 +45,8 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
 
 
 def _micro_size(session: Session) -> int:
-    size = session.rooms.config.evaluation.micro_size
-    return session.rooms.plan.batch.micro_size if size == "auto" else size
+    """Of stages each has but its own activations at a time here: `auto` gives them the whole share at once."""
+    size, plan = session.rooms.config.evaluation.micro_size, session.rooms.plan
+    if size != "auto":
+        return size
+    return plan.batch.micro_size * (plan.batch.accumulation if plan.mesh.pipeline > 1 else 1)

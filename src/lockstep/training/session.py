@@ -46,6 +46,8 @@ class Rooms:
     """What `assemble` put together.
 
     Attributes:
+        coupled: why the loss of a batch of this model is no sum over its samples, if so.
+        flops_per_token: of the whole model; None: not known.
         rate: learning rate of (share of the run done, step from 0, steps of the run or None).
         evaluation: sources by name.
     """
@@ -64,6 +66,8 @@ class Rooms:
     readback: Readback
     scaler: LossScaler
     rate: Rate
+    coupled: str | None
+    flops_per_token: float | None
 
 
 class Session:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lockstep.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from lockstep.config.schema import Config
     from lockstep.core.records import DataFacts
     from lockstep.training.session import Session
@@ -53,7 +56,7 @@ def sample(session: Session, prompt: str) -> str:
 
     from lockstep.models.generation import generate
 
-    config, model = session.rooms.config, session.rooms.sharding.bare
+    config, model = session.rooms.config, whole_model(session)
     codec, was_training = codec_of(config), model.training
     model.eval()
     draws = torch.Generator().manual_seed(config.run.seed)
@@ -68,6 +71,35 @@ def sample(session: Session, prompt: str) -> str:
     text = prompt + codec.decode(list(tokens))
     model.train(was_training)
     return text
+
+
+def whole_model(session: Session) -> nn.Module:
+    """The session's, to be asked by all ranks together: what is spread over stages answers everywhere."""
+    bare = session.rooms.sharding.bare
+    return bare if session.rooms.place.pipeline.size == 1 else _stages(session, bare)
+
+
+def _stages(session: Session, bare: nn.Module) -> nn.Module:
+    from torch import nn
+
+    from lockstep.models.outputs import logits_of
+
+    class Stages(nn.Module):
+        """Goes through all stages; the logits of the last position, everywhere."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.piece = bare
+            self.config = getattr(bare, "config", None)
+
+        @wraps(bare.forward)
+        def forward(self, **inputs: Any) -> Tensor:  # type: ignore[override]
+            outputs = session.rooms.engine.outputs(inputs)
+            mine = None if outputs is None else logits_of(outputs)[:, -1:].cpu()
+            everywhere = cast("list[Tensor | None]", session.rooms.place.pipeline.gather(mine))
+            return next(one for one in everywhere if one is not None)
+
+    return Stages()
 
 
 def context_of(facts: DataFacts) -> int:
