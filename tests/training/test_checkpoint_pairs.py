@@ -61,6 +61,8 @@ def asked(strategy: str) -> dict[str, Any]:
 
 
 def ranks_of(strategy: str, ranks: int) -> int:
+    if strategy == "tensor":
+        return ranks + ranks % 2
     return 1 if strategy == "single" else 4 if "hybrid" in strategy or "+" in strategy else ranks
 
 
