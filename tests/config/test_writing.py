@@ -83,7 +83,7 @@ _COUPLED = {
     *((kind, "init_partial") for kind in schema.ModelSection.__subclasses__()),
     (schema.HuggingFaceModel, "architecture"), (schema.Objective, "kind"), (schema.Objective, "target"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
-    (schema.ActivationCheckpointing, "every"),
+    *((schema.ActivationCheckpointing, option) for option in ("every", "modules", "segments", "budget", "threshold", "look_every")),
     (schema.Checkpoint, "keep_every"), (schema.Checkpoint, "best"), (schema.Run, "end_with"),
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
 }  # fmt: skip

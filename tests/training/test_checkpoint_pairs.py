@@ -32,18 +32,28 @@ ALIKE = {
     "fsdp-hybrid-grad-op": "fsdp-hybrid",
     "zero0": "ddp",
     **{f"pipeline-{schedule}": "pipeline-1f1b" for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble", "zbv")},
+    "tensor-sequence": "tensor",
 }
 """What holds its state as another strategy does."""
 STRATEGIES = [name for name in VARIANTS if name != "dp" and name not in ALIKE]
+PLAN = {
+    "lift": "colwise_gather_output",
+    "blocks.*.inner": "colwise_gather_output",
+    "blocks.*.outer": "rowwise_split_input",
+    "head": "colwise_gather_output",
+}
+"""None of these has a size that two ranks could halve."""
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- pairs -->\n", "<!-- end of pairs -->"
 
 
 def asked(strategy: str) -> dict[str, Any]:
     """fp16, whose scale has grown and has overflowed by the time of the save; uneven blocks, dropout none."""
-    replicas = {"data": 2} if "hybrid" in strategy else {}
+    parallel: dict[str, Any] = {**VARIANTS[strategy], **({"data": 2} if "hybrid" in strategy else {})}
+    if "tensor" in strategy:
+        parallel |= {"tensor_parallel": {"plan": PLAN}}
     asked = small.config(
-        parallel={**VARIANTS[strategy], **replicas},
+        parallel=parallel,
         precision={"compute": "fp16", "loss_scale": {"initial": 2.0**26, "growth_interval": 2}},
         run={"steps": STEPS},
     )
@@ -51,6 +61,8 @@ def asked(strategy: str) -> dict[str, Any]:
 
 
 def ranks_of(strategy: str, ranks: int) -> int:
+    if strategy == "tensor":
+        return ranks + ranks % 2
     return 1 if strategy == "single" else 4 if "hybrid" in strategy or "+" in strategy else ranks
 
 

@@ -14,7 +14,7 @@ from kit.worlds import in_world
 from training.test_same_run import config
 
 from lockstep.plan.features import FEATURES, cell, table
-from lockstep.plan.variants import VARIANTS
+from lockstep.plan.variants import VARIANTS, is_cut
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 SEEN_ELSEWHERE = {
@@ -40,6 +40,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "optimizer in backward": {"optim": {"name": "sgd", "lr": 0.1, "clip_norm": None, "in_backward": True}},
     "chunked loss": {"memory": {"loss_chunk": 17}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
+    "loss parallel": {"loss": True},
     "offload": {"offload": True},
 }
 UPDATES = 3
@@ -51,6 +52,8 @@ OPTIMIZERS = 1e-5  # of the loss: most divide a gradient by its size, noise too
 def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
     sections: dict[str, Any] = {**SGD, **ASKS[feature]} if feature in ASKS else {"optim": {"name": feature, "lr": 1e-3}}
     parallel = _parallel(variant, ranks)
+    if sections.pop("loss", False):
+        parallel = {**parallel, "tensor_parallel": {**parallel.get("tensor_parallel", {}), "loss_parallel": True}}
     if sections.pop("offload", False) and parallel["strategy"] == "deepspeed":
         parallel = {**parallel, "deepspeed": {**parallel["deepspeed"], "offload_optimizer": "cpu"}}
     elif feature == "offload":
@@ -113,7 +116,11 @@ def test_what_is_not_tested_says_so(standing: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_compiled_model_is_the_single_process(ranks: int) -> None:
-    names = [name for name in VARIANTS if cell(name, "compile").standing == "cpu" and _ranks(name) == ranks]
+    names = [
+        name
+        for name in VARIANTS
+        if cell(name, "compile").standing == "cpu" and _ranks(name) == ranks and not is_cut(name)
+    ]
     compiled = {"kind": "custom", "target": "kit.small:Net", "compile": True}
     configs = [{**small.config(parallel=_parallel(name, ranks)), "model": compiled} for name in names]
     for name, run in zip(names, recorded_all(configs, ranks, updates=2), strict=True):

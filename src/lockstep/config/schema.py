@@ -565,6 +565,18 @@ class PipelineParallel(Section):
     """Names of the blocks that stages begin with, from the second stage on; auto: stages of about the same cost."""
 
 
+class TensorParallel(Section):
+    """How the matrices of a model are divided over the ranks of `parallel.tensor`."""
+
+    plan: Literal["auto"] | dict[str, str] = "auto"
+    """auto: our transformer's, or the one that a Hugging Face config carries; or the style of each module by a pattern
+    of its name, such as `{"layers.*.query": colwise, "layers.*.out": rowwise}`."""
+    sequence_parallel: bool = False
+    """Each rank keeps its own positions of what lies between the divided matrices, which norms and dropout work on."""
+    loss_parallel: bool = False
+    """The loss is computed on logits that stay divided by the vocabulary; in evaluations they are put together."""
+
+
 class Parallel(Section):
     """How the work is divided."""
 
@@ -579,6 +591,7 @@ class Parallel(Section):
     tensor: Positive | Auto = 1
     """Ranks, next to each other, over which each matrix is spread; auto: what the others leave."""
     pipeline_parallel: PipelineParallel = PipelineParallel()
+    tensor_parallel: TensorParallel = TensorParallel()
     ddp: DDP = DDP()
     fsdp: FSDP = FSDP()
     deepspeed: DeepSpeed = DeepSpeed()

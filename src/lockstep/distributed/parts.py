@@ -166,6 +166,35 @@ def local(tensor: Tensor) -> Tensor:
     return found.detach()
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """All of a DTensor, on each rank; all ranks that hold parts of it together.
+
+    What two axes of a mesh divide, one after the other, is summed up from where its parts lie: to be redistributed
+    along both isn't right for parts of unequal sizes (torch 2.13: some ranks wait for others).
+    """
+    found: Any = tensor
+    axes = [axis for axis, placement in enumerate(found.placements) if not placement.is_replicate()]
+    if len(axes) < 2:
+        return cast("Tensor", found.full_tensor())
+    import torch.distributed as dist
+
+    whole = local(tensor).new_zeros(tensor.shape)
+    everything = held(whole).kind.whole
+    for box in held(tensor).boxes:
+        whole[box.within(everything)] = part(tensor, box)
+    for axis in axes:
+        dist.all_reduce(bits(whole), group=found.device_mesh.get_group(axis))
+    return whole
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory, as whole numbers that a sum with zeros leaves as they are."""
+    import torch
+
+    flat = tensor.view(-1) if tensor.ndim else tensor.view(1)
+    return flat.view(torch.int32) if tensor.dtype.itemsize % 4 == 0 else flat.view(torch.uint8)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor: asked without importing what defines it."""
     return hasattr(tensor, "__create_chunk_list__")

@@ -36,6 +36,7 @@ class Place:
     share, shares: which part of each global batch it has, of how many.
     pipeline: the ranks that hold the other stages of this replica.
     data: the ranks that hold the same as this one.
+    tensor: the ranks that hold the other parts of each matrix.
     with_share: process group of the ranks that hold the same piece of the model, divided or not; None: all ranks.
     device_mesh: of a model that is cut; None: it isn't.
     """
@@ -46,6 +47,7 @@ class Place:
     shares: int
     pipeline: Axis
     data: Axis
+    tensor: Axis
     with_share: dist.ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
 
@@ -69,7 +71,7 @@ def place_of(mesh: Mesh, world: World) -> Place:
     """All ranks together: groups are made."""
     coordinates = mesh.coordinates(world.rank)
     if mesh.pieces == 1:
-        return Place(mesh, coordinates, world.axis.rank, world.axis.size, Alone(), world.axis)
+        return Place(mesh, coordinates, world.axis.rank, world.axis.size, Alone(), world.axis, Alone())
     from torch.distributed.device_mesh import init_device_mesh  # takes 0.5 s to import
 
     axes = ("pipeline", "data", "shard", "tensor")
@@ -82,6 +84,7 @@ def place_of(mesh: Mesh, world: World) -> Place:
         shares=mesh.shares,
         pipeline=_axis(made, "pipeline"),
         data=_axis(made, "data"),
+        tensor=_axis(made, "tensor"),
         with_share=made["data", "shard"]._flatten().get_group(),
         device_mesh=made,
     )

@@ -26,10 +26,12 @@ class KeyedDraws:
 
     Args:
         data_rank: 0 if micro-batches are numbered through all ranks.
+        part: of the sequences, that this rank keeps alone.
     """
 
-    def __init__(self, seed: int, data_rank: int, device: torch.device) -> None:
+    def __init__(self, seed: int, data_rank: int, device: torch.device, part: int = 0) -> None:
         self._seed = seed
+        self._part: tuple[str | int, ...] = ("part", part) if part else ()
         self._data_rank = data_rank
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -38,6 +40,6 @@ class KeyedDraws:
     def set(self, step: int, micro_batch: int, stage: int = 0) -> None:
         """`stage`: of a pipeline; what it draws is not what another one does."""
         place = (step, self._data_rank, micro_batch, *((stage,) if stage else ()))
-        number = key(self._seed, "forward", *place) >> 1
+        number = key(self._seed, "forward", *place, *self._part) >> 1
         for generator in self._generators:
             generator.manual_seed(number)

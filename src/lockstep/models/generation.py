@@ -13,6 +13,7 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.divided_logits import whole_logits
 from lockstep.models.outputs import logits_of
 
 
@@ -59,7 +60,7 @@ def _last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     was_training = model.training
     model.eval()
     try:
-        return logits_of(model(**inputs))[0, -1].float().cpu()
+        return whole_logits(logits_of(model(**inputs)))[0, -1].float().cpu()
     finally:
         model.train(was_training)
 

@@ -27,6 +27,8 @@ from lockstep.core import protocols
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.importing import construct
 from lockstep.core.records import Batch, DataFacts
+from lockstep.distributed.parts import is_sharded
+from lockstep.models.divided_logits import divided_cross_entropy_sum, whole_logits
 from lockstep.models.outputs import logits_of
 
 IGNORED = -100
@@ -222,6 +224,8 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
     With label smoothing e, each target's loss is (1 - e) x its own + e x the mean over all tokens (Szegedy et al. 2016,
     arXiv:1512.00567, section 7), which is a sum over targets all the same.
     """
+    if is_sharded(logits):
+        return divided_cross_entropy_sum(logits, targets, label_smoothing, IGNORED)
     if logits.dim() > 2:
         logits, targets = logits.flatten(0, -2), targets.flatten()
     if logits.dtype is not torch.float32:
@@ -279,7 +283,9 @@ def _kind_of_data(facts: DataFacts) -> str:
 
 
 def _metric_sums(logits: Tensor, targets: Tensor, label_smoothing: float) -> dict[str, Tensor]:
-    """Right answers; under label smoothing also the plain loss, which perplexity and bits per byte are made of."""
+    """Right answers; under label smoothing also the plain loss, which perplexity and bits per byte are made of. Divided
+    logits are put together for it."""
+    logits = whole_logits(logits)
     sums = {"right": (logits.argmax(-1) == targets).sum()}  # -100 is never the argmax
     if label_smoothing:
         sums["plain_loss"] = cross_entropy_sum(logits, targets)

@@ -88,10 +88,17 @@ FEATURES: tuple[Feature, ...] = (
     Feature("optimizer in backward", "optim.in_backward", lambda config, batch, frozen: config.optim.in_backward),
     Feature("chunked loss", "memory.loss_chunk", lambda config, batch, frozen: config.memory.loss_chunk is not None),
     Feature("frozen parameters", "model.freeze", lambda config, batch, frozen: frozen > 0),
+    Feature(
+        "loss parallel", "parallel.tensor_parallel.loss_parallel", lambda config, batch, frozen: _divides_logits(config)
+    ),
     Feature("offload", "parallel", lambda config, batch, frozen: _offloads(config)),
     Feature("export", "", lambda config, batch, frozen: False),  # of a checkpoint, whatever wrote it
     *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation)),
 )
+
+
+def _divides_logits(config: Config) -> bool:
+    return config.parallel.tensor != 1 and config.parallel.tensor_parallel.loss_parallel
 
 
 def _offloads(config: Config) -> bool:
@@ -104,9 +111,11 @@ def _offloads(config: Config) -> bool:
 _CPU, _NONE = Cell("cpu"), Cell("none")
 _WORST_FIRST: tuple[Standing, ...] = ("refused", "untested", "none", "cpu")
 _DIVIDED = ("fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-hybrid-grad-op", "zero1", "zero2", "zero3")
+_SPREAD = ("tensor", "tensor-sequence")
 _ZERO = ("zero0", "zero1", "zero2", "zero3")
 _HOOKED = "DeepSpeed's hooks are part of the forward, and have not been tried compiled; write false, or take ddp"
 _WHOLE_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp"
+_PARTS_OF_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or leave parallel.tensor out"
 _NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
 
 _GATHERED_BLOCK_BY_BLOCK = "FSDP gathers each block around its own call, and a segment is one call; take mode: full"
@@ -115,9 +124,13 @@ _OTHER_TENSORS = "its hooks hand on other tensors than a block has returned; tak
 _OFFLOADS_FROM_GPUS = "activations are offloaded from a GPU alone, and none was at hand"
 _REDUCED_FIRST = "gradients are reduced, divided or put together before they are applied; take single, or write false"
 _TARGETS_OF_ONE = "replicas have heads of their own, and nobody tells them their targets; take single, or ddp"
+_PART_OF_HEAD = "each rank has a part of the head alone; take parallel.tensor_parallel.loss_parallel, or leave it out"
 _LAST_STAGE = "the last stage gives logits to the objective; leave it out"
 _COMPILED_WHOLE = "a compiled forward can't be left between two blocks; write false, or take fsdp"
 
+_COMPILED_PARTS = (
+    "torch's compiler (2.13) fails on divided matrices where shapes change, as texts of unequal length do; write false"
+)
 _TWICE = (
     "gradients of inputs and of weights are made apart, and each would compute a block again; take pipeline-1f1b, or "
     "interleaved-1f1b"
@@ -126,8 +139,11 @@ _TWICE = (
 _OTHERWISE: Mapping[tuple[str, str], Cell] = {
     **{(name, "compile"): Cell("refused", _COMPILED_WHOLE) for name in VARIANTS if name.startswith("pipeline")},
     **{
-        (name, "activation checkpointing"): Cell("refused", _TWICE) for name in ("pipeline-zero-bubble", "pipeline-zbv")
+        (name, feature): Cell("refused", _TWICE)
+        for name in ("pipeline-zero-bubble", "pipeline-zbv")
+        for feature in ("activation checkpointing", "selective checkpointing", "adaptive checkpointing")
     },
+    **{(name, "compile"): Cell("refused", _COMPILED_PARTS) for name in _SPREAD},
     **{(name, "offload"): _NONE for name in ("single", "dp", "ddp", "zero0")},
     **{(name, "offload"): Cell("untested", _NEEDS_GPU) for name in VARIANTS if name.startswith("fsdp")},
     **{
@@ -145,15 +161,19 @@ _OTHERWISE: Mapping[tuple[str, str], Cell] = {
     **{(name, "activation offload"): Cell("untested", _OFFLOADS_FROM_GPUS) for name in VARIANTS},
     **{(name, "optimizer in backward"): Cell("refused", _REDUCED_FIRST) for name in VARIANTS if name != "single"},
     ("dp", "chunked loss"): Cell("refused", _TARGETS_OF_ONE),
+    **{(name, "chunked loss"): Cell("refused", _PART_OF_HEAD) for name in _SPREAD},
     **{(name, "chunked loss"): Cell("refused", _LAST_STAGE) for name in VARIANTS if name.startswith("pipeline")},
     **{(name, "compile"): Cell("refused", _HOOKED) for name in _ZERO},
     **{(name, rule): Cell("refused", _WHOLE_MATRICES) for name in _DIVIDED for rule in ("muon", "adafactor")},
+    **{(name, rule): Cell("refused", _PARTS_OF_MATRICES) for name in _SPREAD for rule in ("muon", "adafactor")},
 }
 
 
 def cell(variant: str, feature: str) -> Cell:
     """How a feature stands under a strategy, both by their names; under a product as under the factor that it goes
     least with."""
+    if feature == "loss parallel" and not set(factors(variant)) & set(_SPREAD):
+        return _NONE
     found = [_OTHERWISE.get((factor, feature), _CPU) for factor in factors(variant)]
     return min(found, key=lambda one: _WORST_FIRST.index(one.standing))
 

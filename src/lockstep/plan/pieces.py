@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.config.schema import DDP
+from lockstep.config.schema import DDP, TransformerModel
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -39,7 +39,30 @@ def _problems(config: Config, strategy: str, mesh: Mesh) -> dict[str, str]:
         found["run.determinism"] = f"invariant needs every rank to compute the whole model; {where} take deterministic"
     if mesh.pipeline > 1:
         found |= _of_pipelines(parallel.pipeline_parallel, strategy)
+    if mesh.tensor > 1 and isinstance(config.model, TransformerModel):
+        found |= _of_heads(config.model, mesh.tensor)
+    if mesh.pipeline > 1 and mesh.tensor > 1 and parallel.tensor_parallel.sequence_parallel:
+        found["parallel.tensor_parallel.sequence_parallel"] = (
+            "true, but the stages of a pipeline hand on all positions; write false, or leave parallel.pipeline out"
+        )
     return found
+
+
+def _of_heads(model: TransformerModel, degree: int) -> dict[str, str]:
+    """Each rank has whole ones."""
+    for name, size in (("heads", model.heads), ("key-value heads", model.kv_heads or model.heads)):
+        if size % degree:
+            return {
+                "parallel.tensor": f"{degree} doesn't divide the {size} {name}; take {nearest_divisors(size, degree)}"
+            }
+    return {}
+
+
+def nearest_divisors(size: int, degree: int) -> str:
+    """The divisors of `size` next to `degree`, below and above."""
+    below = max(one for one in range(1, min(size, degree) + 1) if size % one == 0)
+    above = next((one for one in range(degree, size + 1) if size % one == 0), None)
+    return f"{below}" if above is None else f"{below} or {above}"
 
 
 def _of_pipelines(options: PipelineParallel, strategy: str) -> dict[str, str]:

@@ -32,6 +32,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         for schedule in ("interleaved-1f1b", "zero-bubble", "zbv")  # of two stages a rank
     },
     "pipeline-1f1b+fsdp": {"strategy": "fsdp", "pipeline": 2, "pipeline_parallel": {"schedule": "1f1b"}},
+    "tensor": {"strategy": "ddp", "tensor": 2, "tensor_parallel": {"sequence_parallel": False}},
+    "tensor-sequence": {"strategy": "ddp", "tensor": 2, "tensor_parallel": {"sequence_parallel": True}},
+    "tensor+fsdp": {"strategy": "fsdp", "tensor": 2, "tensor_parallel": {"sequence_parallel": False}},
+    "pipeline-1f1b+tensor": {
+        "strategy": "ddp",
+        "pipeline": 2,
+        "pipeline_parallel": {"schedule": "1f1b"},
+        "tensor": 2,
+        "tensor_parallel": {"sequence_parallel": False},
+    },
 }
 """Keys of the section `parallel` that make each; what else a user has said there stays as it is."""
 
@@ -43,7 +53,8 @@ def variant_of(parallel: Parallel, strategy: str) -> str:
     """The name of what is asked, given the strategy that `auto` came to. A product is named after its factors, of which
     ddp goes without saying."""
     cuts = [f"pipeline-{parallel.pipeline_parallel.schedule}"] if parallel.pipeline != 1 else []
-    cuts += ["tensor"] if parallel.tensor != 1 else []
+    if parallel.tensor != 1:
+        cuts.append("tensor-sequence" if parallel.tensor_parallel.sequence_parallel else "tensor")
     state = _state_variant(parallel, strategy)
     return "+".join(cuts if cuts and state == "ddp" else [*cuts, state])
 

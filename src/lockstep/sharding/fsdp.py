@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import SharedBuffers
+from lockstep.sharding.local_parts import trained_parts
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 from lockstep.sharding.unused import UnusedParameters
@@ -113,11 +113,10 @@ class ShardedByFSDP:
         self._buffers = SharedBuffers(model, place.with_share)
         self._reduces = self._is_last = True
         self._shares_ends = False
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._parts = [_Part(name, cast("DTensor", parameter)) for name, parameter in trained]
+        self._parts = trained_parts(model)
         self._by_name = {part.name: part for part in self._parts}
         self._whole = whole
-        self._optimizer = optimizer_of(trained if whole else [(part.name, part.local) for part in self._parts])
+        self._optimizer = optimizer_of((part.name, part.whole if whole else part.local) for part in self._parts)
         self._unused = UnusedParameters(list(_sharded(model))) if find_unused else None
         model.register_forward_hook(_reshard_unless_training)
 
@@ -180,52 +179,12 @@ class ShardedByFSDP:
         self._pieces.add_shared({part.name: part.gradient for part in self._parts if part.whole.grad is not None})
 
     def _shown(self, name: str, value: Tensor) -> Tensor:
-        part = self._by_name[name]
-        return part.as_whole(value) if not isinstance(value, DTensor) and part.is_like(value) else value
+        return self._by_name[name].shown(value)
 
     def _fit(self, name: str, value: Tensor) -> Tensor:
         part = self._by_name[name]
-        if value.shape == part.whole.shape and not part.is_like(value):  # state that the optimizer doesn't have yet
-            value = part.cut(value)
+        value = part.fit(value)
         return part.as_whole(value.to(part.local.device)) if self._whole and part.is_like(value) else value
-
-
-class _Part:
-    """Of a parameter, what this rank holds: the same memory, as a plain parameter."""
-
-    def __init__(self, name: str, whole: DTensor) -> None:
-        self.name = name
-        self.whole = whole
-        self.local = nn.Parameter(whole.to_local().detach())
-
-    @property
-    def gradient(self) -> Tensor:
-        return cast("DTensor", self.whole.grad).to_local()
-
-    def hand_over(self) -> None:
-        """The gradient, from the model's parameter to the optimizer's."""
-        if self.whole.grad is not None:
-            self.local.grad, self.whole.grad = self.gradient, None
-
-    def is_like(self, value: Tensor) -> bool:
-        """Whether it has an element for each of this part's."""
-        return value.ndim > 0 and value.shape == self.local.shape
-
-    def cut(self, value: Tensor) -> Tensor:
-        """This part of a tensor of the whole's shape."""
-        chunk = cast("Any", self.whole).__create_chunk_list__()[0]
-        return value[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
-
-    def as_whole(self, value: Tensor) -> Tensor:
-        """What belongs to this part, as what it is a part of."""
-        return DTensor.from_local(
-            value,
-            self.whole.device_mesh,
-            self.whole.placements,
-            run_check=False,
-            shape=self.whole.shape,
-            stride=self.whole.stride(),
-        )
 
 
 # --- making it ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lockstep.core.records import TrainingState
-from lockstep.distributed.parts import FlatShard
+from lockstep.distributed.parts import FlatShard, bits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 
 Named = Iterator[tuple[str, "Tensor"]]
 _OPTIMIZER = "optimizer."
+
+
+@dataclass(frozen=True, slots=True)
+class Across:
+    """Ranks that have the same samples, and each a part of every matrix.
+
+    Attributes:
+        alike: names of the parameters that each of them holds whole.
+        partial: of these, whose gradient is the sum of all ranks'.
+    """
+
+    axis: Axis
+    alike: frozenset[str]
+    partial: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,7 @@ class Pieces:
     axis: the ranks that hold the other pieces.
     ends: the ranks with which `shared` parameters are shared.
     device: where collectives run.
+    across: with whom matrices are divided; None: with nobody.
     """
 
     def __init__(
@@ -53,7 +68,9 @@ class Pieces:
         shared: Iterable[str] = (),
         ends: Axis,
         device: torch.device,
+        across: Across | None = None,
     ) -> None:
+        self._across = across
         self._names = list(names)
         self._axis = axis
         self._ends = ends
@@ -67,16 +84,21 @@ class Pieces:
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one that counts a parameter that it holds."""
+        if self._across is not None and name in self._across.alike and self._across.axis.rank > 0:
+            return False
         return name not in self._shared or self._ends.rank == 0
 
     def add_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """Gives both ends the sum of their gradients, in place.
+        """Gives both ends the sum of their gradients, and all ranks that of what each has a summand of; in place.
 
         Args:
             gradients: this rank's, by the names of the parameters.
         """
         for name in sorted(self._shared & gradients.keys()):
             self._ends.sum(gradients[name])
+        if self._across is not None:
+            for name in sorted(self._across.partial & gradients.keys()):
+                self._across.axis.sum(gradients[name])
 
     def whole(self, pairs: Named, wanted: bool) -> Named:
         """All ranks' tensors in the order of the model. All ranks together.
@@ -98,7 +120,7 @@ class Pieces:
             buffer = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
             if holder == self._axis.rank:
                 buffer.copy_(mine[name])
-            self._axis.sum(_bits(buffer))  # bits are added to zeros
+            self._axis.sum(bits(buffer))  # bits are added to zeros
             if wanted:
                 yield name, buffer.cpu()
 
@@ -135,9 +157,3 @@ class Pieces:
 
 def _specs(value: object) -> dict[str, _Spec]:
     return cast("dict[str, _Spec]", value)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The same memory, as whole numbers that a sum with zeros leaves as they are."""
-    flat = tensor.view(-1) if tensor.ndim else tensor.view(1)
-    return flat.view(torch.int32) if tensor.dtype.itemsize % 4 == 0 else flat.view(torch.uint8)

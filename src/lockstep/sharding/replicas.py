@@ -9,14 +9,15 @@ counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients
+from lockstep.sharding.local_parts import Part, trained_parts
+from lockstep.sharding.single import NO_WINDOW, SquaredNorm
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 
 if TYPE_CHECKING:
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from lockstep.sharding.buffers import SharedBuffers
     from lockstep.sharding.pieces import Pieces
 
+OptimizerOf = Callable[[Iterable[tuple[str, nn.Parameter]]], "Optimizer"]
 _BUCKET = 25 * 2**20  # bytes that are sent at a time
 
 
 class Replicas:
     """Args:
     model: this rank's piece.
+    optimizer_of: makes the optimizer of named parameters: plain ones, this rank's parts.
     axis: the ranks that hold the same one.
     """
 
@@ -40,20 +43,20 @@ class Replicas:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer_of: OptimizerOf,
         squared_norm: SquaredNorm,
         axis: Axis,
         pieces: Pieces,
         buffers: SharedBuffers,
     ) -> None:
         self.bare = self.module = model
-        self._optimizer = optimizer
         self._squared_norm = squared_norm
         self._axis = axis
         self._pieces = pieces
         self._buffers = buffers
-        self._named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-        self._counted = [one for name, one in self._named if pieces.counts(name)]
+        self._parts = trained_parts(model)
+        self._by_name = {part.name: part for part in self._parts}
+        self._optimizer = optimizer_of((part.name, part.local) for part in self._parts)
         self._reduced = True
 
     def window(self, last: bool) -> AbstractContextManager[object]:
@@ -69,9 +72,12 @@ class Replicas:
 
     def squared_norm(self) -> Tensor:
         self._reduce()
-        return self._squared_norm(gradients(self._counted)) / self._axis.size
+        counted = [part.gradient for part in self._reached if self._pieces.counts(part.name)]
+        return self._squared_norm(counted) / self._axis.size
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        for part in self._parts:
+            part.hand_over()
         self._optimizer.update(rate, divisor, keep)
 
     def synchronize(self) -> None:
@@ -88,17 +94,28 @@ class Replicas:
         pass
 
     def state(self) -> TrainingState:
-        return self._pieces.state(live_state(self.bare, self._optimizer))
+        return self._pieces.state(live_state(self.bare, self._optimizer, self._shown))
 
     def restore(self, state: TrainingState) -> None:
-        restore_state(self.bare, self._optimizer, self._pieces.own(state))
+        restore_state(self.bare, self._optimizer, self._pieces.own(state), self._fit)
+
+    @property
+    def _reached(self) -> list[Part]:
+        """Those that a gradient has reached."""
+        return [part for part in self._parts if part.whole.grad is not None]
+
+    def _shown(self, name: str, value: Tensor) -> Tensor:
+        return self._by_name[name].shown(value)
+
+    def _fit(self, name: str, value: Tensor) -> Tensor:
+        return self._by_name[name].fit(value)
 
     def _reduce(self) -> None:
         """Once an update, when somebody first asks for the whole gradient; at the same point on every rank."""
         if self._reduced:
             return
         self._reduced = True
-        grads = {name: one.grad for name, one in self._named if one.grad is not None}
+        grads = {part.name: part.gradient for part in self._reached}
         self._pieces.add_shared(grads)
         if self._axis.size > 1:
             for bucket in _buckets(grads.values()):

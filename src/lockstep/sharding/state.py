@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.core.errors import GiveUp
 from lockstep.core.records import TrainingState
+from lockstep.distributed.parts import gathered, is_sharded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,9 +99,9 @@ def without_gradient(model: nn.Module) -> list[str]:
 def _whole(parts: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
     """Of a sharded tensor all of it, which every rank is sent."""
     for name, tensor in parts:
-        found = cast("Any", tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found = gathered(tensor) if is_sharded(tensor) else tensor
         if wanted:
-            yield name, cast("Tensor", found).detach().cpu()
+            yield name, found.detach().cpu()
 
 
 def of_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

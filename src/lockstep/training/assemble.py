@@ -32,7 +32,7 @@ from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.chunked_loss import LossInHead, in_head
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
-from lockstep.models.objectives import adapt_objective, build_objective, coupling
+from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
 from lockstep.models.starting_weights import start_weights
 from lockstep.models.transformer import flops_per_token
 from lockstep.monitor.journal import Journal, recording
@@ -48,7 +48,7 @@ from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
 from lockstep.sharding.in_backward import UpdatedInBackward
 from lockstep.sharding.invariant import Invariant
-from lockstep.sharding.pieces import Pieces
+from lockstep.sharding.pieces import Across, Pieces
 from lockstep.sharding.single import Single
 from lockstep.sharding.state import of_model
 from lockstep.training.invariance import NOTE, refuse_coupled
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
     from lockstep.engine.cutting import Cut
     from lockstep.models.blank import Blank
+    from lockstep.plan.mesh import Mesh
     from lockstep.plan.plan import Plan
 
 
@@ -112,6 +113,9 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     notes = list(start_weights(model, config.model)) if blank is None else []
     objective = make_objective(config, source.facts, given)
+    divided = _tensor_plan(config, plan.mesh, model)
+    if divided:
+        _refuse_for_parts(config, given, objective)
     if config.memory.loss_chunk is not None:
         objective = in_head(objective, model, config.memory.loss_chunk)
     place = place_of(plan.mesh, world)
@@ -121,13 +125,18 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     transforms = _transforms(config, model, blocks, world)
     model = transform(model, transforms, world.device)
     cut = _cut(config, place, model, blocks, world.device)
+    across = _spread(place, model, divided)
     invariant = config.run.determinism == "invariant"
     if invariant:
         refuse_coupled(model, objective)
     make_sharding = (
-        _invariant if invariant else _SHARDING[plan.strategy if cut is None else f"{plan.strategy} of a piece"]
+        _invariant
+        if invariant
+        else _SHARDING[plan.strategy if place.mesh.pieces == 1 else f"{plan.strategy} of a piece"]
     )
-    parts = _Parts(config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut)
+    parts = _Parts(
+        config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut, across
+    )
     sharding = make_sharding(parts)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     dtype = resolve_compute(config.precision.compute, world.device)
@@ -358,6 +367,40 @@ def _unheard() -> AbstractContextManager[object]:
     return recording(Journal())
 
 
+def _tensor_plan(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]:
+    """How each module is divided, if any is."""
+    if mesh.tensor == 1:
+        return {}
+    from lockstep.transforms.tensor_plans import tensor_plan
+
+    return tensor_plan(model, config.parallel.tensor_parallel, mesh.tensor)
+
+
+def _spread(place: Place, model: nn.Module, plan: Mapping[str, str]) -> Across | None:
+    """Divides the matrices that this rank has."""
+    if not plan:
+        return None
+    from lockstep.transforms.tensor_parallel import spread  # DTensors take 0.5 s to import
+
+    assert place.device_mesh is not None, "a model whose matrices are divided has a mesh"
+    found = spread(model, plan, place.device_mesh["tensor"])
+    return Across(place.tensor, found.alike, found.partial)
+
+
+def _refuse_for_parts(config: Config, given: Given, objective: Objective) -> None:
+    """Raises ConfigError: something that was handed over doesn't know what to do with parts of matrices."""
+    if given.optimizer is not None:
+        why = (
+            "an optimizer that was handed over may look at a parameter's shape, and with parallel.tensor it gets parts"
+        )
+        raise ConfigError(
+            Problem("", "parallel.tensor", f"{why}; name one in optim.name, or leave parallel.tensor out")
+        )
+    if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, NextToken | Targets):
+        why = "true, but an objective of your own takes whole logits; write false"
+        raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
+
+
 def _cut(config: Config, place: Place, model: nn.Module, blocks: Sequence[str], device: torch.device) -> Cut | None:
     """This rank's stages, if the model is cut into any."""
     if place.mesh.pipeline == 1:
@@ -399,7 +442,8 @@ def _engine_and_vote(
         return engine, consensus
     show: Any = {"show": objective.show} if isinstance(objective, LossInHead) else {}
     if not isinstance(sharding, Invariant):
-        draws = KeyedDraws(config.run.seed, place.share, world.device)
+        part = place.coordinates["tensor"] if config.parallel.tensor_parallel.sequence_parallel else 0
+        draws = KeyedDraws(config.run.seed, place.share, world.device, part)
         return Eager(sharding, objective, autocast, draws.set, _unheard, **show), consensus
     eager = partial(Eager, sharding, objective, autocast, unheard=_unheard, **show)
     draws = KeyedDraws(config.run.seed, 0, world.device)
@@ -427,6 +471,7 @@ class _Parts:
         blocks: names of the repeated layers of the whole model.
         names: of the tensors of the whole model, in order.
         cut: this rank's stages; None: it has the whole model.
+        across: with whom it shares each matrix; None: with nobody.
     """
 
     config: Config
@@ -440,15 +485,23 @@ class _Parts:
     blocks: Sequence[str]
     names: Sequence[str]
     cut: Cut | None
+    across: Across | None
 
     @property
     def pieces(self) -> Pieces:
         """Who holds what of the model."""
-        place, cut, device = self.place, self.cut, self.world.device
-        if cut is None or not cut.shared:
-            return Pieces(self.model, self.names, place.pipeline, ends=Alone(), device=device)
-        ends = pair_of_ends(place, cut.owners[0], cut.owners[-1])
-        return Pieces(self.model, self.names, place.pipeline, shared=cut.shared, ends=ends, device=device)
+        place, cut = self.place, self.cut
+        shared = cut.shared if cut is not None else ()
+        ends = pair_of_ends(place, cut.owners[0], cut.owners[-1]) if cut is not None and shared else Alone()
+        return Pieces(
+            self.model,
+            self.names,
+            place.pipeline,
+            shared=shared,
+            ends=ends,
+            device=self.world.device,
+            across=self.across,
+        )
 
 
 def _single(parts: _Parts) -> Sharding:
@@ -512,9 +565,8 @@ def _replicas(parts: _Parts) -> Sharding:
     from lockstep.sharding.replicas import Replicas
 
     model = parts.model.to(parts.world.device)
-    optimizer = parts.optimizer_of(model.named_parameters())
     buffers = SharedBuffers(model, parts.place.with_share)
-    return Replicas(model, optimizer, squared_norm, parts.place.data, parts.pieces, buffers)
+    return Replicas(model, parts.optimizer_of, squared_norm, parts.place.data, parts.pieces, buffers)
 
 
 def _deepspeed(parts: _Parts) -> Sharding:

@@ -1,0 +1,219 @@
+"""Which module of a model is divided over a tensor group, and how: a word each.
+
+    blocks.0.attention.query    colwise     rows of the weight, so columns of what comes out: whole heads
+    blocks.0.attention.out      rowwise     columns of the weight: each rank has a summand of what comes out
+
+The plan of a model is our own (`models.transformer`), the one that a Hugging Face config carries, or a user's. What can
+be divided is checked here, by names and shapes alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from lockstep.config.closeness import close
+from lockstep.config.schema import TensorParallel
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.models.transformer import Transformer
+from lockstep.plan.pieces import nearest_divisors
+
+KEY = "parallel.tensor_parallel"
+STYLES: Mapping[str, str] = {
+    "colwise": "rows of a Linear's weight; each rank goes on with its own columns of what comes out",
+    "colwise_gather_output": "the same, and what comes out is put together on each rank",
+    "rowwise": "columns of a Linear's weight, whose input comes divided, or rows of an Embedding; outcomes are summed",
+    "rowwise_split_input": "the same, of an input that is whole",
+    "rowwise_sequence": "rowwise, and each rank goes on with its own positions of the sum",
+    "colwise_logits": "colwise, of a head whose loss is computed on the divided logits",
+    "shared_input": "nothing of its own: what the colwise modules inside take is prepared once for all of them",
+    "sequence": "whole weights, such as a norm's, on each rank's own positions",
+    "gather_sequence": "nothing of its own: its first input is put together from all ranks' positions",
+    "sum_gradient": "whole weights that each rank uses for its own heads; their gradients are summed",
+}
+"""The words of a plan, and what is divided by each."""
+_SAME_AS = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "embedding_rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "sum_gradient",
+}
+"""What transformers calls them, where it has another word."""
+
+_ATTENTION = re.compile(r"attn|attention")
+
+_OURS = {
+    "embedding": "rowwise",
+    "blocks.*.attention": "shared_input",
+    "blocks.*.attention.query": "colwise",
+    "blocks.*.attention.key": "colwise",
+    "blocks.*.attention.value": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp": "shared_input",
+    "blocks.*.mlp.gate": "colwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+_OURS_BY_SEQUENCE = {
+    **_OURS,
+    "embedding": "rowwise_sequence",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.attention": "gather_sequence",
+    "blocks.*.attention.out": "rowwise_sequence",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.mlp": "gather_sequence",
+    "blocks.*.mlp.down": "rowwise_sequence",
+    "norm": "sequence",
+}
+
+
+def tensor_plan(model: nn.Module, options: TensorParallel, degree: int) -> dict[str, str]:
+    """The style of each module that has one, in the model's order.
+
+    Args:
+        model: whole, before it is cut in any way.
+        degree: ranks that each matrix is divided over.
+
+    Raises:
+        ConfigError: there is no plan for this model, it isn't understood, or its matrices can't be divided so.
+    """
+    if not isinstance(options.plan, str):
+        patterns = _users(options)
+    elif isinstance(model, Transformer):
+        patterns = _OURS_BY_SEQUENCE if options.sequence_parallel else _OURS
+    else:
+        patterns = _huggingface(model, options)
+    found = _resolved(model, patterns)
+    _add_tied_embeddings(model, found)
+    if options.loss_parallel:
+        _divide_logits(model, found)
+    problems = [Problem("", "parallel.tensor", why) for why in _indivisible(model, found, degree)]
+    if problems:
+        raise ConfigError(problems[:1])
+    return found
+
+
+def _users(options: TensorParallel) -> dict[str, str]:
+    assert not isinstance(options.plan, str)
+    return {pattern: _known(style, f"{KEY}.plan", pattern) for pattern, style in options.plan.items()}
+
+
+def _known(style: str, key: str, of: str) -> str:
+    word = _SAME_AS.get(style, style)
+    if word in STYLES:
+        return word
+    near = close(style, STYLES)
+    meant = f"did you mean {near}?" if near else f"there are {', '.join(STYLES)}"
+    raise ConfigError(Problem("", key, f"{of}: there is no style {style!r}; {meant}"))
+
+
+def _huggingface(model: nn.Module, options: TensorParallel) -> dict[str, str]:
+    """Of the model's own plan, by the names of the whole model."""
+    inner: Any = getattr(model, "base_model", None)
+    carried = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
+    if inner is None or not carried:
+        name = type(model).__name__
+        why = (
+            f"auto, but a {name} carries no plan: Llama, Qwen2, Qwen3, Mistral, Gemma, OLMo and other decoders of the "
+            f"transformers library do, and so does our transformer (not GPT-2, T5 or BERT). Name its modules: "
+            f"{{'layers.*.query': colwise, 'layers.*.out': rowwise}}; or take fsdp, which divides any model"
+        )
+        raise ConfigError(Problem("", f"{KEY}.plan", why))
+    if options.sequence_parallel:
+        why = "true, but the plans of the transformers library don't say where a sequence is divided; leave it out"
+        raise ConfigError(Problem("", f"{KEY}.sequence_parallel", why))
+    prefix = next((f"{name}." for name, child in model.named_modules() if child is inner and name), "")
+    found = {f"{prefix}{name}": style for name, style in carried.items()}
+    found |= dict(getattr(type(model), "_tp_plan", None) or {})
+    strange = {style for style in found.values() if _SAME_AS.get(style, style) not in STYLES}
+    if strange:
+        where = next(name for name, style in found.items() if style in strange)
+        why = (
+            f"auto, and the plan of a {type(model).__name__} asks for {', '.join(sorted(strange))} ({where}), which "
+            f"isn't there yet; take fsdp, or write a plan of {', '.join(STYLES)}"
+        )
+        raise ConfigError(Problem("", f"{KEY}.plan", why))
+    return {name: _SAME_AS.get(style, style) for name, style in found.items()}
+
+
+def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+    """Raises:
+    ConfigError: a pattern names no module.
+    """
+    found: dict[str, str] = {}
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern, style in patterns.items():
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            generic = dict.fromkeys(re.sub(r"\.\d+", ".*", name) for name in names)
+            near = close(pattern, generic)
+            meant = f"did you mean {near}?" if near else f"there are {', '.join(list(generic)[:8])}"
+            raise ConfigError(Problem("", f"{KEY}.plan", f"no module of the model is called {pattern}; {meant}"))
+        found |= dict.fromkeys(matching, style)
+    return {name: found[name] for name in names if name in found}
+
+
+def _add_tied_embeddings(model: nn.Module, plan: dict[str, str]) -> None:
+    """A table that a divided head shares is divided with it."""
+    divided = {
+        id(model.get_submodule(name).weight) for name, style in plan.items() if style.startswith(("colwise", "rowwise"))
+    }
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding) and name not in plan and id(module.weight) in divided:
+            plan[name] = "rowwise"
+
+
+def _divide_logits(model: nn.Module, plan: dict[str, str]) -> None:
+    """Raises ConfigError: the model's last module isn't a head whose outcome would be put together."""
+    last = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))][-1]
+    if plan.get(last) != "colwise_gather_output":
+        why = f"true, but it takes a plan in which the last module, {last}, is colwise_gather_output; write false"
+        raise ConfigError(Problem("", f"{KEY}.loss_parallel", why))
+    plan[last] = "colwise_logits"
+
+
+def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iterator[str]:
+    """What can't be divided evenly, and by what it could be."""
+    for name, size in _heads(model, plan):
+        if size % degree:
+            yield f"{degree} doesn't divide the {size} {name}; take {nearest_divisors(size, degree)}"
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        wide = _evenly(module, style)
+        if wide % degree:
+            nearest = nearest_divisors(wide, degree)
+            yield f"{degree} doesn't divide the {wide} columns of {name} ({style}); take {nearest}"
+
+
+def _evenly(module: nn.Module, style: str) -> int:
+    """What must be divided without a rest; 0: nothing."""
+    if style in ("shared_input", "sequence", "gather_sequence", "sum_gradient"):
+        return 0
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ConfigError(
+            Problem(
+                "", f"{KEY}.plan", f"{style} is for Linear and Embedding modules, not for a {type(module).__name__}"
+            )
+        )
+    if isinstance(module, nn.Embedding):
+        return 0
+    return {"colwise": module.out_features, "rowwise": module.in_features, "rowwise_sequence": module.in_features}.get(
+        style, 0
+    )
+
+
+def _heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Of a model of the transformers library, numbers of heads that are divided: whole ones each. Of ours the plan has
+    seen to them."""
+    if not any(style == "colwise" and _ATTENTION.search(name) for name, style in plan.items()):
+        return  # its heads are put together before it looks at them
+    config = getattr(model, "config", None)
+    for word, name in (("num_attention_heads", "heads"), ("num_key_value_heads", "key-value heads")):
+        size = getattr(config, word, None)
+        if isinstance(size, int):
+            yield name, size

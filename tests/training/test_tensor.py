@@ -1,0 +1,218 @@
+"""Tensor parallelism: however matrices, sequences and losses are divided, the run is the single process's."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import small
+from kit.families import family
+from kit.runs import Trajectory, differences, recorded, recorded_all
+from kit.worlds import in_world
+from training.test_same_run import config
+
+import lockstep
+
+SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up
+LOSS, SEQUENCE = {"loss_parallel": True}, {"sequence_parallel": True}
+
+
+def text(
+    global_size: int = 13, *, tied: bool = True, model: dict[str, Any] | None = None, **parallel: Any
+) -> dict[str, Any]:
+    """Ragged text, in micro-batches of unequal sizes and lengths, which two ranks can't halve."""
+    asked = config(global_size, 3, parallel={"strategy": "ddp", **parallel}, **SGD)
+    return {**asked, "model": {**asked["model"], "tie_embeddings": tied, **(model or {})}}
+
+
+@cache
+def oracle(updates: int = 4) -> Trajectory:
+    return recorded(text(strategy="single"), updates=updates)
+
+
+# --- the same run -------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "matrices": {},
+    "and loss": {"tensor_parallel": LOSS},
+    "and sequence": {"tensor_parallel": SEQUENCE},
+    "and both": {"tensor_parallel": {**SEQUENCE, **LOSS}},
+}
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "x ddp": {},
+    "x fsdp": {"strategy": "fsdp"},
+    "x fsdp, and all": {"strategy": "fsdp", "tensor_parallel": {**SEQUENCE, **LOSS}},
+    "x pipeline, and loss": {"pipeline": 2, "tensor_parallel": LOSS},
+}
+
+
+def test_on_two_ranks() -> None:
+    runs = recorded_all([text(tensor=2, **way) for way in WAYS.values()], 2)
+    for name, run in zip(WAYS, runs, strict=True):
+        assert differences(run, oracle()) == [], name
+
+
+def test_products_on_four_ranks() -> None:
+    runs = recorded_all([text(tensor=2, **product) for product in PRODUCTS.values()], 4, updates=2)
+    for name, run in zip(PRODUCTS, runs, strict=True):
+        assert differences(run, oracle(2)) == [], name
+
+
+def test_pipeline_x_tensor_x_fsdp_on_eight_ranks() -> None:
+    run = recorded(text(tensor=2, pipeline=2, strategy="fsdp"), 8, updates=1)
+    assert run.losses == pytest.approx(oracle().losses[:1], rel=1e-6)
+    assert run.norms == pytest.approx(oracle().norms[:1], rel=1e-5)
+
+
+def test_a_vocabulary_that_nothing_divides() -> None:
+    """65 tokens, in an embedding and a head of their own: of these, and of logits, one rank has more than the other."""
+    odd: dict[str, Any] = {"tied": False, "model": {"vocabulary": 65}}
+    expected = recorded(text(**odd, strategy="single"), updates=2)
+    ways = ({"tensor_parallel": LOSS}, {"tensor_parallel": SEQUENCE})
+    for way, run in zip(ways, recorded_all([text(**odd, tensor=2, **way) for way in ways], 2, updates=2), strict=True):
+        assert differences(run, expected) == [], way
+
+
+def test_label_smoothing_of_divided_logits() -> None:
+    smoothed = {"objective": {"label_smoothing": 0.1}}
+    run = recorded({**text(tensor=2, tensor_parallel=LOSS), **smoothed}, 2, updates=2)
+    assert differences(run, recorded({**text(strategy="single"), **smoothed}, updates=2)) == []
+
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+DECODERS = {
+    "llama": {"attention_bias": True},
+    "qwen3": {"head_dim": 10, "tie_word_embeddings": True},
+    "olmo2": {},
+    "phi3": {"pad_token_id": 0},
+}
+
+
+def decoder(name: str, **parallel: Any) -> dict[str, Any]:
+    asked = {**text(), **family("llama"), "parallel": {"strategy": "ddp", **parallel}}
+    architecture = {**asked["model"]["architecture"], **_HEADS, "model_type": name, **DECODERS[name]}
+    return {**asked, "model": {**asked["model"], "architecture": architecture}}
+
+
+def test_plans_of_the_transformers_library() -> None:
+    """Whole heads, norms of each rank's own heads, outcomes that are put together, matrices that hold several."""
+    expected = recorded_all([decoder(name, strategy="single") for name in DECODERS], updates=2)
+    divided = [decoder(name, tensor=2, tensor_parallel=LOSS) for name in DECODERS]
+    for name, run, alone in zip(DECODERS, recorded_all(divided, 2, updates=2), expected, strict=True):
+        assert differences(run, alone) == [], name
+
+
+def own(plan: dict[str, str] | str, **sections: Any) -> dict[str, Any]:
+    return small.config(parallel={"strategy": "ddp", "tensor": 2, "tensor_parallel": {"plan": plan}}, **sections)
+
+
+def test_a_plan_of_a_users_own() -> None:
+    run = recorded(own({"inner": "colwise", "head": "rowwise"}), 2)
+    assert differences(run, recorded(small.config())) == []
+
+
+@pytest.mark.parametrize("fault", ["a mean of means", "one swapped sample", "a clip norm of one rank"])
+def test_a_planted_fault_is_noticed(fault: str) -> None:
+    run = recorded(text(tensor=2), ranks=2, fault=fault)
+    assert differences(run, oracle()), f"{fault} went unnoticed"
+
+
+# --- what users do next -------------------------------------------------------------------------------------------
+
+
+def _drawn() -> tuple[np.ndarray, list[float]]:
+    """What dropout leaves of ones on this rank's positions, and losses."""
+    import torch
+
+    asked = text(tensor=2, tensor_parallel=SEQUENCE, model={"dropout": 0.5})
+    with lockstep.session(asked) as session:
+        dropped: list[Any] = []
+        first: Any = session.rooms.sharding.bare.get_submodule("dropout")
+        first.register_forward_hook(lambda module, inputs, output: dropped.append((output != 0).to_local()))
+        losses = [report.loss for report, _ in zip(lockstep.steps(session), range(2), strict=False)]
+    length = min(one.shape[1] for one in dropped[:1])
+    return torch.as_tensor(dropped[0][:, :length]).numpy(), losses
+
+
+def test_by_sequence_each_rank_drops_other_elements() -> None:
+    (first, losses), (second, others) = in_world(2, _drawn)
+    assert losses == others
+    samples, positions = min(first.shape[0], second.shape[0]), min(first.shape[1], second.shape[1])
+    here, there = first[:samples, :positions], second[:samples, :positions]
+    assert 0.3 < np.mean(here != there) < 0.7
+
+
+# --- what it can't do ---------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no plan": (own("auto"), "a Net carries no plan"),
+    "a family without one": (
+        {**text(), **family("gpt2"), "parallel": {"strategy": "ddp", "tensor": 2}},
+        "a GPT2LMHeadModel carries no plan: Llama, Qwen2",
+    ),
+    "a module that isn't there": (
+        own({"iner": "colwise"}),
+        "no module of the model is called iner; did you mean inner?",
+    ),
+    "a style that isn't there": (
+        own({"inner": "colwize"}),
+        "inner: there is no style 'colwize'; did you mean colwise?",
+    ),
+    "a style for something else": (own({"": "colwise"}), "no module of the model is called"),
+    "columns that don't divide": (own({"head": "colwise"}), "2 doesn't divide the 3 columns of head (colwise)"),
+    "heads that don't divide": (
+        {**text(), **family("llama"), "parallel": {"strategy": "ddp", "tensor": 2}},
+        "2 doesn't divide the 1 key-value heads; take 1",
+    ),
+    "our heads": (text(tensor=2, model={"heads": 4, "kv_heads": 1}), "2 doesn't divide the 1 key-value heads; take 1"),
+    "a mesh that doesn't multiply out": (text(tensor=3), "start 3 ranks"),
+    "sequences of the transformers library": (
+        decoder("llama", tensor=2, tensor_parallel=SEQUENCE),
+        "don't say where a sequence is divided",
+    ),
+    "logits of a plan without a head": (
+        own({"inner": "colwise", "head": "rowwise"})
+        | {
+            "parallel": {
+                "strategy": "ddp",
+                "tensor": 2,
+                "tensor_parallel": {"plan": {"inner": "colwise", "head": "rowwise"}, "loss_parallel": True},
+            }
+        },
+        "in which the last module, head, is colwise_gather_output",
+    ),
+    "options of DDP": (text(tensor=2, ddp={"compression": "fp16"}), "leave it out"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_t_be_done_says_why(name: str, refusals: dict[str, list[str]]) -> None:
+    assert all(REFUSED[name][1] in said for said in refusals[name]), refusals[name]
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, list[str]]:
+    """What each of two ranks says, by itself."""
+    found = in_world(2, _refusals, [asked for asked, _ in REFUSED.values()])
+    return {name: [said[number] for said in found] for number, name in enumerate(REFUSED)}
+
+
+def _refusals(configs: list[dict[str, Any]]) -> list[str]:
+    with small.in_group():
+        return [small.refusal(asked) for asked in configs]
+
+
+def _handed_over() -> str:
+    import torch
+
+    try:
+        with lockstep.session(text(tensor=2), optimizer=lambda groups: torch.optim.Adam(groups)):
+            return ""
+    except lockstep.ConfigError as error:
+        return str(error)
+
+
+def test_an_optimizer_of_a_users_own_is_refused() -> None:
+    assert all("with parallel.tensor it gets parts" in said for said in in_world(2, _handed_over))
