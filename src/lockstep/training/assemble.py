@@ -34,7 +34,7 @@ from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
 from lockstep.models.starting_weights import start_weights
-from lockstep.models.transformer import flops_per_token
+from lockstep.models.transformer import Transformer, flops_per_token
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
@@ -373,7 +373,8 @@ def _tensor_plan(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]
         return {}
     from lockstep.transforms.tensor_plans import tensor_plan
 
-    return tensor_plan(model, config.parallel.tensor_parallel, mesh.tensor)
+    ours = isinstance(model, Transformer)
+    return tensor_plan(model, config.parallel.tensor_parallel, mesh.tensor, ours=ours)
 
 
 def _spread(place: Place, model: nn.Module, plan: Mapping[str, str]) -> Across | None:

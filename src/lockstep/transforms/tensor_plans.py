@@ -19,7 +19,6 @@ from torch import nn
 from lockstep.config.closeness import close
 from lockstep.config.schema import TensorParallel
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.models.transformer import Transformer
 from lockstep.plan.pieces import nearest_divisors
 
 KEY = "parallel.tensor_parallel"
@@ -72,19 +71,20 @@ _OURS_BY_SEQUENCE = {
 }
 
 
-def tensor_plan(model: nn.Module, options: TensorParallel, degree: int) -> dict[str, str]:
+def tensor_plan(model: nn.Module, options: TensorParallel, degree: int, *, ours: bool) -> dict[str, str]:
     """The style of each module that has one, in the model's order.
 
     Args:
         model: whole, before it is cut in any way.
         degree: ranks that each matrix is divided over.
+        ours: the model is a `models.transformer.Transformer`.
 
     Raises:
         ConfigError: there is no plan for this model, it isn't understood, or its matrices can't be divided so.
     """
     if not isinstance(options.plan, str):
         patterns = _users(options)
-    elif isinstance(model, Transformer):
+    elif ours:
         patterns = _OURS_BY_SEQUENCE if options.sequence_parallel else _OURS
     else:
         patterns = _huggingface(model, options)
