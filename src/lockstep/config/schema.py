@@ -9,7 +9,7 @@
     ├── schedule      at which rate
     ├── precision     in which arithmetic
     ├── parallel      divided how
-    └── memory        what is computed again instead of kept
+    └── memory        what is kept for the backward, and where
 
 Frozen, complete, and nothing derived: what follows from it (accumulation, steps, ranks) lives in `plan`.
 """
