@@ -164,3 +164,7 @@ def test_it_is_not_compiled() -> None:
     asked["model"] = {**asked["model"], "compile": True}
     with pytest.raises(lockstep.ConfigError, match=r"memory\.loss_chunk and model\.compile don't go together"):
         validate(asked)
+    for mode in ("segments", "adaptive"):
+        asked["memory"] = {"activation_checkpointing": {"mode": mode}}
+        with pytest.raises(lockstep.ConfigError, match=f"mode {mode} changes from call to call"):
+            validate(asked)

@@ -9,7 +9,7 @@
     ├── schedule      at which rate
     ├── precision     in which arithmetic
     ├── parallel      divided how
-    └── memory        what is computed again instead of kept
+    └── memory        what is kept for the backward, and where
 
 Frozen, complete, and nothing derived: what follows from it (accumulation, steps, ranks) lives in `plan`.
 """
@@ -729,6 +729,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _not_compiled(self) -> Config:
+        mode = self.memory.activation_checkpointing.mode
+        if self.model.compile and mode in ("segments", "adaptive"):
+            raise ValueError(
+                f"memory.activation_checkpointing.mode {mode} changes from call to call what a block does, which was "
+                "not tried compiled; take full, selective or budget, or leave out model.compile"
+            )
         if self.memory.loss_chunk is not None and self.model.compile:
             raise ValueError(
                 "memory.loss_chunk and model.compile don't go together: the head is told the targets from outside of "

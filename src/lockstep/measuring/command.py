@@ -41,7 +41,7 @@ class Measured:
     Attributes:
         peak: bytes that an update needs at once, above `held`; of the rank that needs most. None: it didn't run.
         held: bytes of parameters, buffers and optimizer state, and on a GPU whatever else is there between updates.
-        milliseconds: of the fastest update: what others do on the machine only adds.
+        milliseconds: of the fastest update: what others do on the machine only adds. On the CPU of processor time.
         why: it didn't run.
     """
 
@@ -73,7 +73,7 @@ def memory(loaded: Loaded, recipe: str, arguments: MemoryArguments) -> int:
 
 
 _SAID = {
-    "cpu": "what torch's allocator gave out at once in an update, and the time of the fastest",
+    "cpu": "what torch's allocator gave out at once in an update, and the fastest one's processor time",
     "cuda": "the most that torch had allocated in an update, and the time of the fastest",
 }
 
@@ -164,12 +164,13 @@ def _measure(mode: str, session: Session, steps: int) -> Measured:
         session.accumulate(next(batches))
         session.commit()
 
+    clock = time.process_time if world.device.type == "cpu" else time.perf_counter
     for number in range(_WARM_UP + steps):
-        began = time.perf_counter()
+        began = clock()
         update()
         session.flush()
         if number >= _WARM_UP:
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
     held = held_by(session.state().tensors.values(), world.device)
     peak = peak_of(update, world.device)
     peaks = cast("list[int]", world.axis.gather(peak))
