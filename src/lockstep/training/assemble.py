@@ -340,9 +340,12 @@ def _tensor_plan(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]
     """How each module is divided, if any is."""
     if mesh.tensor == 1:
         return {}
+    from lockstep.models.transformer import SEQUENCE_PLAN, TENSOR_PLAN, Transformer
     from lockstep.transforms.tensor_plans import tensor_plan
 
-    return tensor_plan(model, config.parallel.tensor_parallel, mesh.tensor)
+    options = config.parallel.tensor_parallel
+    ours = SEQUENCE_PLAN if options.sequence_parallel else TENSOR_PLAN
+    return tensor_plan(model, options, mesh.tensor, ours if isinstance(model, Transformer) else None)
 
 
 def _spread(place: Place, model: nn.Module, plan: Mapping[str, str]) -> Across | None:
