@@ -83,12 +83,8 @@ _COUPLED = {
     *((kind, "init_partial") for kind in schema.ModelSection.__subclasses__()),
     (schema.HuggingFaceModel, "architecture"), (schema.Objective, "kind"), (schema.Objective, "target"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
-<<<<<<< HEAD
-    *((schema.ActivationCheckpointing, option) for option in ("every", "modules", "segments", "budget", "threshold", "look_every")),
-=======
     *((schema.ActivationCheckpointing, key) for key in schema.ActivationCheckpointing.model_fields if key != "mode"),
     (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"),
->>>>>>> memory
     (schema.Checkpoint, "keep_every"), (schema.Checkpoint, "best"), (schema.Run, "end_with"),
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
 }  # fmt: skip

@@ -33,6 +33,7 @@ ALIKE = {
     "zero0": "ddp",
     **{f"pipeline-{schedule}": "pipeline-1f1b" for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble", "zbv")},
     "tensor-sequence": "tensor",
+    "pipeline-1f1b+tensor": "pipeline-1f1b and tensor, which test_tensor sees",
 }
 """What holds its state as another strategy does."""
 STRATEGIES = [name for name in VARIANTS if name != "dp" and name not in ALIKE]
@@ -144,9 +145,9 @@ def saved(folder: str) -> dict[str, dict[str, Any]]:
 def pairs(folder: str, saved: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
     """What is wrong with each pair; nothing if it is the same run."""
     resumed: dict[tuple[str, str], dict[str, Any]] = {}
-    for ranks in (1, 3, 4):
-        wanted = [(source, name) for source in STRATEGIES for name in STRATEGIES if ranks_of(name, 3) == ranks]
-        resumed |= in_world(ranks, resume_all, wanted, folder)[0]
+    for target in STRATEGIES:
+        wanted = [(source, target) for source in STRATEGIES]
+        resumed |= in_world(ranks_of(target, 3), resume_all, wanted, folder)[0]
     return {pair: _difference(saved[pair[0]], found) for pair, found in resumed.items()}
 
 

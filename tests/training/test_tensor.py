@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from kit import small
 from kit.families import family
 from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.worlds import in_world
+from training import test_checkpoint_pairs as pairs
 from training.test_same_run import config
 
 import lockstep
@@ -142,6 +144,17 @@ def test_by_sequence_each_rank_drops_other_elements() -> None:
     samples, positions = min(first.shape[0], second.shape[0]), min(first.shape[1], second.shape[1])
     here, there = first[:samples, :positions], second[:samples, :positions]
     assert 0.3 < np.mean(here != there) < 0.7
+
+
+def test_checkpoints_of_divided_stages(tmp_path: Path) -> None:
+    """Pipeline x tensor, saved on four ranks: resumed on one, and back. Other pairs are in test_checkpoint_pairs."""
+    cut = "pipeline-1f1b+tensor"
+    saved = in_world(4, pairs.save_all, [cut], str(tmp_path))[0]
+    saved |= in_world(1, pairs.save_all, ["single"], str(tmp_path))[0]
+    found = in_world(1, pairs.resume_all, [(cut, "single")], str(tmp_path))[0]
+    found |= in_world(4, pairs.resume_all, [("single", cut)], str(tmp_path))[0]
+    for (source, target), run in found.items():
+        assert pairs._difference(saved[source], run) == "", (source, target)
 
 
 # --- what it can't do ---------------------------------------------------------------------------------------------

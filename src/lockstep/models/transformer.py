@@ -30,6 +30,33 @@ _SHORT = 512
 _QUERIES = 64
 """That are looked at together there."""
 
+TENSOR_PLAN = {
+    "embedding": "rowwise",
+    "blocks.*.attention": "shared_input",
+    "blocks.*.attention.query": "colwise",
+    "blocks.*.attention.key": "colwise",
+    "blocks.*.attention.value": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp": "shared_input",
+    "blocks.*.mlp.gate": "colwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+"""How its matrices are divided over ranks, in the words of `transforms.tensor_plans`: by whole heads."""
+SEQUENCE_PLAN = {
+    **TENSOR_PLAN,
+    "embedding": "rowwise_sequence",
+    "blocks.*.attention_norm": "sequence",
+    "blocks.*.attention": "gather_sequence",
+    "blocks.*.attention.out": "rowwise_sequence",
+    "blocks.*.mlp_norm": "sequence",
+    "blocks.*.mlp": "gather_sequence",
+    "blocks.*.mlp.down": "rowwise_sequence",
+    "norm": "sequence",
+}
+"""The same, with each rank's own positions between them."""
+
 
 class Transformer(nn.Module):
     """Args:

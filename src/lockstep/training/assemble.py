@@ -34,7 +34,7 @@ from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
 from lockstep.models.starting_weights import start_weights
-from lockstep.models.transformer import Transformer, flops_per_token
+from lockstep.models.transformer import flops_per_token
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
@@ -371,10 +371,12 @@ def _tensor_plan(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]
     """How each module is divided, if any is."""
     if mesh.tensor == 1:
         return {}
+    from lockstep.models.transformer import SEQUENCE_PLAN, TENSOR_PLAN, Transformer
     from lockstep.transforms.tensor_plans import tensor_plan
 
-    ours = isinstance(model, Transformer)
-    return tensor_plan(model, config.parallel.tensor_parallel, mesh.tensor, ours=ours)
+    options = config.parallel.tensor_parallel
+    ours = SEQUENCE_PLAN if options.sequence_parallel else TENSOR_PLAN
+    return tensor_plan(model, options, mesh.tensor, ours if isinstance(model, Transformer) else None)
 
 
 def _spread(place: Place, model: nn.Module, plan: Mapping[str, str]) -> Across | None:

@@ -45,49 +45,24 @@ _SAME_AS = {
 
 _ATTENTION = re.compile(r"attn|attention")
 
-_OURS = {
-    "embedding": "rowwise",
-    "blocks.*.attention": "shared_input",
-    "blocks.*.attention.query": "colwise",
-    "blocks.*.attention.key": "colwise",
-    "blocks.*.attention.value": "colwise",
-    "blocks.*.attention.out": "rowwise",
-    "blocks.*.mlp": "shared_input",
-    "blocks.*.mlp.gate": "colwise",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-    "head": "colwise_gather_output",
-}
-_OURS_BY_SEQUENCE = {
-    **_OURS,
-    "embedding": "rowwise_sequence",
-    "blocks.*.attention_norm": "sequence",
-    "blocks.*.attention": "gather_sequence",
-    "blocks.*.attention.out": "rowwise_sequence",
-    "blocks.*.mlp_norm": "sequence",
-    "blocks.*.mlp": "gather_sequence",
-    "blocks.*.mlp.down": "rowwise_sequence",
-    "norm": "sequence",
-}
 
-
-def tensor_plan(model: nn.Module, options: TensorParallel, degree: int, *, ours: bool) -> dict[str, str]:
+def tensor_plan(
+    model: nn.Module, options: TensorParallel, degree: int, ours: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The style of each module that has one, in the model's order.
 
     Args:
         model: whole, before it is cut in any way.
         degree: ranks that each matrix is divided over.
-        ours: the model is a `models.transformer.Transformer`.
+        ours: the plan of a model of ours, by patterns.
 
     Raises:
         ConfigError: there is no plan for this model, it isn't understood, or its matrices can't be divided so.
     """
     if not isinstance(options.plan, str):
         patterns = _users(options)
-    elif ours:
-        patterns = _OURS_BY_SEQUENCE if options.sequence_parallel else _OURS
     else:
-        patterns = _huggingface(model, options)
+        patterns = dict(ours) if ours is not None else _huggingface(model, options)
     found = _resolved(model, patterns)
     _add_tied_embeddings(model, found)
     if options.loss_parallel:
