@@ -7,6 +7,14 @@ import itertools
 import torch
 from torch import Tensor, nn
 
+TENSOR_PLAN = {
+    "lift": "colwise_gather_output",
+    "blocks.*.inner": "colwise_gather_output",
+    "blocks.*.outer": "rowwise_split_input",
+    "head": "colwise_gather_output",
+}
+"""Of a Chain; none of these has a size that two ranks could halve."""
+
 
 class Block(nn.Module):
     """Takes its input by name, and something that is the same for all blocks."""
@@ -84,13 +92,46 @@ class Repeats(Chain):
         self.blocks[3].inner.weight = self.blocks[0].inner.weight  # type: ignore[union-attr]
 
 
-class Widens(Chain):
-    """A block makes another shape than it takes."""
+class Between(Chain):
+    """Its forward computes something between two blocks."""
 
     def forward(self, points: Tensor) -> Tensor:
         hidden = self.lift(points) + self.offset
-        for number, block in enumerate(self.blocks):
-            hidden, _ = block(hidden=hidden, scale=torch.full((), 0.5))
-            if number == 1:
-                hidden = torch.cat([hidden, hidden])
-        return self.head(self.norm(hidden))[: len(points)]
+        for block in self.blocks:
+            hidden = hidden + block(hidden=hidden, scale=torch.full((), 0.5))[0]
+        return self.head(self.norm(hidden))
+
+
+class Twice(Chain):
+    """It goes through each block a second time."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.lift(points) + self.offset
+        for block in self.blocks:
+            for _ in range(2):
+                hidden, _ = block(hidden=hidden, scale=torch.full((), 0.5))
+        return self.head(self.norm(hidden))
+
+
+class Turned(nn.Module):
+    """Hands on what doesn't lie in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Turning() for _ in range(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = points[:, None, :].expand(-1, 4, -1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.mean(dim=1))
+
+
+class _Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.inner(hidden)).transpose(1, 2)

@@ -145,15 +145,6 @@ def refusal(config: dict[str, Any]) -> str:
     return ""
 
 
-def refusals(configs: list[dict[str, Any]]) -> list[str]:
-    """Of each config, all in one process group."""
-    dist.init_process_group("gloo")
-    try:
-        return [refusal(config) for config in configs]
-    finally:
-        dist.destroy_process_group()
-
-
 class Experts(Net):
     """Two layers, of which a point sees one: the first dim's sign says which. A batch may leave one of them out."""
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kit import small
+from kit.chains import TENSOR_PLAN
 from kit.worlds import in_world
 from safetensors.numpy import load_file
 
@@ -37,13 +38,6 @@ ALIKE = {
 }
 """What holds its state as another strategy does."""
 STRATEGIES = [name for name in VARIANTS if name != "dp" and name not in ALIKE]
-PLAN = {
-    "lift": "colwise_gather_output",
-    "blocks.*.inner": "colwise_gather_output",
-    "blocks.*.outer": "rowwise_split_input",
-    "head": "colwise_gather_output",
-}
-"""None of these has a size that two ranks could halve."""
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- pairs -->\n", "<!-- end of pairs -->"
 
@@ -52,7 +46,7 @@ def asked(strategy: str) -> dict[str, Any]:
     """fp16, whose scale has grown and has overflowed by the time of the save; uneven blocks, dropout none."""
     parallel: dict[str, Any] = {**VARIANTS[strategy], **({"data": 2} if "hybrid" in strategy else {})}
     if "tensor" in strategy:
-        parallel |= {"tensor_parallel": {"plan": PLAN}}
+        parallel |= {"tensor_parallel": {"plan": TENSOR_PLAN}}
     asked = small.config(
         parallel=parallel,
         precision={"compute": "fp16", "loss_scale": {"initial": 2.0**26, "growth_interval": 2}},

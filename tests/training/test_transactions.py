@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import small
+from kit.chains import TENSOR_PLAN
 from kit.worlds import in_world
 
 import lockstep
@@ -42,7 +43,11 @@ def _same(one: Weights, other: Weights) -> bool:
     return all(np.array_equal(one[name], other[name]) for name in one)
 
 
-STRATEGIES = [name for name in VARIANTS if name not in ("single", "dp") and "hybrid" not in name and "+" not in name]
+STRATEGIES = [
+    name
+    for name in VARIANTS
+    if name not in ("single", "dp") and not any(word in name for word in ("hybrid", "+", "sequence"))
+]
 
 
 def _with_nan(calls: range, only_rank: int | None = None, strategy: str = "") -> tuple[list[StepReport], list[Weights]]:
@@ -52,7 +57,10 @@ def _with_nan(calls: range, only_rank: int | None = None, strategy: str = "") ->
 
 def _under(strategy: str, model_of: str = "", **sections: Any) -> dict[str, Any]:
     """A micro-batch an update; what a pipeline cuts has blocks. `model_of`: with another strategy's model."""
-    asked = small.config(parallel=VARIANTS[strategy] if strategy else {}, **sections)
+    parallel = dict(VARIANTS[strategy]) if strategy else {}
+    if strategy == "tensor":
+        parallel["tensor_parallel"] = {"plan": TENSOR_PLAN}
+    asked = small.config(parallel=parallel, **sections)
     if is_cut(model_of or strategy):
         asked |= {"model": {"kind": "custom", "target": "kit.chains:Chain"}}
         asked |= {"batch": {"global_size": 13, "micro_size": 13}}

@@ -10,8 +10,9 @@ masks and the like; blocks that lie elsewhere let their input through; its first
 sent; and behind its last block the forward is left. So it works for any model whose blocks form a chain, and needs no
 forward of its own for a part of a model.
 
-What is computed from weights that lie elsewhere is an `Elsewhere`: it has a shape, and is worth nothing. A stage that
-would make use of one says so.
+That they form one is seen before anything is trained, alike on every rank, in a rehearsal that computes nothing: each
+block is met once, in order; where a stage begins, a block takes the very tensor that the one before has returned, and
+nothing besides that is made from weights that lie elsewhere.
 """
 
 from __future__ import annotations
@@ -29,9 +30,22 @@ from torch.utils._pytree import tree_leaves
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Inputs
 from lockstep.engine.eager import call
-from lockstep.engine.elsewhere import Elsewhere, leave, no_chain, outside, refuse_tied_blocks, stand_in, tied_across
+from lockstep.engine.elsewhere import (
+    EVERYWHERE,
+    Elsewhere,
+    Side,
+    leave,
+    no_chain,
+    outside,
+    refuse_tied_blocks,
+    stand_in,
+    tied_across,
+)
 from lockstep.engine.sketch import Sketch
 from lockstep.plan.stages import Schedule, balanced, owner
+
+Meet = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes the place of a block's call: its number, and what it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +109,7 @@ class Cut:
         self._device = device
         self._names = list(blocks)
         self._modules = [model.get_submodule(name) for name in blocks]
-        self._at: _Run | None = None
+        self._meet: Meet | None = None
         self._returns: str | int = "tensor"
         self._learned: torch.dtype | None = None
         self._shapes: dict[Any, list[Hidden]] = {}
@@ -105,7 +119,7 @@ class Cut:
         refuse_tied_blocks(model, blocks)
         around = outside(model, blocks)
         self.shared = tied_across(model, around) if self.owners[0] != self.owners[-1] else []
-        self._around = [module for module, _ in around]
+        self._around = around
         kept_sides = {side for side, keeps in zip(("before", "after"), keeps_ends, strict=True) if keeps}
         leave(around, kept_sides, device)
         self._calls: list[Callable[..., Any]] = []  # with their hooks, which a block that lets through doesn't run
@@ -137,7 +151,20 @@ class Cut:
         Raises:
             ConfigError: the model's blocks are no chain, and can't be cut here.
         """
-        with self._running(stage, hidden, looks_on=stage > 0):
+        span, last = self._spans[stage], len(self._modules) - 1
+
+        def meet(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if index not in span:
+                return _as(self._returns, _given(args, kwargs))
+            if index == span[0] and index > 0:
+                args, kwargs = _with(_sent_back(hidden), args, kwargs)
+                Elsewhere.refused = EVERYWHERE
+            found = self._calls[index](*args, **kwargs)
+            if index == span[-1] and index < last:
+                raise _Left(self._handed_on(found))
+            return found
+
+        with self._meeting(meet, EVERYWHERE if stage == 0 else frozenset()):
             return call(self.model, inputs)
 
     def handed(self, inputs: Inputs) -> list[Hidden]:
@@ -157,25 +184,50 @@ class Cut:
         before = self._before(inputs)
         if self._learned is None:
             self._learn(inputs, before)
+            self._rehearse(inputs, before)
         assert self._learned is not None, "just learned"
         return [Hidden(tuple(before.shape), self._learned)] * self.stages
 
     @torch.no_grad()
     def _learn(self, inputs: Inputs, before: Tensor) -> None:
         """What blocks return, found out by running one of this rank's on zeros."""
-        name = self.blocks[0]
-        zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
-        with self._only_looking(), self._running(self.mine[0], zeros, learns=True) as run:
+        name, first = self.blocks[0], self._spans[self.mine[0]][0]
+        returned: list[Any] = []
+
+        def meet(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
+            args, kwargs = _with(zeros, args, kwargs)
+            returned.append(self._calls[first](*args, **kwargs))  # in the place of the model's first
+            raise _Left(None)
+
+        with self._only_looking(), self._meeting(meet):
             call(self.model, inputs)
-        self._returns = _form(run.returned, name)
-        found = _first(run.returned)
+        self._returns = _form(returned[0], name)
+        found = _first(returned[0])
         if found.shape != before.shape:
             raise no_chain(f"{name} makes {list(found.shape)} of {list(before.shape)}: stages hand on one shape")
         self._learned = found.dtype
 
+    @torch.no_grad()
+    def _rehearse(self, inputs: Inputs, before: Tensor) -> None:
+        """The whole forward with stand-ins for all weights, the same on every rank.
+
+        Raises:
+            ConfigError: the blocks are no chain where stages are cut.
+        """
+        zeros = torch.zeros(before.shape, dtype=self._learned, device=self._device)
+        rehearsal = _Rehearsal(self._names, frozenset(self._begins[1:]), self._returns, zeros)
+        with self._only_looking(), self._without_weights(), self._meeting(rehearsal.meet, frozenset(("after",))):
+            call_forward(self.model, inputs)
+        rehearsal.end()
+
     def _before(self, inputs: Inputs) -> Tensor:
         """What the first block of all would take, in shape and precision."""
-        with torch.no_grad(), self._only_looking(), self._without_weights(), self._running(-1, None):
+
+        def meet(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            raise _Left(_given(args, kwargs))
+
+        with torch.no_grad(), self._only_looking(), self._without_weights(), self._meeting(meet):
             return cast("Tensor", call_forward(self.model, inputs))
 
     @contextmanager
@@ -193,88 +245,113 @@ class Cut:
     @contextmanager
     def _without_weights(self) -> Iterator[None]:
         """What lies outside of the blocks computes with stand-ins: shapes alone come out."""
-        shadowed = [
-            (module, key, one) for module in self._around for key, one in module._parameters.items() if one is not None
-        ]
-        for module, key, parameter in shadowed:
-            module.__dict__[key] = stand_in(parameter, self._device)
+        shared = {id(one) for name, one in self.model.named_parameters() if name in self.shared}
+        shadowed: list[tuple[nn.Module, str]] = []
+        for name, module, side in self._around:
+            for key, one in module._parameters.items():
+                if one is not None:
+                    whose = None if id(one) in shared else side
+                    module.__dict__[key] = stand_in(one, self._device, f"{name}.{key}".lstrip("."), whose)
+                    shadowed.append((module, key))
         try:
             yield
         finally:
-            for module, key, _ in shadowed:
+            for module, key in shadowed:
                 del module.__dict__[key]
 
     @contextmanager
-    def _running(
-        self, stage: int, hidden: Tensor | None, *, looks_on: bool = True, learns: bool = False
-    ) -> Iterator[_Run]:
-        """Args:
-        stage: -1: only what comes before the blocks is run.
-        looks_on: what comes before the stage's first block may compute with stand-ins.
-        """
-        assert self._at is None, "one stage runs at a time"
-        self._at = run = _Run(range(0) if stage < 0 else self._spans[stage], hidden, learns)
-        Elsewhere.usable = looks_on
+    def _meeting(self, meet: Meet, refused: frozenset[Side | None] = frozenset()) -> Iterator[None]:
+        """While a forward runs in which `meet` says what becomes of each block."""
+        assert self._meet is None, "one forward runs at a time"
+        self._meet = meet
+        Elsewhere.refused = refused
         try:
-            yield run
+            yield
         finally:
-            self._at = None
-            Elsewhere.usable = True
-
-    # --- in a forward ---------------------------------------------------------------------------------------------
+            self._meet = None
+            Elsewhere.refused = frozenset()
 
     def _in_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        at = self._at
-        assert at is not None, "a model that is cut runs by Cut.run alone"
-        if not at.span:
-            raise _Left(_given(args, kwargs))
-        if at.learns:
-            args, kwargs = _entered(at.hidden, args, kwargs)
-            at.returned = self._calls[at.span[0]](*args, **kwargs)
-            raise _Left(None)
-        if index not in at.span:
-            return _as(self._returns, _given(args, kwargs))
-        if index == at.span[0] and index > 0:
-            args, kwargs = _entered(at.hidden, args, kwargs)
-            Elsewhere.usable = False
-        found = self._calls[index](*args, **kwargs)
-        if index == at.span[-1] and index < len(self._modules) - 1:
-            raise _Left(self._handed_on(found))
-        return found
+        assert self._meet is not None, "a model that is cut runs by Cut.run alone"
+        return self._meet(index, args, kwargs)
 
     def _handed_on(self, found: Any) -> Tensor:
         hidden = _first(found)
         if self._learned is not None and hidden.dtype != self._learned:
             raise no_chain(f"blocks return {hidden.dtype} and {self._learned}: stages hand on one precision")
-        return hidden
+        return hidden.contiguous()
 
 
-def _entered(hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """With what the stage before has sent in the place of what a block is given."""
-    for other in tree_leaves([*args, *kwargs.values()][1:]):
-        if isinstance(other, Elsewhere):
+class _Rehearsal:
+    """Args:
+    names: of all blocks.
+    begins: blocks that stages begin with, from the second stage on.
+    returns: what blocks do, as `_form` tells it.
+    zeros: of the shape that they hand on.
+    """
+
+    def __init__(self, names: Sequence[str], begins: frozenset[int], returns: str | int, zeros: Tensor) -> None:
+        self._names = names
+        self._begins = begins
+        self._returns = returns
+        self._zeros = zeros
+        self._met = -1
+        self._handed: Tensor | None = None
+
+    def meet(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index != self._met + 1:
             raise no_chain(
-                "a block takes more than what the one before it made: a tensor made with another stage's weights"
+                f"{self._names[index]} is called twice or out of order: stages meet each block once, in order"
             )
+        self._met, given = index, _given(args, kwargs)
+        if index in self._begins:
+            self._refuse_more_than_handed(index, given, [*args, *kwargs.values()][1:])
+        if index == len(self._names) - 1:
+            Elsewhere.refused = frozenset(("before",))
+        hands_on = index + 1 in self._begins or index == len(self._names) - 1
+        self._handed = self._zeros.clone() if hands_on else given
+        return _as(self._returns, self._handed)
+
+    def end(self) -> None:
+        if self._met != len(self._names) - 1:
+            raise no_chain(
+                f"{self._names[self._met + 1]} is not met in a forward: stages meet each block once, in order"
+            )
+
+    def _refuse_more_than_handed(self, index: int, given: object, others: list[Any]) -> None:
+        block, before = self._names[index], self._names[index - 1]
+        if given is not self._handed:
+            raise no_chain(
+                f"the model's forward computes something between {before} and {block}, which neither stage would know "
+                f"of (such as h = h + block(h)); move it into the block, or cut elsewhere by "
+                f"parallel.pipeline_parallel.split"
+            )
+        for other in tree_leaves(others):
+            if isinstance(other, Elsewhere):
+                raise no_chain(f"{block} takes more than what {before} made: a tensor made with {other.of}")
+
+
+class _SentBack(torch.autograd.Function):
+    """What is received; its gradient is sent, and so lies in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+def _sent_back(hidden: Tensor | None) -> Tensor:
+    return cast("Tensor", cast("Any", _SentBack).apply(hidden))
+
+
+def _with(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What a block is given, but its first input."""
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, next(iter(kwargs)): hidden}
-
-
-@dataclass(slots=True)
-class _Run:
-    """Of one stage, on one micro-batch.
-
-    Attributes:
-        span: blocks that compute; none: the forward is left before them.
-        hidden: what the first of them takes.
-        learns: the first of them alone computes, in the place of the model's first, to see what it returns.
-    """
-
-    span: range
-    hidden: Tensor | None
-    learns: bool
-    returned: Any = None
 
 
 class _Left(BaseException):
@@ -309,7 +386,7 @@ def _begins(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> list[int
     if len(parents) > 1:
         raise no_chain(f"{kind} has several lists of blocks ({', '.join(parents)}), and stages need one chain")
     if not blocks:
-        raise no_chain(f"{kind} has no repeated blocks: no ModuleList or Sequential of layers of one class")
+        raise no_chain(f"{kind} has no repeated blocks: no ModuleList or Sequential of two layers of one class or more")
     if len(blocks) < asked.stages:
         sum_ = f"{asked.ranks} x {asked.stages_per_rank} = " if asked.stages_per_rank > 1 else ""
         why = f"{sum_}{asked.stages} stages, but {kind} has {len(blocks)} blocks; take at most that many"
@@ -345,7 +422,7 @@ def _cost(module: nn.Module) -> float:
 
 
 def _cost_after(model: nn.Module, blocks: Sequence[str]) -> float:
-    after = [module for module, side in outside(model, blocks) if side == "after"]
+    after = [module for _, module, side in outside(model, blocks) if side == "after"]
     return float(sum(one.numel() for module in after for one in module.parameters(recurse=False)))
 
 

@@ -11,14 +11,24 @@ computed from weights that lie elsewhere is an `Elsewhere`, and a stage that wou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Problem
 
 Side = Literal["before", "after"]
+EVERYWHERE: frozenset[Side | None] = frozenset(("before", "after", None))
+
+
+class Around(NamedTuple):
+    """A module that is in no block, with what it holds itself."""
+
+    name: str
+    module: nn.Module
+    side: Side
 
 
 class Elsewhere(Tensor):
@@ -26,22 +36,37 @@ class Elsewhere(Tensor):
     long as it stands for weights.
 
     Attributes:
-        usable: before a stage's first block.
+        side: of the weights; None: they are tied, and belong to both.
+        of: their name.
+        refused: sides whose weights may not be used now.
     """
 
-    usable = True
+    side: Side | None = None
+    of = ""
+    refused: frozenset[Side | None] = frozenset()
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not cls.usable and not _only_looks(function):
-            raise no_chain(
-                "this stage uses weights that another stage has: a model is cut where its blocks form one chain; what "
-                "is defined before them is to be used before them alone, and what is defined after them after them"
-            )
         compute: Any = super().__torch_function__
-        return compute(function, types, args, kwargs or {})
+        if _only_looks(function):
+            return compute(function, types, args, kwargs or {})
+        used = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Elsewhere)]
+        for one in used:
+            if one.side in Elsewhere.refused:
+                raise no_chain(_used_on_the_other_side(one))
+        found = compute(function, types, args, kwargs or {})
+        for made in tree_leaves(found):
+            if isinstance(made, Elsewhere) and used:
+                made.side, made.of = used[0].side, used[0].of
+        return found
+
+
+def _used_on_the_other_side(one: Elsewhere) -> str:
+    if one.side == "after":
+        return f"{one.of} is defined after the blocks and used before them; define it before them"
+    return f"{one.of} is defined before the blocks and used after them, on another stage; define it after them"
 
 
 def _only_looks(function: Any) -> bool:
@@ -49,28 +74,30 @@ def _only_looks(function: Any) -> bool:
     return getattr(function, "__name__", "") in ("__get__", "size", "dim", "__repr__", "is_floating_point", "detach")
 
 
-def stand_in(weight: Tensor, device: torch.device) -> Elsewhere:
+def stand_in(weight: Tensor, device: torch.device, of: str, side: Side | None) -> Elsewhere:
     zero = torch.zeros((), dtype=weight.dtype, device=device)
-    return zero.expand(weight.shape).as_subclass(Elsewhere)
+    found = zero.expand(weight.shape).as_subclass(Elsewhere)
+    found.of, found.side = of, side
+    return found
 
 
-def outside(model: nn.Module, blocks: Sequence[str]) -> list[tuple[nn.Module, Side]]:
-    """The modules that are not in blocks, each with what it holds itself."""
-    found: list[tuple[nn.Module, Side]] = []
+def outside(model: nn.Module, blocks: Sequence[str]) -> list[Around]:
+    """The modules that are not in blocks."""
+    found: list[Around] = []
     side: Side = "before"
     inside = tuple(f"{block}." for block in blocks)
     for name, module in model.named_modules():
         if f"{name}.".startswith(inside):
             side = "after"
         else:
-            found.append((module, side))
+            found.append(Around(name, module, side))
     return found
 
 
-def tied_across(model: nn.Module, around: Sequence[tuple[nn.Module, Side]]) -> list[str]:
+def tied_across(model: nn.Module, around: Sequence[Around]) -> list[str]:
     """Names of the parameters that modules on both sides share."""
     before, after = (
-        {id(one) for module, side in around if side == wanted for one in module.parameters(recurse=False)}
+        {id(one) for _, module, side in around if side == wanted for one in module.parameters(recurse=False)}
         for wanted in ("before", "after")
     )
     return [name for name, one in model.named_parameters() if id(one) in before & after]
@@ -86,14 +113,14 @@ def refuse_tied_blocks(model: nn.Module, blocks: Sequence[str]) -> None:
             raise no_chain(f"{name} is tied to {first}, and weights of a block can't be shared by stages")
 
 
-def leave(around: Sequence[tuple[nn.Module, Side]], kept: set[str], device: torch.device) -> None:
+def leave(around: Sequence[Around], kept: set[str], device: torch.device) -> None:
     """Gives up what belongs to other sides than the `kept` ones: weights, and that buffers are state."""
-    used = {id(one) for module, side in around if side in kept for one in module.parameters(recurse=False)}
-    for module, side in around:
+    used = {id(one) for _, module, side in around if side in kept for one in module.parameters(recurse=False)}
+    for name, module, side in around:
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) not in used:  # a tied one stays, under all its names
                 del module._parameters[key]
-                module.__dict__[key] = stand_in(parameter, device)
+                module.__dict__[key] = stand_in(parameter, device, f"{name}.{key}".lstrip("."), side)
         if side not in kept:
             module._non_persistent_buffers_set.update(module._buffers)
 

@@ -120,6 +120,7 @@ _NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
 
 _GATHERED_BLOCK_BY_BLOCK = "FSDP gathers each block around its own call, and a segment is one call; take mode: full"
 _CUT_ELSEWHERE = "a rank has some of the blocks alone, and would choose by itself; take mode: full"
+_NOT_MEASURED = "what a block keeps isn't measured where its matrices are divided; take mode: full"
 _OTHER_TENSORS = "its hooks hand on other tensors than a block has returned; take mode: full"
 _OFFLOADS_FROM_GPUS = "activations are offloaded from a GPU alone, and none was at hand"
 _REDUCED_FIRST = "gradients are reduced, divided or put together before they are applied; take single, or write false"
@@ -157,6 +158,7 @@ _OTHERWISE: Mapping[tuple[str, str], Cell] = {
         if name.startswith("pipeline")
         for feature in ("checkpointed segments", "checkpointing by budget")
     },
+    **{(name, "checkpointing by budget"): Cell("refused", _NOT_MEASURED) for name in _SPREAD},
     ("zero3", "checkpointed segments"): Cell("refused", _OTHER_TENSORS),
     **{(name, "activation offload"): Cell("untested", _OFFLOADS_FROM_GPUS) for name in VARIANTS},
     **{(name, "optimizer in backward"): Cell("refused", _REDUCED_FIRST) for name in VARIANTS if name != "single"},

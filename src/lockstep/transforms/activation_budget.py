@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lockstep.distributed.parts import local
 from lockstep.transforms.recomputing import Recompute
 
 Agree = Callable[[object], object]
@@ -81,7 +80,7 @@ class Budget:
     def _measured(
         self, block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Held:
-        weights = {local(one).untyped_storage().data_ptr() for one in block.parameters()}
+        weights = {one.untyped_storage().data_ptr() for one in block.parameters()}
         found: dict[int, int] = {}
 
         def see(tensor: Tensor) -> Tensor:
@@ -90,7 +89,7 @@ class Budget:
                 found[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        tensors = [local(one) for one in tree_leaves((inputs, named)) if isinstance(one, Tensor)]
+        tensors = [one for one in tree_leaves((inputs, named)) if isinstance(one, Tensor)]
         with torch.random.fork_rng(), self._recompute.unheard(), saved_tensors_hooks(see, lambda kept: kept):
             outputs = forward(*inputs, **named)
         del outputs
