@@ -79,6 +79,20 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "parallel.deepspeed.zero_stage": ("zero_stage",),
     "parallel.deepspeed.offload_optimizer": ("offload_optimizer_device",),
     "parallel.deepspeed.offload_param": ("offload_param_device",),
+    "parallel.pipeline": (
+        "pipeline_parallel_size",
+        "pipeline_model_parallel_size",
+        "pipeline_parallel_degree",
+        "pp_size",
+        "pp",
+    ),
+    "parallel.tensor": (
+        "tensor_parallel_size",
+        "tensor_model_parallel_size",
+        "tensor_parallel_degree",
+        "tp_size",
+        "tp",
+    ),
     "checkpoint.every": ("save_steps", "save_interval", "save_every", "checkpoint_interval", "every_n_train_steps"),
     "checkpoint.keep_last": ("save_total_limit", "total_limit"),
     "checkpoint.best": ("metric_for_best_model", "monitor_metric"),
@@ -117,10 +131,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "write `parallel.strategy: deepspeed`, and the stage as `parallel.deepspeed.zero_stage`": ("zero_optimization",),
     "write `parallel.strategy: deepspeed`, and a DeepSpeed config as `parallel.deepspeed.config`": (
         "deepspeed", "deepspeed_config", "deepspeed_config_file", "deepspeed_plugin",
-    ),
-    "this strategy is not there yet; `parallel.strategy` is auto, single, dp, ddp, fsdp or deepspeed": (
-        "tensor_parallel_size", "pipeline_parallel_size",
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "tp_size", "pp_size",
     ),
     "the hub is never written to; leave it out": ("push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
     "start one process a rank with torchrun on every machine; lockstep starts those of one": (

@@ -100,10 +100,9 @@ _NOT_THERE: dict[str, tuple[str, ...]] = {
     "the optimizer has no further options of that kind; optim has all there are": (
         "optim_args", "optim_target_modules", "foreach", "amsgrad", "maximize", "dampening", "lr_decay",
     ),
-    "axes of context, sequence and tensor are not there yet": (
-        "parallelism_config", "megatron_lm_config", "cp_size", "context_parallel_size", "sp_size", "tp_size",
-        "tensor_parallel_size", "tensor_model_parallel_size", "sequence_parallel_size", "expert_parallel_size",
-        "dp_shard_size", "dp_replicate_size",
+    "axes of context and experts are not there yet; others are `parallel.pipeline`, `tensor`, `shard` and `data`": (
+        "parallelism_config", "megatron_lm_config", "cp_size", "context_parallel_size", "sp_size",
+        "sequence_parallel_size", "expert_parallel_size", "dp_shard_size", "dp_replicate_size",
     ),
     "8-bit arithmetic is not there yet": ("fp8_config", "fp8", "load_in_8bit", "load_in_4bit", "quantization_config"),
     "adapters are not there yet": ("lora", "peft", "lora_config", "peft_config", "use_lora", "use_peft", "lora_r"),

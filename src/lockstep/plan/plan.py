@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config import deepspeed
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, Parallel
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
@@ -137,7 +137,12 @@ def make_plan(
         frozen=total - trainable,
         groups=group_parameters(parameters, config.optim),
         placements=placements(config, ranks, parameters, variant, mesh),
-        warnings=(*_batch_warnings(batch, facts), *_schedule_warnings(config, steps), *_bubble(config, mesh, batch)),
+        warnings=(
+            *_batch_warnings(batch, facts),
+            *_schedule_warnings(config, steps),
+            *_bubble(config, mesh, batch),
+            *_idle(config, strategy, mesh),
+        ),
     )
     if strategy == "deepspeed":
         deepspeed.check(config, derived_for_deepspeed(made))
@@ -240,6 +245,17 @@ def _schedule_warnings(config: Config, steps: int | None) -> list[str]:
             f"where the learning rate decays: it never reaches its peak."
         ]
     return []
+
+
+def _idle(config: Config, strategy: str, mesh: Mesh) -> list[str]:
+    """Options of strategies that this run isn't under: kept, for whoever changes the strategy alone, but said."""
+    parallel, usual = config.parallel, Parallel()
+    used = {"ddp": strategy == "ddp", "fsdp": strategy == "fsdp", "deepspeed": strategy == "deepspeed"}
+    used |= {"pipeline_parallel": mesh.pipeline > 1, "tensor_parallel": mesh.tensor > 1}
+    idle = [name for name, runs in used.items() if not runs and getattr(parallel, name) != getattr(usual, name)]
+    if parallel.ddp.find_unused_parameters and strategy == "fsdp":
+        idle = [name for name in idle if name != "ddp"]
+    return [f"Options under parallel.{name} have no part in this run, which is under {strategy}." for name in idle]
 
 
 def _bubble(config: Config, mesh: Mesh, batch: BatchPlan) -> list[str]:

@@ -198,6 +198,11 @@ def _ranks(number: int) -> str:
 def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
     """The config with what would differ by design taken out, and what that was."""
     notes = []
+    degrees = [
+        axis for axis in ("data", "shard", "pipeline", "tensor") if getattr(config.parallel, axis) not in ("auto", 1)
+    ]
+    if degrees:
+        notes.append(f"parallel.{', '.join(degrees)}: not as asked; each strategy has degrees of its own here")
     changed: dict[str, Any] = {
         "precision": config.precision.model_copy(update={"compute": precision, "tf32": False}),
         "data": config.data.model_copy(update={"evaluation": {}}),
