@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_loops import Task, adamw, loader_of_rank, ranks
+from step_loops import Task, adamw, loader, loader_of_rank, ranks
 from step_work import CLIP_NORM, GPT, WEIGHT_DECAY, Work, loss_of, text
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -75,6 +75,27 @@ def by_hand_zero(task: Task, stage: int) -> None:
     engine.destroy()
 
 
+def by_hand_tensor(task: Task) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (ranks(),))
+    for block in task.model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    kinds = [[one for one in task.model.parameters() if isinstance(one, DTensor) is cut] for cut in (True, False)]
+    groups = [{"params": group} for group in kinds]  # torch's kernels take one kind at a time
+    optimizer = torch.optim.AdamW(groups, lr=task.work.rate, weight_decay=WEIGHT_DECAY, fused=True)
+    for x, y in loader(task):
+        optimizer.zero_grad()
+        loss_of(task.model(x), y).backward()
+        norms = [nn.utils.get_total_norm([one.grad for one in group]) for group in kinds]
+        whole = torch.stack([norms[0].full_tensor(), norms[1]]).norm()
+        for group in kinds:
+            nn.utils.clip_grads_with_norm_(group, CLIP_NORM, whole)
+        optimizer.step()
+
+
 # --- under Lockstep -----------------------------------------------------------------------------------------------
 
 
@@ -84,7 +105,7 @@ def under_lockstep(task: Task, parallel: dict[str, Any]) -> None:
     config = {
         "objective": {"kind": task.work.objective},
         "data": {"shuffle": False},
-        "batch": {"global_size": task.work.batch * ranks()},
+        "batch": {"global_size": task.work.batch * (1 if "tensor" in parallel else ranks())},
         "optim": {"lr": task.work.rate, "weight_decay": WEIGHT_DECAY, "decay": "all", "clip_norm": CLIP_NORM},
         "schedule": {"kind": "constant"},
         "precision": {"compute": "fp32"},
@@ -103,11 +124,18 @@ def _zero(stage: int) -> dict[str, Any]:
     return {"strategy": "deepspeed", "deepspeed": {"zero_stage": stage}}
 
 
+_TENSOR = {
+    "strategy": "ddp",
+    "tensor": 2,
+    "tensor_parallel": {"plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}},
+}
+
 PAIRS: dict[str, tuple[Callable[[Task], None], dict[str, Any]]] = {
     "ddp": (by_hand_ddp, {"strategy": "ddp"}),
     "fsdp FULL_SHARD": (partial(by_hand_fsdp, reshard=True), _fsdp("FULL_SHARD")),
     "fsdp SHARD_GRAD_OP": (partial(by_hand_fsdp, reshard=False), _fsdp("SHARD_GRAD_OP")),
     "fsdp HYBRID_SHARD": (partial(by_hand_fsdp, reshard=True, replicas=2), _fsdp("HYBRID_SHARD", data=2)),
+    "tensor, of the MLPs": (by_hand_tensor, _TENSOR),
     "ZeRO-1": (partial(by_hand_zero, stage=1), _zero(1)),
     "ZeRO-2": (partial(by_hand_zero, stage=2), _zero(2)),
     "ZeRO-3": (partial(by_hand_zero, stage=3), _zero(3)),

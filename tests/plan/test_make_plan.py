@@ -224,3 +224,13 @@ def test_an_invariant_run_is_never_chosen_to_be_divided():
     found = make_plan(config(**asked), 4, FACTS, PARAMETERS, Machine(None, 1))
     assert found.strategy == "ddp"
     assert found.why == "run.determinism invariant needs every rank to hold whole gradients"
+
+
+def test_options_of_a_strategy_that_isn_t_run_are_said():
+    idle = plan(2, parallel={"strategy": "ddp", "deepspeed": {"config": "nope.json"}, "fsdp": {"wrap": "root"}})
+    assert [warning for warning in idle.warnings if "no part in this run" in warning] == [
+        "Options under parallel.fsdp have no part in this run, which is under ddp.",
+        "Options under parallel.deepspeed have no part in this run, which is under ddp.",
+    ]
+    both = plan(2, parallel={"strategy": "fsdp", "ddp": {"find_unused_parameters": True}})
+    assert both.warnings == ()

@@ -63,9 +63,16 @@ def test_data_takes_what_the_others_leave():
             "Whatever data is, it takes a multiple of 4: start 4 or 8 ranks.",
         ),
         (
+            4,
+            {"data": 1, "pipeline": 3},
+            "data x pipeline = 1 x 3 = 3, but there are 4 ranks. "
+            "Whatever data is, it takes a multiple of 3: pipeline = 2 or 4 fits 4; or start 3 or 6 ranks.",
+        ),
+        (
             1,
             {"data": 2, "shard": 4},
-            "data x shard = 2 x 4 = 8, but there is 1 rank. Whatever data is, it takes a multiple of 4: start 4 ranks.",
+            "data x shard = 2 x 4 = 8, but there is 1 rank. "
+            "Whatever data is, it takes a multiple of 4: shard = 1 fits 1; or start 4 ranks.",
         ),
         (4, {"data": 3}, "data = 3, but there are 4 ranks. data = 4 gives 4; or start 3 ranks."),
     ],

@@ -177,4 +177,16 @@ def _does_not_multiply_out(ranks: int, sizes: Mapping[Axis, int], product: int, 
         return f"{said} data = {ranks // others} gives {ranks}; or start {product} ranks."
     below, above = ranks // others * others, -(-ranks // others) * others
     starts = f"{below} or {above}" if below else f"{above}"
-    return f"{said} Whatever data is, it takes a multiple of {others}: start {starts} ranks."
+    fits = _nearest_degree(ranks, {axis: size for axis, size in sizes.items() if axis != "data"})
+    return f"{said} Whatever data is, it takes a multiple of {others}: {fits}start {starts} ranks."
+
+
+def _nearest_degree(ranks: int, sizes: Mapping[Axis, int]) -> str:
+    """Of the first axis by which alone the others fit."""
+    for axis, size in sizes.items():
+        rest = math.prod(sizes.values()) // size
+        fitting = [degree for degree in range(1, ranks // rest + 1) if ranks % (rest * degree) == 0]
+        near = [*[one for one in fitting if one < size][-1:], *[one for one in fitting if one > size][:1]]
+        if size > 1 and near:
+            return f"{axis} = {' or '.join(map(str, near))} fits {ranks}; or "
+    return ""
