@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CONSTRAINTS ?= constraints.txt
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 RANKS ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$gpus" -gt 0 ] && echo $$gpus || echo 2)
 
