@@ -25,8 +25,6 @@ from lockstep.plan.variants import VARIANTS
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.exporting import export
 
-pytestmark = pytest.mark.xdist_group("pairs")  # all from the same runs
-
 CUT, STEPS = 3, 6
 ALIKE = {
     "fsdp-no-shard": "ddp",
