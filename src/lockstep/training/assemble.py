@@ -118,13 +118,13 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         _refuse_for_parts(config, given, objective)
     if config.memory.loss_chunk is not None:
         objective = in_head(objective, model, config.memory.loss_chunk)
-    place = place_of(plan.mesh, world)
     blocks = repeated_blocks(model)
     names = list(of_model(model)[0])
     coupled, flops = coupling(model), flops_per_token(model, source.facts)
     transforms = _transforms(config, model, blocks, world)
     model = transform(model, transforms, world.device)
-    cut = _cut(config, place, model, blocks, world.device)
+    cut = _cut(config, plan.mesh, world, model, blocks)
+    place = place_of(plan.mesh, world)  # what can be refused is refused by now: groups are made by all ranks together
     across = _spread(place, model, divided)
     invariant = config.run.determinism == "invariant"
     if invariant:
@@ -404,21 +404,21 @@ def _refuse_for_parts(config: Config, given: Given, objective: Objective) -> Non
         raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
 
 
-def _cut(config: Config, place: Place, model: nn.Module, blocks: Sequence[str], device: torch.device) -> Cut | None:
+def _cut(config: Config, mesh: Mesh, world: World, model: nn.Module, blocks: Sequence[str]) -> Cut | None:
     """This rank's stages, if the model is cut into any."""
-    if place.mesh.pipeline == 1:
+    if mesh.pipeline == 1:
         return None
     from lockstep.engine.cutting import Cut, Cutting
 
     options = config.parallel.pipeline_parallel
     asked = Cutting(
-        rank=place.coordinates["pipeline"],
-        ranks=place.mesh.pipeline,
+        rank=mesh.coordinates(world.rank)["pipeline"],
+        ranks=mesh.pipeline,
         schedule=options.schedule,
         stages_per_rank=stages_of(options.schedule, options.stages_per_rank),
         split=None if options.split == "auto" else options.split,
     )
-    return Cut(model, blocks_in_line(model, blocks), asked, device)
+    return Cut(model, blocks_in_line(model, blocks), asked, world.device)
 
 
 def _engine_and_vote(
