@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.engine.judging import Unheard, add_up, heard_or_not, sums_of_outputs
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch, GlobalBatch, Inputs
 
 Autocast = Callable[[], AbstractContextManager[object]]
-Unheard = Callable[[], AbstractContextManager[object]]
-_HEARD: AbstractContextManager[object] = nullcontext()
 
 
 def _see_nothing(batch: Batch) -> None:
@@ -67,7 +67,7 @@ class Eager:
         total: Tensor | None = None
         for index, micro_batch in enumerate(micro_batches):
             self._key_draws(step, index)
-            with sharding.window(index == last), _HEARD if micro_batch.samples else self._unheard():
+            with sharding.window(index == last), heard_or_not(micro_batch, self._unheard):
                 self._show(micro_batch)
                 with self._autocast():
                     outputs = call(module, micro_batch.inputs)
@@ -84,31 +84,12 @@ class Eager:
         with self._autocast():
             return call(self._sharding.bare, inputs)
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        module = self._sharding.bare
-        sums: dict[str, Tensor] = {}
-        was_training = module.training
-        module.eval()
-        try:
-            for batch in micro_batches:
-                with _HEARD if batch.samples else self._unheard():
-                    found = self._sums(batch)
-                for name, value in found.items():
-                    value = value.double() if batch.samples else torch.zeros_like(value, dtype=torch.float64)
-                    sums[name] = sums[name] + value if name in sums else value
-        finally:
-            module.train(was_training)
-        return sums
+        return add_up(self._sharding.bare, micro_batches, self._sums, self._unheard)
 
     def _sums(self, batch: Batch) -> dict[str, Tensor]:
-        objective = self._objective
         self._show(batch)
-        with self._autocast():
-            outputs = call(self._sharding.bare, batch.inputs)
-        count = torch.tensor(float(objective.count(batch)))
-        loss_sum = objective.loss_sum(outputs, batch)
-        return {"loss_sum": loss_sum, "count": count, **objective.metric_sums(outputs, batch)}
+        return sums_of_outputs(self._objective, self.outputs(batch.inputs), batch)
 
 
 def call(module: nn.Module, inputs: Inputs) -> object:

@@ -9,13 +9,14 @@ Every rank of a pipeline has the micro-batches; between stages goes what blocks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.core.errors import Failure
+from lockstep.engine.judging import Unheard, add_up, heard_or_not, sums_of_outputs
 from lockstep.engine.staging import Order, Stage
 
 if TYPE_CHECKING:
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis, Objective, Sharding
     from lockstep.core.records import Batch, GlobalBatch, Inputs
     from lockstep.engine.cutting import Cut, Hidden
-    from lockstep.engine.eager import Autocast, Unheard
+    from lockstep.engine.eager import Autocast
     from lockstep.plan.stages import Schedule
-
-_HEARD: AbstractContextManager[object] = nullcontext()
 
 
 class Pipelined:
@@ -127,7 +126,7 @@ class Pipelined:
         assert batch is not None, "a stage computes in an update"
         micro_batch = batch.micro_batches[number]
         self._key_draws(batch.step, number, stage)
-        with self._heard(micro_batch):
+        with heard_or_not(micro_batch, self._unheard):
             with self._autocast():
                 found = self._cut.run(stage, hidden, micro_batch.inputs)
             return self._seeded(found, micro_batch) if stage == self._cut.stages - 1 else found
@@ -145,9 +144,6 @@ class Pipelined:
         self._backwards -= 1
         return self._sharding.window(self._backwards == 0)
 
-    def _heard(self, micro_batch: Batch) -> AbstractContextManager[object]:
-        return _HEARD if micro_batch.samples else self._unheard()
-
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -157,24 +153,9 @@ class Pipelined:
             found = self._through(inputs)
         return found if self._has_last else None
 
-    @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
         """See `core.protocols.Engine`; the same on all ranks of the pipeline."""
-        model = self._cut.model
-        sums: dict[str, Tensor] = {}
-        was_training = model.training
-        model.eval()
-        try:
-            for batch in micro_batches:
-                with self._heard(batch), self._autocast():
-                    outputs = self._through(batch.inputs)
-                    found = self._sums(outputs, batch) if self._has_last else {}
-                for name, value in found.items():
-                    value = value.double() if batch.samples else torch.zeros_like(value, dtype=torch.float64)
-                    sums[name] = sums[name] + value if name in sums else value
-        finally:
-            model.train(was_training)
-        return self._told(sums)
+        return self._told(add_up(self._cut.model, micro_batches, self._sums, self._unheard))
 
     def _through(self, inputs: Inputs) -> Any:
         """This rank's stages, one after the other; of the last one the model's outputs."""
@@ -197,11 +178,9 @@ class Pipelined:
         dist.recv(buffer, group=self._group, group_src=source)
         return buffer
 
-    def _sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        objective = self._objective
-        count = torch.tensor(float(objective.count(batch)))
-        loss_sum = objective.loss_sum(outputs, batch)
-        return {"loss_sum": loss_sum, "count": count, **objective.metric_sums(outputs, batch)}
+    def _sums(self, batch: Batch) -> dict[str, Tensor]:
+        outputs = self.outputs(batch.inputs)
+        return sums_of_outputs(self._objective, outputs, batch) if self._has_last else {}
 
     def _told(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The last stage's, to the others."""
