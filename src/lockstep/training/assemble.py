@@ -126,18 +126,12 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     cut = _cut(config, plan.mesh, world, model, blocks)
     place = place_of(plan.mesh, world)  # what can be refused is refused by now: groups are made by all ranks together
     across = _spread(place, model, divided)
-    invariant = config.run.determinism == "invariant"
-    if invariant:
+    if config.run.determinism == "invariant":
         refuse_coupled(model, objective)
-    make_sharding = (
-        _invariant
-        if invariant
-        else _SHARDING[plan.strategy if place.mesh.pieces == 1 else f"{plan.strategy} of a piece"]
-    )
     parts = _Parts(
         config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut, across
     )
-    sharding = make_sharding(parts)
+    sharding = _sharding(parts)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
@@ -490,9 +484,8 @@ class _Parts:
     cut: Cut | None
     across: Across | None
 
-    @property
-    def pieces(self) -> Pieces:
-        """Who holds what of the model."""
+    def make_pieces(self) -> Pieces:
+        """Who holds what of the model. All ranks together, once: a group may be made."""
         place, cut = self.place, self.cut
         shared = cut.shared if cut is not None else ()
         ends = pair_of_ends(place, cut.owners[0], cut.owners[-1]) if cut is not None and shared else Alone()
@@ -505,6 +498,15 @@ class _Parts:
             device=self.world.device,
             across=self.across,
         )
+
+
+def _sharding(parts: _Parts) -> Sharding:
+    """Of the strategy that is planned."""
+    if parts.config.run.determinism == "invariant":
+        return _invariant(parts)
+    if parts.plan.strategy == "ddp" and parts.plan.mesh.pieces > 1:
+        return _replicas(parts)  # DistributedDataParallel takes a whole model
+    return _SHARDING[parts.plan.strategy](parts)
 
 
 def _single(parts: _Parts) -> Sharding:
@@ -558,7 +560,7 @@ def _fsdp(parts: _Parts) -> Sharding:
         squared_norm,
         options,
         place,
-        parts.pieces,
+        parts.make_pieces(),
         whole=parts.optimizer_of.users,
         find_unused=parts.config.parallel.ddp.find_unused_parameters,
     )
@@ -569,7 +571,7 @@ def _replicas(parts: _Parts) -> Sharding:
 
     model = parts.model.to(parts.world.device)
     buffers = SharedBuffers(model, parts.place.with_share)
-    return Replicas(model, parts.optimizer_of, squared_norm, parts.place.data, parts.pieces, buffers)
+    return Replicas(model, parts.optimizer_of, squared_norm, parts.place.data, parts.make_pieces(), buffers)
 
 
 def _deepspeed(parts: _Parts) -> Sharding:
@@ -607,7 +609,5 @@ _SHARDING: Mapping[str, Callable[[_Parts], Sharding]] = {
     "dp": _data_parallel,
     "ddp": _ddp,
     "fsdp": _fsdp,
-    "ddp of a piece": _replicas,
-    "fsdp of a piece": _fsdp,
     "deepspeed": _deepspeed,
 }
