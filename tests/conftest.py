@@ -7,7 +7,22 @@ tests start: what they send would not be heard.
 import os
 import signal
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONGEST_FIRST = (
+    "test_checkpoint_pairs.py", "test_network_recipes.py", "test_proof.py", "test_end_to_end.py", "test_deepspeed.py",
+    "test_zero_import.py", "test_families.py", "test_tensor.py", "test_features.py", "test_transactions.py",
+    "test_resume.py", "test_same_run.py", "test_corruption.py", "test_killed.py", "test_guide.py", "test_pipeline.py",
+    "test_activation_checkpointing.py",
+)  # fmt: skip
+"""Files that take a minute or more. A file's tests run on one worker, so these must not be the last to begin."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.everyone import gather as gather
     from lockstep.distributed.everyone import print_once as print_once
     from lockstep.distributed.generators import register_generator as register_generator
+    from lockstep.distributed.sequences import positions as positions
     from lockstep.models.facts import count_parameters as count_parameters
     from lockstep.monitor import journal as log
     from lockstep.proof.api import verify as verify
@@ -48,6 +49,7 @@ _HOMES = {
     "count_parameters": "lockstep.models.facts",
     "gather": "lockstep.distributed.everyone",
     "import_config": "lockstep.config.importing",
+    "positions": "lockstep.distributed.sequences",
     "print_once": "lockstep.distributed.everyone",
     "register_generator": "lockstep.distributed.generators",
     "session": "lockstep.training.api",

@@ -1,5 +1,5 @@
+import importlib.util
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -99,6 +99,6 @@ def test_shifted_digits_move_by_whole_pixels_and_differ_by_epoch():
 
 
 def test_digits_without_scikit_learn_say_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'lockstep-train\[digits\]'"):
         opened(Digits(kind="digits"))

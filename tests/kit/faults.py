@@ -37,7 +37,9 @@ def mean_of_means(session: Any) -> None:
             mean = self._original.loss_sum(outputs, batch) / max(1, self._original.count(batch))
             return mean * session._count / (ranks * micro_batches)
 
-    session.rooms.engine._objective = Objective(session.rooms.objective)
+    engine = session.rooms.engine
+    engine = getattr(engine, "_engine", engine)  # of divided sequences
+    engine._objective = Objective(engine._objective)
 
 
 def missing_division_by_ranks(session: Any) -> None:

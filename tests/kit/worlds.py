@@ -10,22 +10,21 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, cast
 
 _CONTEXT = mp.get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
-_CONTEXT.set_forkserver_preload([
-    "torch", "torch.distributed", "torch._dynamo", "networkx", "deepspeed",
-    "lockstep.training.assemble", "lockstep.training.job", "lockstep.sharding.fsdp", "lockstep.sharding.deepspeed",
-    "lockstep.checkpoint.saving", "kit.runs",
-])  # fmt: skip
-"""What ranks import sooner or later, which takes seconds: once is enough."""
+_CONTEXT.set_forkserver_preload(["kit.warm"])
+_TESTS = str(Path(__file__).parents[1])
 _PATIENCE_S = 120.0
 
 
 def in_world(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returned on each rank; a rank that raises fails the test with its traceback."""
+    _serve()
     port = _free_port()
     pipes, processes = [], []
     for rank in range(ranks):
@@ -41,6 +40,19 @@ def in_world(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
         for process in processes:
             process.kill()
             process.join()
+
+
+def _serve() -> None:
+    """Starts the server, which looks for modules where PYTHONPATH says and nowhere else of what tests have."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def _results(pipes: list[Connection]) -> list[Any]:
@@ -70,6 +82,7 @@ def _rank(rank: int, ranks: int, port: int, pipe: Connection, function: Callable
 
     torch.set_num_threads(1)
     cast("Any", mp.current_process())._config["daemon"] = False  # data workers are its children
+    mp.set_start_method("fork", force=True)  # as of ranks that a launcher starts
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     try:

@@ -26,13 +26,15 @@ LEFT_OUT = {
     2: {name for name in CUT if "+" in name} | {"single", "dp"},
     4: {"single", "dp"},
 }
+OF_FOUR = {name for name in VARIANTS if "hybrid" in name or "+" in name} | {"fsdp", "zero3", "pipeline-1f1b"}
+"""What needs as many, and one of each kind that doesn't."""
 
 
 @pytest.mark.parametrize(("ranks", "cut"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
 def test_every_strategy_is_the_single_process_on_ragged_text(ranks: int, cut: bool) -> None:
     asked = text()
     config = {**asked, "model": {**asked["model"], "layers": 4 if cut else 2}}
-    strategies = [name for name in VARIANTS if (name in CUT) is cut]
+    strategies = [name for name in VARIANTS if (name in CUT) is cut and (ranks < 4 or name in OF_FOUR)]
     rows = proved(config, strategies=strategies, ranks=(ranks,), steps=2)
     assert _failures(rows) == []
     assert {row.strategy for row in rows} == set(strategies) - LEFT_OUT[ranks]

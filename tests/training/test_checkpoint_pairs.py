@@ -32,6 +32,8 @@ ALIKE = {
     "zero0": "ddp",
     **{f"pipeline-{schedule}": "pipeline-1f1b" for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble", "zbv")},
     "tensor-sequence": "tensor",
+    "context": "ddp",
+    "context+fsdp": "fsdp",
     "pipeline-1f1b+tensor": "pipeline-1f1b and tensor, which test_tensor sees",
 }
 """What holds its state as another strategy does."""

@@ -21,7 +21,7 @@ SKIPPED = {
 COMPARED = [name for name in VARIANTS if name not in SKIPPED and not is_cut(name)]
 CHAINS = ("llama", "gpt2", "qwen", "mixtral", "bert", "vit")
 HYBRIDS = [name for name in COMPARED if "hybrid" in name]
-UPDATES = 3
+UPDATES = 2
 
 
 def config(name: str, ranks: int = 1, **parallel: Any) -> dict[str, Any]:

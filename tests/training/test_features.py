@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,18 @@ ASKS: dict[str, dict[str, Any]] = {
     "loss parallel": {"loss": True},
     "offload": {"offload": True},
 }
-UPDATES = 3
+UPDATES = 2
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}  # it doesn't blow noise up
 TOLERANCE = {"bf16": 2e-3, "fp16": 2e-4, "muon": 1e-4}  # of the loss, where products round
+ALONE = {*TOLERANCE, "optimizer in backward"}  # the last doesn't go with accumulation
 OPTIMIZERS = 1e-5  # of the loss: most divide a gradient by its size, noise too
 
 
 def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
-    sections: dict[str, Any] = {**SGD, **ASKS[feature]} if feature in ASKS else {"optim": {"name": feature, "lr": 1e-3}}
+    """`feature`: by name; or an empty one, for nothing but the strategy."""
+    sections: dict[str, Any] = {**SGD, **ASKS.get(feature, {})}
+    if feature and feature not in ASKS:
+        sections = {"optim": {"name": feature, "lr": 1e-3}}
     parallel = _parallel(variant, ranks)
     if sections.pop("loss", False):
         parallel = {**parallel, "tensor_parallel": {**parallel.get("tensor_parallel", {}), "loss_parallel": True}}
@@ -81,9 +86,14 @@ def _ranks(variant: str) -> int:
 OPTIMIZED_AS = {
     "fsdp-grad-op": "fsdp",
     "fsdp-hybrid-grad-op": "fsdp-hybrid",
+    "zero0": "ddp",
     "zero2": "zero1",
     **{f"pipeline-{schedule}": "pipeline-1f1b" for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble", "zbv")},
     "tensor-sequence": "tensor",
+    "context": "ddp",
+    "context+fsdp": "fsdp",
+    "pipeline-1f1b+fsdp": "fsdp",
+    "tensor+fsdp": "tensor",
     "pipeline-1f1b+tensor": "tensor",
 }
 """Strategies that hand their optimizer the same parameters and gradients as another one does: only in what they do
@@ -109,25 +119,84 @@ def test_strategies_with_one_optimizer_go_with_the_same_rules() -> None:
         assert all(cell(variant, rule).standing == cell(other, rule).standing for rule in RULES), variant
 
 
+Config = dict[str, Any]
+
+
+def combined(variant: str, features: Sequence[str], ranks: int) -> Config | None:
+    """A run that asks for all of them; None: two of them ask for the same key, or one is judged by another measure."""
+    if len(features) == 1:
+        return asked(variant, features[0], ranks)
+    if any(name not in ASKS or name in ALONE for name in features):
+        return None
+    found = asked(variant, "", ranks)
+    for name in features:
+        for key, value in _leaves(asked(variant, name, ranks)).items():
+            if value == _leaves(asked(variant, "", ranks)).get(key):
+                continue
+            if _leaves(found).get(key) not in (value, _leaves(asked(variant, "", ranks)).get(key)):
+                return None
+            _put(found, key, value)
+    return found
+
+
+def _leaves(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {key: value for name, branch in tree.items() for key, value in _leaves(branch, (*path, name)).items()}
+
+
+def _put(tree: Any, path: tuple[str, ...], value: Any) -> None:
+    *branches, leaf = path
+    for name in branches:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = value
+
+
+def rounds(variant: str, features: Sequence[str]) -> list[list[str]]:
+    """As few runs as have room for all."""
+    found: list[list[str]] = []
+    for name in features:
+        fits = (one for one in found if combined(variant, [*one, name], _ranks(variant)) is not None)
+        one = next(fits, None)
+        if one is None:
+            found.append([name])
+        else:
+            one.append(name)
+    return found
+
+
 @cache
-def oracle(feature: str, layers: int) -> Trajectory:
-    single = asked("single", feature, 1)
+def oracle(features: tuple[str, ...], layers: int) -> Trajectory:
+    single = combined("single", features, 1)
+    assert single is not None
     return recorded({**single, "model": {**single["model"], "layers": layers}}, updates=UPDATES)
 
 
 @pytest.mark.parametrize(("variant", "features"), variants("cpu"), ids=[name for name, _ in variants("cpu")])
 def test_what_is_tested_is_the_single_process(variant: str, features: list[str]) -> None:
-    ranks = _ranks(variant)
-    runs = recorded_all([asked(variant, name, ranks) for name in features], ranks, updates=UPDATES)
-    for name, run in zip(features, runs, strict=True):
-        expected = oracle(name, _layers(variant))
-        if name in ASKS and name not in TOLERANCE:
-            assert differences(run, expected) == [], name
+    ranks, together = _ranks(variant), rounds(variant, features)
+    configs = [combined(variant, names, ranks) or {} for names in together]
+    for names, run in zip(together, recorded_all(configs, ranks, updates=UPDATES), strict=True):
+        expected, first = oracle(tuple(names), _layers(variant)), names[0]
+        if first in ASKS and first not in TOLERANCE:
+            assert differences(run, expected) == [], names
         else:
-            assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE.get(name, OPTIMIZERS)), name
+            assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE.get(first, OPTIMIZERS)), names
             for key, value in expected.weights.items():
                 off = np.sqrt(np.mean((run.weights[key] - value) ** 2))  # lion goes by signs, and some are noise's
-                assert off <= 0.1 * UPDATES * 1e-3, f"{name} {key}"
+                assert off <= 0.1 * UPDATES * 1e-3, f"{names} {key}"
+
+
+def test_features_share_runs_and_none_is_left_out() -> None:
+    features = dict(variants("cpu"))["fsdp"]
+    together = rounds("fsdp", features)
+    assert sorted(name for names in together for name in names) == sorted(features)
+    assert ["accumulation", "activation checkpointing", "chunked loss", "frozen parameters"] in together
+    for names in together:
+        found, plain = _leaves(combined("fsdp", names, 2)), _leaves(asked("fsdp", "", 2))
+        for name in names:
+            for key, value in _leaves(asked("fsdp", name, 2)).items():
+                assert found[key] == value or plain.get(key) == value, (name, key)
 
 
 @pytest.mark.parametrize("standing", ["refused", "untested"])

@@ -51,9 +51,9 @@ PRODUCTS: dict[str, dict[str, Any]] = {
 
 
 def test_on_two_ranks() -> None:
-    runs = recorded_all([text(tensor=2, **way) for way in WAYS.values()], 2)
+    runs = recorded_all([text(tensor=2, **way) for way in WAYS.values()], 2, updates=2)
     for name, run in zip(WAYS, runs, strict=True):
-        assert differences(run, oracle()) == [], name
+        assert differences(run, oracle(2)) == [], name
 
 
 def test_products_on_four_ranks() -> None:
@@ -117,8 +117,8 @@ def test_a_plan_of_a_users_own() -> None:
 
 @pytest.mark.parametrize("fault", ["a mean of means", "one swapped sample", "a clip norm of one rank"])
 def test_a_planted_fault_is_noticed(fault: str) -> None:
-    run = recorded(text(tensor=2), ranks=2, fault=fault)
-    assert differences(run, oracle()), f"{fault} went unnoticed"
+    run = recorded(text(tensor=2), ranks=2, updates=2, fault=fault)
+    assert differences(run, oracle(2)), f"{fault} went unnoticed"
 
 
 # --- what users do next -------------------------------------------------------------------------------------------

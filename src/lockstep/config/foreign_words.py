@@ -86,6 +86,14 @@ _RENAMED: dict[str, tuple[str, ...]] = {
         "pp_size",
         "pp",
     ),
+    "parallel.context": (
+        "context_parallel_size",
+        "context_parallel_degree",
+        "sequence_parallel_size",
+        "cp_size",
+        "cp",
+        "ulysses_sequence_parallel_size",
+    ),
     "parallel.tensor": (
         "tensor_parallel_size",
         "tensor_model_parallel_size",

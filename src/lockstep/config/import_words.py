@@ -100,7 +100,7 @@ _NOT_THERE: dict[str, tuple[str, ...]] = {
     "the optimizer has no further options of that kind; optim has all there are": (
         "optim_args", "optim_target_modules", "foreach", "amsgrad", "maximize", "dampening", "lr_decay",
     ),
-    "axes of context and experts are not there yet; others are `parallel.pipeline`, `tensor`, `shard` and `data`": (
+    "experts have no axis of their own yet; others are `parallel.pipeline`, `tensor`, `context`, `shard` and `data`": (
         "parallelism_config", "megatron_lm_config", "cp_size", "context_parallel_size", "sp_size",
         "sequence_parallel_size", "expert_parallel_size", "dp_shard_size", "dp_replicate_size",
     ),

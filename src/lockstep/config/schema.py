@@ -588,6 +588,8 @@ class Parallel(Section):
     """Parts that each replica is divided into; auto: all ranks, or of HYBRID_SHARD those of one machine."""
     pipeline: Positive | Auto = 1
     """Ranks, one behind the other, over which each replica's layers are spread; auto: what the others leave."""
+    context: Positive | Auto = 1
+    """Ranks over which the positions of each sequence are spread, by ring attention; auto: what the others leave."""
     tensor: Positive | Auto = 1
     """Ranks, next to each other, over which each matrix is spread; auto: what the others leave."""
     pipeline_parallel: PipelineParallel = PipelineParallel()

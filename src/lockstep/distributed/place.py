@@ -7,7 +7,7 @@
     rank 3 (1, 1)              1                      the same
 
 Ranks along `data` and `shard` have samples of their own; along the other axes they have the same ones, and only one of
-them speaks for these in a vote.
+them speaks for these in a vote. Along `context` each has its own positions of them, and losses of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from lockstep.distributed.collectives import Alone, Together
+from lockstep.distributed.ring import Ring
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +38,7 @@ class Place:
     pipeline: the ranks that hold the other stages of this replica.
     data: the ranks that hold the same as this one.
     tensor: the ranks that hold the other parts of each matrix.
+    ring: of those that have the other positions of the same samples; None: sequences are whole.
     with_share: process group of the ranks that hold the same piece of the model, divided or not; None: all ranks.
     device_mesh: of a model that is cut; None: it isn't.
     """
@@ -48,12 +50,18 @@ class Place:
     pipeline: Axis
     data: Axis
     tensor: Axis
+    ring: Ring | None = None
     with_share: dist.ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
 
     @property
     def tells_counts(self) -> bool:
         """Whether this rank speaks for its share's samples."""
+        return self.tells_sums and self.coordinates["context"] == 0
+
+    @property
+    def tells_sums(self) -> bool:
+        """Whether its sums of an evaluation count."""
         return self.coordinates["pipeline"] == 0 and self.coordinates["tensor"] == 0
 
     @property
@@ -70,8 +78,10 @@ class Place:
 def place_of(mesh: Mesh, world: World) -> Place:
     """All ranks together: groups are made."""
     coordinates = mesh.coordinates(world.rank)
+    share = coordinates["data"] * mesh.shard + coordinates["shard"]
     if mesh.pieces == 1:
-        return Place(mesh, coordinates, world.axis.rank, world.axis.size, Alone(), world.axis, Alone())
+        ring = _ring(mesh) if mesh.context > 1 else None
+        return Place(mesh, coordinates, share, mesh.shares, Alone(), world.axis, Alone(), ring)
     from torch.distributed.device_mesh import init_device_mesh  # takes 0.5 s to import
 
     axes = ("pipeline", "data", "shard", "tensor")
@@ -80,7 +90,7 @@ def place_of(mesh: Mesh, world: World) -> Place:
     return Place(
         mesh,
         coordinates,
-        share=coordinates["data"] * mesh.shard + coordinates["shard"],
+        share=share,
         shares=mesh.shares,
         pipeline=_axis(made, "pipeline"),
         data=_axis(made, "data"),
@@ -103,6 +113,17 @@ def pair_of_ends(place: Place, first: int, last: int) -> Axis:
         if dist.get_rank() in members:
             mine = group
     return Together(mine) if mine is not None else Alone()
+
+
+def _ring(mesh: Mesh) -> Ring:
+    """Of this rank. All ranks together: every group is made by all."""
+    mine = None
+    for ranks in mesh.groups("context"):
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            mine = group
+    assert mine is not None, "each rank is in one"
+    return Ring(mine)
 
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Autocast = Callable[[], AbstractContextManager[object]]
 
 
-def _see_nothing(batch: Batch) -> None:
-    """Nobody needs to know the targets before the forward."""
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 class Eager:
@@ -36,7 +36,7 @@ class Eager:
         autocast: makes the context of a forward.
         key_draws: called with (step, micro-batch) before each forward.
         unheard: makes the context in which filler is computed: what user code logs of it is no data.
-        show: called with each micro-batch before its forward.
+        prepare: called with each micro-batch before its forward; what it returns is computed.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Eager:
         autocast: Autocast,
         key_draws: Callable[[int, int], None],
         unheard: Unheard = nullcontext,
-        show: Callable[[Batch], None] = _see_nothing,
+        prepare: Callable[[Batch], Batch] = _as_it_is,
     ) -> None:
-        self._show = show
+        self._prepare = prepare
         self._sharding = sharding
         self._objective = objective
         self._autocast = autocast
@@ -68,7 +68,7 @@ class Eager:
         for index, micro_batch in enumerate(micro_batches):
             self._key_draws(step, index)
             with sharding.window(index == last), heard_or_not(micro_batch, self._unheard):
-                self._show(micro_batch)
+                micro_batch = self._prepare(micro_batch)
                 with self._autocast():
                     outputs = call(module, micro_batch.inputs)
                 loss = objective.loss_sum(outputs, micro_batch)
@@ -88,7 +88,7 @@ class Eager:
         return add_up(self._sharding.bare, micro_batches, self._sums, self._unheard)
 
     def _sums(self, batch: Batch) -> dict[str, Tensor]:
-        self._show(batch)
+        batch = self._prepare(batch)
         return sums_of_outputs(self._objective, self.outputs(batch.inputs), batch)
 
 

@@ -161,9 +161,10 @@ class LossInHead:
         self.metrics = objective.metrics
         cast("Any", head).forward = partial(self._forward, head, head.forward)
 
-    def show(self, batch: Batch) -> None:
-        """What the next forward is to be compared with."""
+    def show(self, batch: Batch) -> Batch:
+        """What the next forward is to be compared with; the batch stays as it is."""
         self._targets, self._sums = self._objective.targets_of(batch), None
+        return batch
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
         """Raises GiveUp: the model made something else of its logits than to return them."""

@@ -61,6 +61,10 @@ class NextToken:
         """Of each position that has logits; -100 for none."""
         return F.pad(batch.targets[:, 1:], (0, 1), value=IGNORED) if self._shift else batch.targets
 
+    def aligned(self) -> NextToken:
+        """The same, of batches whose targets are what `targets_of` makes of them."""
+        return NextToken(label_smoothing=self.label_smoothing, bytes_per_token=self._bytes_per_token)
+
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
         return cross_entropy_sum(*self._aligned(outputs, batch), self.label_smoothing)
 
@@ -95,6 +99,10 @@ class Targets:
         """Of each position that has logits; -100 for none."""
         targets: Tensor = batch.targets
         return targets
+
+    def aligned(self) -> Targets:
+        """Itself: they are at their own positions."""
+        return self
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
         return cross_entropy_sum(logits_of(outputs), batch.targets, self.label_smoothing)

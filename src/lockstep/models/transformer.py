@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from lockstep.config.schema import TransformerModel
 from lockstep.core.records import DataFacts
+from lockstep.distributed.sequences import current, positions
 from lockstep.models.initialization import Rule, constant, normal
 
 _SHORT = 512
@@ -78,7 +79,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] int64 -> logits [B, T, V]."""
-        rotation = rotary_angles(tokens.shape[1], self.head_width, self.rope_base, tokens.device)
+        rotation = rotary_angles(positions(tokens.shape[1], tokens.device), self.head_width, self.rope_base)
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             x = block(x, rotation)
@@ -146,13 +147,15 @@ def default_mlp_width(width: int) -> int:
     return math.ceil(8 * width / 3 / 32) * 32
 
 
-def rotary_angles(length: int, head_width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_angles(places: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, D], fp32, for `rotate`: position t turns pair i, (x[i], x[i + D/2]), by t * base^(-2i/D).
+
+    places: [T] int64, the positions.
 
     Computed in every forward (40 us) and kept nowhere: no buffer to put on a device, to shard, or to save.
     """
-    frequencies = base ** (torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / -head_width)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+    frequencies = base ** (torch.arange(0, head_width, 2, device=places.device, dtype=torch.float32) / -head_width)
+    angles = torch.outer(places.float(), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -169,7 +172,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     query [B, H, T, D]; key and value [B, K, T, D], K a divisor of H -> [B, H, T, D].
     """
-    if query.device.type == "cpu" and query.dtype is torch.bfloat16 and query.shape[2] <= _SHORT:
+    short = query.device.type == "cpu" and query.dtype is torch.bfloat16 and query.shape[2] <= _SHORT
+    if short and current() is None:
         return _short_attention(query, key, value)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lockstep.core.errors import ConfigError, Problem
@@ -50,6 +50,11 @@ class Mesh:
     def shares(self) -> int:
         """Of a global batch: ranks along the other axes have the same samples."""
         return self.data * self.shard
+
+    def with_context(self, *, divided: bool) -> Mesh:
+        """As state lies: ranks along `context` hold parts of it, if it is `divided`, otherwise replicas."""
+        data, shard = (1, self.context) if divided else (self.context, 1)
+        return replace(self, data=self.data * data, shard=self.shard * shard, context=1)
 
     @property
     def pieces(self) -> int:
@@ -140,8 +145,12 @@ def mesh_of(parallel: Parallel, strategy: str, ranks: int, machine_ranks: int | 
 
 
 def _cut_model(parallel: Parallel, strategy: str, ranks: int) -> dict[Axis, int]:
-    """The degrees by which the model itself is cut; those of one are left out."""
-    asked: dict[Axis, int | Literal["auto"]] = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
+    """The degrees by which the model itself or its sequences are cut; those of one are left out."""
+    asked: dict[Axis, int | Literal["auto"]] = {
+        "pipeline": parallel.pipeline,
+        "context": parallel.context,
+        "tensor": parallel.tensor,
+    }
     asked = {axis: degree for axis, degree in asked.items() if degree != 1}
     if asked and strategy not in ("ddp", "fsdp"):
         axis = next(iter(asked))

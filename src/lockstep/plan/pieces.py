@@ -1,4 +1,4 @@
-"""What doesn't go with a model that is itself cut over ranks, by stages or by matrices.
+"""What doesn't go with a model that is itself cut over ranks, by stages or by matrices, or whose sequences are.
 
 Options of DistributedDataParallel have no part in it: its gradients are summed over replicas by `sharding.replicas`.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def refuse_for_pieces(config: Config, strategy: str, mesh: Mesh) -> None:
     """Raises ConfigError: something was asked for that can't be done, or would be ignored; all at once."""
-    if mesh.pieces == 1:
+    if mesh.pieces == mesh.context == 1:
         return
     problems = [Problem("", key, message) for key, message in _problems(config, strategy, mesh).items()]
     if problems:
@@ -27,16 +27,20 @@ def refuse_for_pieces(config: Config, strategy: str, mesh: Mesh) -> None:
 def _problems(config: Config, strategy: str, mesh: Mesh) -> dict[str, str]:
     """By key."""
     parallel, found = config.parallel, {}
-    axis = "pipeline" if mesh.pipeline > 1 else "tensor"
+    axis = "pipeline" if mesh.pipeline > 1 else "tensor" if mesh.tensor > 1 else "context"
     where = f"with parallel.{axis} {getattr(mesh, axis)}"
+    if config.run.determinism == "invariant":
+        found["run.determinism"] = f"invariant needs every rank to compute the whole model; {where} take deterministic"
+    if mesh.context > 1 and mesh.pieces > 1:
+        found["parallel.context"] = f"{mesh.context}, but sequences can't be divided {where}; leave one of them out"
+    if mesh.pieces == 1:
+        return found
     for name, usual in DDP():
         value = getattr(parallel.ddp, name)
         if value != usual:
             found[f"parallel.ddp.{name}"] = (
                 f"{value} is for DDP's own reduction, which isn't used {where}; leave it out"
             )
-    if config.run.determinism == "invariant":
-        found["run.determinism"] = f"invariant needs every rank to compute the whole model; {where} take deterministic"
     if mesh.pipeline > 1:
         found |= _of_pipelines(parallel.pipeline_parallel, strategy)
     if mesh.tensor > 1 and isinstance(config.model, TransformerModel):

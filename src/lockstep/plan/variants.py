@@ -32,6 +32,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         for schedule in ("interleaved-1f1b", "zero-bubble", "zbv")  # of two stages a rank
     },
     "pipeline-1f1b+fsdp": {"strategy": "fsdp", "pipeline": 2, "pipeline_parallel": {"schedule": "1f1b"}},
+    "context": {"strategy": "ddp", "context": 2},
+    "context+fsdp": {"strategy": "fsdp", "context": 2},
     "tensor": {"strategy": "ddp", "tensor": 2, "tensor_parallel": {"sequence_parallel": False}},
     "tensor-sequence": {"strategy": "ddp", "tensor": 2, "tensor_parallel": {"sequence_parallel": True}},
     "tensor+fsdp": {"strategy": "fsdp", "tensor": 2, "tensor_parallel": {"sequence_parallel": False}},
@@ -45,7 +47,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys of the section `parallel` that make each; what else a user has said there stays as it is."""
 
-_CUTS = ("pipeline", "tensor")
+_CUTS = ("pipeline", "context", "tensor")
 _BY_SHARDING = {one["fsdp"]["sharding_strategy"]: name for name, one in VARIANTS.items() if name.startswith("fsdp")}
 
 
@@ -53,6 +55,8 @@ def variant_of(parallel: Parallel, strategy: str) -> str:
     """The name of what is asked, given the strategy that `auto` came to. A product is named after its factors, of which
     ddp goes without saying."""
     cuts = [f"pipeline-{parallel.pipeline_parallel.schedule}"] if parallel.pipeline != 1 else []
+    if parallel.context != 1:
+        cuts.append("context")
     if parallel.tensor != 1:
         cuts.append("tensor-sequence" if parallel.tensor_parallel.sequence_parallel else "tensor")
     state = _state_variant(parallel, strategy)
@@ -60,12 +64,12 @@ def variant_of(parallel: Parallel, strategy: str) -> str:
 
 
 def is_cut(variant: str) -> bool:
-    """Whether the model itself is, so that no rank computes all of it."""
+    """Whether the model itself is, or its sequences, so that no rank computes all of a sample."""
     return variant.startswith(_CUTS)
 
 
 def factors(variant: str) -> tuple[str, ...]:
-    """What it is a product of: how the model is cut, if it is, and, last, who holds the state."""
+    """What it is a product of: how the model or its sequences are cut, if they are, and, last, who holds the state."""
     names = tuple(variant.split("+"))
     return (*names, "ddp") if is_cut(names[-1]) else names
 

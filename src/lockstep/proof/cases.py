@@ -17,7 +17,7 @@ from lockstep.config.schema import Config, FSDPPrecision, Parallel, Schedule
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.features import check_features
-from lockstep.plan.mesh import Mesh, mesh_of
+from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.pieces import refuse_for_pieces
 from lockstep.plan.plan import resolve_strategy
 from lockstep.plan.variants import VARIANTS, is_cut, variant_of
@@ -182,7 +182,7 @@ def _left_out(strategy: str, ranks: int, gpus: int) -> str | None:
     if _is_hybrid(parallel) and ranks % 2:
         return "two replicas, each divided, take an even number of ranks"
     if is_cut(strategy) and ranks % 2:
-        return "a model cut in two takes an even number of ranks"
+        return "a model or sequences cut in two take an even number of ranks"
     if "+" in strategy and ranks % 4:
         return "a product of two takes a multiple of four ranks"
     return None
@@ -198,9 +198,7 @@ def _ranks(number: int) -> str:
 def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
     """The config with what would differ by design taken out, and what that was."""
     notes = []
-    degrees = [
-        axis for axis in ("data", "shard", "pipeline", "tensor") if getattr(config.parallel, axis) not in ("auto", 1)
-    ]
+    degrees = [axis for axis in AXES if getattr(config.parallel, axis) not in ("auto", 1)]
     if degrees:
         notes.append(f"parallel.{', '.join(degrees)}: not as asked; each strategy has degrees of its own here")
     changed: dict[str, Any] = {
@@ -248,7 +246,14 @@ def _under(config: Config, strategy: str, ranks: int) -> Config:
 
 
 def _parallel(asked: Parallel, strategy: str) -> Parallel:
-    values = {**asked.model_dump(exclude_unset=True), "data": "auto", "shard": "auto", "pipeline": 1, "tensor": 1}
+    values = {
+        **asked.model_dump(exclude_unset=True),
+        "data": "auto",
+        "shard": "auto",
+        "pipeline": 1,
+        "context": 1,
+        "tensor": 1,
+    }
     made = Parallel.model_validate(_laid_over(values, VARIANTS[strategy]))
     return made.model_copy(update={"data": 2}) if _is_hybrid(made) else made
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
     from lockstep.core.records import TrainingState
     from lockstep.distributed.place import Place
+    from lockstep.plan.mesh import Mesh
     from lockstep.sharding.pieces import Pieces
 
 OptimizerOf = Callable[[Iterable[tuple[str, nn.Parameter]]], "Optimizer"]
@@ -52,7 +53,7 @@ def shard(model: nn.Module, options: FSDP, place: Place, device: torch.device, b
     _refuse(model, options, device)
     names = units(model, options, blocks)
     arguments: dict[str, Any] = {
-        "mesh": _device_mesh(place, device),
+        "mesh": _device_mesh(place, options, device),
         "reshard_after_forward": options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
         "mp_policy": _precision(options.mixed_precision),
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
@@ -105,7 +106,7 @@ class ShardedByFSDP:
     ) -> None:
         self.bare = self.module = model
         self._root = cast("FSDPModule", model)
-        self._replicas = place.mesh.data
+        self._replicas = _mesh(place, options).data
         self._pieces = pieces
         self._squared_norm = squared_norm
         self._each_micro_batch = options.reduce_every == "micro-batch"
@@ -204,8 +205,12 @@ def _refuse(model: nn.Module, options: FSDP, device: torch.device) -> None:
             raise ConfigError(Problem("", "parallel.strategy", f"{message}; convert the model with .float()"))
 
 
-def _device_mesh(place: Place, device: torch.device) -> DeviceMesh:
-    mesh, cut = place.mesh, place.device_mesh
+def _mesh(place: Place, options: FSDP) -> Mesh:
+    return place.mesh.with_context(divided=options.sharding_strategy != "NO_SHARD")
+
+
+def _device_mesh(place: Place, options: FSDP, device: torch.device) -> DeviceMesh:
+    mesh, cut = _mesh(place, options), place.device_mesh
     if mesh.data == 1:
         return (
             cut["shard"] if cut is not None else init_device_mesh(device.type, (mesh.shard,), mesh_dim_names=("shard",))

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from lockstep.config.deepspeed import engine_config
+from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, RunFacts
 from lockstep.data.custom import adapt_dataset
-from lockstep.data.loader import TrainingLoader
+from lockstep.data.loader import TrainingLoader, evaluation_batches
 from lockstep.data.sources import open_source
 from lockstep.distributed.collectives import Alone
 from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
@@ -64,10 +65,13 @@ from lockstep.transforms.sync_batchnorm import SyncBatchNorm
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource, HuggingFaceModel
     from lockstep.core.protocols import Engine, Objective, Optimizer, Sharding, Source, Transform
+    from lockstep.core.records import Batch
     from lockstep.distributed.consensus import Consensus
     from lockstep.distributed.place import Place
     from lockstep.distributed.process_group import World
+    from lockstep.distributed.ring import Ring
     from lockstep.engine.cutting import Cut
+    from lockstep.engine.in_context import InContext
     from lockstep.models.blank import Blank
     from lockstep.plan.mesh import Mesh
     from lockstep.plan.plan import Plan
@@ -116,8 +120,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     divided = _tensor_plan(config, plan.mesh, model)
     if divided:
         _refuse_for_parts(config, given, objective)
-    if config.memory.loss_chunk is not None:
-        objective = in_head(objective, model, config.memory.loss_chunk)
+    computed = _computed(config, plan.mesh, model, objective)
     blocks = repeated_blocks(model)
     names = list(of_model(model)[0])
     coupled, flops = coupling(model), flops_per_token(model, source.facts)
@@ -129,13 +132,13 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     if config.run.determinism == "invariant":
         refuse_coupled(model, objective)
     parts = _Parts(
-        config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut, across
+        config, world, plan, model, _OptimizerOf(config, given), blank, notes, place, blocks, names, cut, across, source
     )
     sharding = _sharding(parts)
     plan = replace(plan, warnings=(*plan.warnings, *notes))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
-    engine, consensus = _engine_and_vote(config, place, parts, objective, sharding)
+    engine, consensus = _engine_and_vote(parts, objective, computed, sharding)
     loader = TrainingLoader(
         source,
         plan.batch,
@@ -216,7 +219,7 @@ def run_facts(
     return RunFacts(
         recipe=recipe,
         folder=folder,
-        strategy=plan.strategy if plan.mesh.pieces == 1 else strategy_of(plan),
+        strategy=plan.strategy if plan.mesh.shares == plan.mesh.ranks else strategy_of(plan),
         backend=world.backend,
         precision=precision,
         device=device_name,
@@ -415,10 +418,58 @@ def _cut(config: Config, mesh: Mesh, world: World, model: nn.Module, blocks: Seq
     return Cut(model, blocks_in_line(model, blocks), asked, world.device)
 
 
+def _computed(config: Config, mesh: Mesh, model: nn.Module, objective: Objective) -> Objective:
+    """The objective as a rank computes it: of its own positions, in the model's head."""
+    if mesh.context > 1:
+        if not isinstance(objective, NextToken | Targets) or not objective.language or _has_two_sequences(model):
+            kind = "two sequences" if _has_two_sequences(model) else "an objective that isn't of tokens"
+            why = f"{mesh.context} divides a sequence of tokens that all have targets, and here is {kind}; leave it out"
+            raise ConfigError(Problem("", "parallel.context", why))
+        objective = objective.aligned()
+    if config.memory.loss_chunk is not None:
+        objective = in_head(objective, model, config.memory.loss_chunk)
+    return objective
+
+
+def _has_two_sequences(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _in_context(parts: _Parts, ring: Ring, objective: Objective, computed: Objective, sharding: Sharding) -> InContext:
+    assert isinstance(objective, NextToken | Targets), "others were refused"
+    world, config = parts.world, parts.config
+    if world.device.type == "cuda" and not config.run.allow_untested:
+        why = f"{ring.size} was never tested on GPUs; --allow-untested tries it"
+        raise ConfigError(Problem("", "parallel.context", why))
+    from lockstep.engine.in_context import Divider, InContext
+
+    divider = Divider(sharding.bare, ring, objective.targets_of)
+    prepare = divider if not isinstance(computed, LossInHead) else _after(divider, computed.show)
+    eager = Eager(
+        sharding,
+        computed,
+        autocast_context(resolve_compute(config.precision.compute, world.device), world.device),
+        KeyedDraws(config.run.seed, parts.place.share, world.device, parts.place.coordinates["context"]).set,
+        _unheard,
+        prepare,
+    )
+    engine = InContext(eager, divider)
+    engine.rehearse(next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device)), world.axis)
+    return engine
+
+
+def _after(first: Callable[[Batch], Batch], then: Callable[[Batch], Batch]) -> Callable[[Batch], Batch]:
+    return lambda batch: then(first(batch))
+
+
 def _engine_and_vote(
-    config: Config, place: Place, parts: _Parts, objective: Objective, sharding: Sharding
+    parts: _Parts, told: Objective, objective: Objective, sharding: Sharding
 ) -> tuple[Engine, Consensus]:
-    world, cut = parts.world, parts.cut
+    """Args:
+    told: what people asked for.
+    objective: as it is computed.
+    """
+    config, place, world, cut = parts.config, parts.place, parts.world, parts.cut
     autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
     consensus = consensus_over(world.axis, world.device)
     if cut is not None:
@@ -437,12 +488,14 @@ def _engine_and_vote(
             device=world.device,
         )
         return engine, consensus
-    show: Any = {"show": objective.show} if isinstance(objective, LossInHead) else {}
+    if place.ring is not None:
+        return _in_context(parts, place.ring, told, objective, sharding), consensus
+    prepare: Any = {"prepare": objective.show} if isinstance(objective, LossInHead) else {}
     if not isinstance(sharding, Invariant):
         part = place.coordinates["tensor"] if config.parallel.tensor_parallel.sequence_parallel else 0
         draws = KeyedDraws(config.run.seed, place.share, world.device, part)
-        return Eager(sharding, objective, autocast, draws.set, _unheard, **show), consensus
-    eager = partial(Eager, sharding, objective, autocast, unheard=_unheard, **show)
+        return Eager(sharding, objective, autocast, draws.set, _unheard, **prepare), consensus
+    eager = partial(Eager, sharding, objective, autocast, unheard=_unheard, **prepare)
     draws = KeyedDraws(config.run.seed, 0, world.device)
     engine = Numbered(eager, draws.set, partial(parts.plan.batch.share, rank=place.share), sharding.begin)
     return engine, WithOrderedLoss(consensus, sharding.loss_sum)
@@ -469,6 +522,7 @@ class _Parts:
         names: of the tensors of the whole model, in order.
         cut: this rank's stages; None: it has the whole model.
         across: with whom it shares each matrix; None: with nobody.
+        source: of the training samples.
     """
 
     config: Config
@@ -483,6 +537,7 @@ class _Parts:
     names: Sequence[str]
     cut: Cut | None
     across: Across | None
+    source: Source
 
     def make_pieces(self) -> Pieces:
         """Who holds what of the model. All ranks together, once: a group may be made."""

@@ -131,7 +131,7 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
 def _for_whole_weights(config: Config) -> Config:
     """The weights that a run left are whole; DeepSpeed divides a model together with its optimizer alone."""
     strategy = "auto" if config.parallel.strategy == "deepspeed" else config.parallel.strategy
-    degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "tensor": 1}
+    degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
     parallel = config.parallel.model_copy(update={"strategy": strategy, **degrees})
     return config.model_copy(update={"parallel": parallel})
 

@@ -37,7 +37,7 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
         mine = rooms.engine.evaluate(batches)
     names = sorted(mine)
     told = torch.stack([mine[key].to(rooms.world.device) for key in names])
-    total = rooms.world.axis.sum(told if rooms.place.tells_counts else torch.zeros_like(told)).tolist()
+    total = rooms.world.axis.sum(told if rooms.place.tells_sums else torch.zeros_like(told)).tolist()
     sums = dict(zip(names, total, strict=True))
     loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
     metrics = rooms.objective.metrics(loss_sum, max(count, 1.0), sums)

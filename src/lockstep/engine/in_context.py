@@ -1,0 +1,219 @@
+"""Micro-batches whose sequences are divided over ranks: each computes its own positions, and its part of the loss.
+
+    the same micro-batch on all ranks  -->  own positions of inputs and targets  -->  forward, ring attention  --+
+                                                                                                                 |
+    gradient of this rank's part of the loss, added to the others' as any data rank's  <--  sum of own losses  <-+
+
+Targets are put where their logits are before anything is divided: a model that is compared with the next token needs
+that of its neighbour's first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.records import Batch
+from lockstep.distributed.sequences import Division, current, filled, places_of
+from lockstep.engine.eager import Eager, call
+from lockstep.engine.ring_attention import RingInModel, takes_positions, whole_sequences
+
+if TYPE_CHECKING:
+    from lockstep.core.protocols import Axis
+    from lockstep.core.records import GlobalBatch, Inputs
+    from lockstep.distributed.ring import Ring
+
+_KEY = "parallel.context"
+_NO_TARGET = -100
+_REHEARSED = 16  # positions for each rank
+_APART = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative
+
+
+class Divider:
+    """Gives a rank its part of each micro-batch.
+
+    Args:
+        model: without what wraps it.
+        ring: the ranks that have the same samples.
+        targets_of: of each position that has logits; -100 for none.
+    """
+
+    def __init__(self, model: nn.Module, ring: Ring, targets_of: Callable[[Batch], Tensor]) -> None:
+        self.model = model
+        self.attention = RingInModel(model)
+        self._ring = ring
+        self.ranks = ring.size
+        self._targets_of = targets_of
+        self._tells_positions = takes_positions(model)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """This rank's part; its division is the current one from then on.
+
+        Raises:
+            GiveUp: something in the batch isn't laid out by positions.
+        """
+        targets = self._targets_of(batch)
+        if targets.dim() != 2:
+            raise GiveUp(
+                f"{_KEY} divides sequences, and the targets of a batch are {list(targets.shape)}, not a row of "
+                "positions for each sample"
+            )
+        length, ranks = targets.shape[1], self._ring.size
+        places = places_of(self._ring.rank, ranks, length).to(targets.device)
+        inputs, mask = _without_mask(batch.inputs, length)
+        division = Division(self._ring, length, places.clamp(max=length - 1), self._real(mask, targets))
+        self.attention.enter(division)
+        given = self._divided(inputs, length, division.positions)
+        if self._tells_positions and isinstance(given, dict) and "position_ids" not in given:
+            given["position_ids"] = division.positions.expand(len(targets), -1)
+        own = targets[:, division.positions].masked_fill(places >= length, _NO_TARGET)
+        return replace(batch, inputs=given, targets=own)
+
+    def first_positions(self, batch: Batch, most: int) -> Batch:
+        """The same samples, cut off."""
+        length = self._targets_of(batch).shape[1]
+        cut = lambda value: value[:, :most] if is_by_position(value, length) else value  # noqa: E731
+        return replace(batch, inputs=tree_map(cut, batch.inputs), targets=tree_map(cut, batch.targets))
+
+    def _real(self, mask: Tensor | None, targets: Tensor) -> Tensor | None:
+        """Filler at the end is out of sight of causal attention, and of any other by this."""
+        length = targets.shape[1]
+        more = filled(length, self._ring.size) - length
+        if mask is None and not more:
+            return None
+        real = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
+        return None if not more and bool(real.all()) else F.pad(real, (0, more))
+
+    def _divided(self, inputs: Inputs, length: int, positions: Tensor) -> Inputs:
+        def part(name: object, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if not is_by_position(value, length):
+                raise GiveUp(
+                    f"{_KEY} divides sequences of {length} positions, and the input {name} of a batch is "
+                    f"{list(value.shape)}: it isn't laid out as [samples, positions, ...]"
+                )
+            return value[:, positions]
+
+        if isinstance(inputs, tuple):
+            return tuple(part(number, value) for number, value in enumerate(inputs))
+        return {name: part(name, value) for name, value in inputs.items()}
+
+
+def is_by_position(value: object, length: int) -> bool:
+    """Whether it is a tensor [samples, positions, ...]."""
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length
+
+
+@contextmanager
+def _outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """By name, in the order in which they are done; of a module that is called more than once, the last."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, inputs: object, outputs: object) -> None:
+        first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+        if isinstance(first, Tensor) and first.is_floating_point():
+            found.pop(name, None)
+            found[name] = first.detach()
+
+    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], positions: Tensor) -> str | None:
+    """The module whose outputs are the first not to be the same; None: they all are, as far as the roughest of their
+    dtypes can tell."""
+    rough = max((_APART[part.dtype] for part in divided.values()), default=0.0)
+    for name, part in divided.items():
+        there = whole.get(name)
+        axis = None if there is None else _axis_of_positions(there, part, len(positions))
+        if there is None or axis is None:
+            continue
+        there = there.index_select(axis, positions).float()
+        if (part.float() - there).norm() > rough * there.norm():
+            return name or "the model itself"
+    return None
+
+
+def _axis_of_positions(whole: Tensor, part: Tensor, own: int) -> int | None:
+    """Along which a part has `own` of the whole's; [samples, positions, ...] or [positions, ...]."""
+    if whole.dim() != part.dim():
+        return None
+    differ = [axis for axis in range(part.dim()) if whole.shape[axis] != part.shape[axis]]
+    return differ[0] if len(differ) == 1 and part.shape[differ[0]] == own else None
+
+
+def _without_mask(inputs: Inputs, length: int) -> tuple[Inputs, Tensor | None]:
+    """The mask of real tokens, [B, T], is for attention, which asks the division."""
+    mask = None if isinstance(inputs, tuple) else inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != length:
+        return inputs, None
+    assert not isinstance(inputs, tuple)
+    return {name: value for name, value in inputs.items() if name != "attention_mask"}, mask
+
+
+class InContext:
+    """Args:
+    engine: whose micro-batches `divider` prepares.
+    """
+
+    def __init__(self, engine: Eager, divider: Divider) -> None:
+        self._engine = engine
+        self._divider = divider
+        self._attention = divider.attention
+        self.outputs: Callable[[Inputs], object] = engine.outputs  # of whole sequences, on each rank
+
+    def rehearse(self, batch: Batch, axis: Axis) -> None:
+        """The model's forward on divided sequences beside that on whole ones, module by module, without autocast. All
+        ranks together.
+
+        Args:
+            batch: of a few samples, of whose sequences the first positions are taken.
+            axis: all ranks, which agree on what they found.
+
+        Raises:
+            ConfigError: a module makes something else of a position when it doesn't see those around it.
+        """
+        batch = self._divider.first_positions(batch, _REHEARSED * self._divider.ranks)
+        model, training = self._divider.model, self._divider.model.training
+        model.eval()
+        try:
+            with torch.no_grad(), _outputs_of_modules(model) as whole:
+                call(model, batch.inputs)
+            with torch.no_grad(), whole_sequences(self._attention), _outputs_of_modules(model) as divided:
+                part = self._divider(batch)
+                division = current()
+                assert division is not None
+                call(model, part.inputs)
+        finally:
+            model.train(training)
+        told = [one for one in axis.gather(_first_apart(whole, divided, division.positions)) if one is not None]
+        if told:
+            why = (
+                f"{told[0]} makes something else of a position in a divided sequence than in a whole one. Layers see "
+                "this rank's positions alone, but for attention by F.scaled_dot_product_attention or of the "
+                "transformers library; where they are is told by lockstep.positions(), in place of torch.arange(), "
+                "or a forward's `position_ids`. Leave parallel.context out, or change the model"
+            )
+            raise ConfigError(Problem("", _KEY, why))
+
+    def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
+        with whole_sequences(self._attention):
+            self._engine.accumulate(batch, seed_scale, announce)
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
+        with whole_sequences(self._attention):
+            return self._engine.evaluate(micro_batches)
