@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from lockstep.config import schema, shape
 from lockstep.config.loading import load
@@ -97,7 +97,11 @@ def test_a_written_config_loads_equal(data: st.DataObject) -> None:
     asked["run"]["steps"] = 10
     if asked["model"]["kind"] == "huggingface":
         asked["model"]["pretrained"] = "x"
-    config = schema.Config.model_validate_json(_json(asked))
+    try:
+        config = schema.Config.model_validate_json(_json(asked))
+    except ValidationError as error:
+        assert all(not one["loc"] for one in error.errors()), error
+        reject()  # two sections that don't go together
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.yaml")
         path.write_text(to_yaml(config), encoding="utf-8")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lockstep.config import shape, suggestions
-from lockstep.config.foreign_words import Context, absent_value, translate
+from lockstep.config.foreign_words import Context, absent_value, instead, translate
 from lockstep.config.merging import inside
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves
 from lockstep.config.shape import Shape
@@ -84,7 +84,8 @@ def _refused(path: Path, node: Node, at: Shape, context: Context) -> str:
         near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
         return f"{shown(node)} is not a kind of {_thing(path)}{near or '; one of ' + ', '.join(at.kinds)}"
     answer = translate(path[-1], node, context) if at.sections() else absent_value(path[-1], node)
-    return answer or f"{shown(node)} is not {expectation(at)}{_hint(node, at)}"
+    hint = instead(".".join(path), node) or _hint(node, at)
+    return answer or f"{shown(node)} is not {expectation(at)}{hint}"
 
 
 def _hint(node: Node, at: Shape) -> str:

@@ -11,6 +11,7 @@ from transformers' TrainingArguments and model configs, Accelerate, Lightning, D
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -65,17 +66,10 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "model.tie_embeddings": ("tie_word_embeddings", "tie_weights"),
     "model.rope_base": ("rope_theta",),
     "model.compile": ("torch_compile",),
-    "parallel.fsdp.sharding_strategy": ("fsdp_sharding_strategy",),
     "parallel.fsdp.backward_prefetch": ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"),
     "parallel.fsdp.forward_prefetch": ("fsdp_forward_prefetch",),
     "parallel.fsdp.cpu_offload": ("fsdp_offload_params", "offload_params"),
     "parallel.fsdp.min_num_params": ("fsdp_min_num_params",),
-    "parallel.fsdp.wrap": (
-        "fsdp_transformer_layer_cls_to_wrap",
-        "transformer_layer_cls_to_wrap",
-        "transformer_layer_cls",
-        "module_classes_to_wrap",
-    ),
     "parallel.deepspeed.zero_stage": ("zero_stage",),
     "parallel.deepspeed.offload_optimizer": ("offload_optimizer_device",),
     "parallel.deepspeed.offload_param": ("offload_param_device",),
@@ -325,7 +319,19 @@ def _strategy(value: object, context: Context) -> Meaning:
         return {"parallel.strategy": "deepspeed", **beside}
     if said in ("dp", "auto", "single", "single_device"):
         return {"parallel.strategy": said.removesuffix("_device")}
-    return f"{value} is not there yet; `parallel.strategy` is auto, single, dp, ddp, fsdp or deepspeed"
+    if said in ("cpu", "gpu", "cuda"):
+        return {"launch.device": "cpu" if said == "cpu" else "cuda"}
+    return strategy_hint(said) or f"{value} is not a strategy; they are auto, single, dp, ddp, fsdp and deepspeed"
+
+
+def strategy_hint(said: str) -> str | None:
+    """What to write for a way of dividing work that is a key of its own here; None: nothing is known of that name."""
+    for word, key in (("pipeline", "pipeline"), ("tensor", "tensor"), ("context", "context"), ("ring", "context")):
+        if said.startswith(word):
+            return f"write `parallel.{key}: 2`, for two ranks, beside `parallel.strategy: ddp` or fsdp"
+    if stage := re.fullmatch(r"(?:deepspeed_?)?zero_?(?:stage_?)?([0-3])", said):
+        return f"write `parallel.strategy: deepspeed` and `parallel.deepspeed.zero_stage: {stage[1]}`"
+    return None
 
 
 def _recomputing(value: object, context: Context) -> Meaning:
@@ -344,8 +350,31 @@ def _wrap_policy(value: object, context: Context) -> Meaning:
     return "Lockstep's word is parallel.fsdp.wrap: blocks, size, root, or a list of module classes"
 
 
+_SHARDING = {
+    "1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "_HYBRID_SHARD_ZERO2",
+}  # fmt: skip
+"""The numbers that torch gives them."""
+
+
+def _wrapped(value: object, context: Context) -> Meaning:
+    names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
+    return {"parallel.fsdp.wrap": names}
+
+
+def instead(key: str, node: Node) -> str | None:
+    """What to write for a value that means something else here, as the end of a sentence."""
+    if not isinstance(node, Leaf) or not isinstance(node.value, str):
+        return None
+    if key == "parallel.strategy" and (hint := strategy_hint(node.value.lower())):
+        return f"; {hint}"
+    if key == "parallel.fsdp.wrap" and node.value[:1].isupper():
+        return f"; classes are a list: write [{node.value}]"
+    return None
+
+
 def _reshard(value: object, context: Context) -> Meaning:
-    strategy = {"FALSE": "SHARD_GRAD_OP", "TRUE": "FULL_SHARD"}.get(str(value).upper(), str(value))
+    said = str(value).upper()
+    strategy = {"FALSE": "SHARD_GRAD_OP", "TRUE": "FULL_SHARD"}.get(said) or _SHARDING.get(said, str(value))
     return {"parallel.fsdp.sharding_strategy": strategy}
 
 
@@ -400,7 +429,16 @@ _COMPUTED: dict[str, Answer] = {
     **dict.fromkeys(("strategy", "distributed_type", "accelerator", "parallel"), _strategy),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _eval_strategy),
     **dict.fromkeys(("auto_wrap_policy", "fsdp_auto_wrap_policy"), _wrap_policy),
-    **dict.fromkeys(("reshard_after_forward", "fsdp_reshard_after_forward"), _reshard),
+    **dict.fromkeys(
+        (
+            "fsdp_transformer_layer_cls_to_wrap",
+            "transformer_layer_cls_to_wrap",
+            "transformer_layer_cls",
+            "module_classes_to_wrap",
+        ),
+        _wrapped,
+    ),
+    **dict.fromkeys(("reshard_after_forward", "fsdp_reshard_after_forward", "fsdp_sharding_strategy"), _reshard),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), _recomputing),
     **dict.fromkeys(("fsdp_activation_checkpointing", "use_activation_checkpointing"), _recomputing),
     **dict.fromkeys(("enable_gradient_checkpointing", "use_gradient_checkpointing"), _recomputing),

@@ -263,7 +263,7 @@ def introduction(facts: RunFacts) -> list[str]:
         _row("device", facts.device),
         _row("precision", facts.precision),
         _row("parameters", _parameters(facts)),
-        _row("batch", str(batch)),
+        _row("batch", batch.among(facts.ranks)),
         _row("steps", _length(facts)),
         _row("folder", _near(facts.folder)),
         *(_row("note", note) for note in facts.notes),

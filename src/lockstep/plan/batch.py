@@ -64,10 +64,14 @@ class BatchPlan:
         """Which of an update's micro-batches are those of `rank`, if they are `fixed`."""
         return share_of(_ceil(samples, self.micro_size), rank, self.ranks)
 
-    def __str__(self) -> str:
-        sign = "=" if self.even else "<"
+    def among(self, ranks: int) -> str:
+        """The product in words; of what is cut, several of the run's `ranks` have one share."""
+        sign, last = "=" if self.even else "<", "ranks" if ranks == self.ranks else "shares"
         product = f"{self.micro_size} x {self.accumulation} x {self.ranks}"
-        return f"{self.global_size} {sign} {product} (micro-batch x accumulation x ranks)"
+        return f"{self.global_size} {sign} {product} (micro-batch x accumulation x {last})"
+
+    def __str__(self) -> str:
+        return self.among(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,7 @@ def describe(plan: Plan) -> str:
     lines = [
         ("strategy", f"{strategy_of(plan)} on {_count(plan.ranks, 'rank')}"),
         *((("", told),) if (told := because(plan)) else ()),
-        ("global batch", f"{plan.batch} samples per update"),
+        ("global batch", f"{plan.batch.among(plan.ranks)} samples per update"),
         ("steps", _steps(plan)),
         ("samples", _or_unknown(plan.samples)),
         ("tokens", _or_unknown(plan.tokens)),
