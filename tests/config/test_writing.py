@@ -100,7 +100,8 @@ def test_a_written_config_loads_equal(data: st.DataObject) -> None:
     try:
         config = schema.Config.model_validate_json(_json(asked))
     except ValidationError as error:
-        assert all(not one["loc"] for one in error.errors()), error
+        if any(one["loc"] for one in error.errors()):
+            raise
         reject()  # two sections that don't go together
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.yaml")

@@ -15,7 +15,7 @@ from lockstep.distributed.process_group import joined
 from lockstep.proof.cases import plan_proof
 from lockstep.proof.conducting import Orders, attempt, refer
 from lockstep.proof.rows import Row
-from lockstep.training.assemble import Given
+from lockstep.training.given import Given
 
 
 def proved(config: dict[str, Any], **how: Any) -> list[Row]:

@@ -25,7 +25,7 @@ from lockstep.config.schema import CustomModel
 from lockstep.core.errors import ConfigError
 from lockstep.models.starting_weights import start_weights
 from lockstep.models.weight_files import read_weights
-from lockstep.training.assemble import run_facts
+from lockstep.training.introduction import run_facts
 
 
 class Tied(nn.Module):

@@ -11,7 +11,7 @@ from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.training.assemble import run_facts
+from lockstep.training.introduction import run_facts
 
 
 def ddp(micro_size: int | str = "auto", model: str = "Net", **options: Any) -> dict[str, Any]:

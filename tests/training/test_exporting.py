@@ -22,9 +22,10 @@ from lockstep.config.loading import validate
 from lockstep.config.writing import to_yaml
 from lockstep.core.arguments import ExportArguments
 from lockstep.core.errors import ConfigError, GiveUp
-from lockstep.training.assemble import Given, make_model, open_sources
+from lockstep.training.assemble import make_model, open_sources
 from lockstep.training.command import run_config
 from lockstep.training.exporting import export
+from lockstep.training.given import Given
 from lockstep.training.importing_weights import import_weights
 from lockstep.training.publishing import whole_file, whole_folder
 from lockstep.training.weights import load_weights, save_weights, tensors_of, to_rebuild

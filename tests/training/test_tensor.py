@@ -89,12 +89,18 @@ DECODERS = {
     "qwen3": {"head_dim": 10, "tie_word_embeddings": True},
     "olmo2": {},
     "phi3": {"pad_token_id": 0},
-}
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+}  # fmt: skip
 
 
-def decoder(name: str, **parallel: Any) -> dict[str, Any]:
+def decoder(name: str, of: dict[str, Any] | None = None, **parallel: Any) -> dict[str, Any]:
+    """`of`: what its config has otherwise."""
     asked = {**text(), **family("llama"), "parallel": {"strategy": "ddp", **parallel}}
-    architecture = {**asked["model"]["architecture"], **_HEADS, "model_type": name, **DECODERS[name]}
+    architecture = {**asked["model"]["architecture"], **_HEADS, "model_type": name, **DECODERS[name], **(of or {})}
     return {**asked, "model": {**asked["model"], "architecture": architecture}}
 
 
@@ -104,6 +110,13 @@ def test_plans_of_the_transformers_library() -> None:
     divided = [decoder(name, tensor=2, tensor_parallel=LOSS) for name in DECODERS]
     for name, run, alone in zip(DECODERS, recorded_all(divided, 2, updates=2), expected, strict=True):
         assert differences(run, alone) == [], name
+
+
+def test_divided_experts_in_products() -> None:
+    expected = recorded(decoder("mixtral", strategy="single"), updates=1)
+    products = [decoder("mixtral", tensor=2, **product) for product in ({"strategy": "fsdp"}, {"pipeline": 2})]
+    for run in recorded_all(products, 4, updates=1):
+        assert differences(run, expected) == []
 
 
 def own(plan: dict[str, str] | str, **sections: Any) -> dict[str, Any]:
@@ -178,6 +191,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads that don't divide": (
         {**text(), **family("llama"), "parallel": {"strategy": "ddp", "tensor": 2}},
         "2 doesn't divide the 1 key-value heads; take 1",
+    ),
+    "experts that don't divide": (
+        decoder("mixtral", {"num_local_experts": 3}, tensor=2),
+        "2 doesn't divide the 3 experts; take 1 or 3",
     ),
     "our heads": (text(tensor=2, model={"heads": 4, "kv_heads": 1}), "2 doesn't divide the 1 key-value heads; take 1"),
     "a mesh that doesn't multiply out": (text(tensor=3), "start 3 ranks"),

@@ -254,11 +254,11 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 def test_what_a_block_logs_is_heard_once() -> None:
     from lockstep.monitor.journal import Journal, recording
-    from lockstep.training.assemble import _unheard
+    from lockstep.training.engines import unheard
 
     model = Stack()
     options = ActivationCheckpointing(mode="full")
-    transform(model, [RecomputeBlocks(options, repeated_blocks(model), _unheard)], CPU)
+    transform(model, [RecomputeBlocks(options, repeated_blocks(model), unheard)], CPU)
     with recording(Journal()) as journal:
         gradients(model)
         assert journal.drain().means["seen"] == (3.0, 3.0)

@@ -4,7 +4,7 @@
     what data    GlobalBatch  how a batch becomes            where state    of an        who looks on,
     there is     + cursor     a gradient                     lives          update       and may ask
 
-A room implements sockets; only `training/assemble` knows which rooms there are.
+A room implements sockets; only `training/assemble`, with `shardings` and `engines`, knows which there are.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
-from lockstep.training.assemble import Given
 from lockstep.training.command import refuse_given
+from lockstep.training.given import Given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import Loaded

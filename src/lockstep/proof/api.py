@@ -16,7 +16,7 @@ from lockstep.proof.cases import Precise, Proof, chosen, plan_proof
 from lockstep.proof.conducting import Outcome, Show, conduct
 from lockstep.proof.rows import Row
 from lockstep.training.api import ConfigLike, resolved
-from lockstep.training.assemble import Given
+from lockstep.training.given import Given
 
 if TYPE_CHECKING:
     import torch

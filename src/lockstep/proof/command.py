@@ -13,8 +13,8 @@ from lockstep.proof.api import prove
 from lockstep.proof.html import Told, compose
 from lockstep.proof.rows import Row, head, line, story
 from lockstep.proof.tolerances import TOLERANCES
-from lockstep.training.assemble import Given
 from lockstep.training.command import refuse_given
+from lockstep.training.given import Given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import Loaded

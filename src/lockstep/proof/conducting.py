@@ -34,7 +34,7 @@ from lockstep.proof.tolerances import TOLERANCES
 if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
     from lockstep.proof.trial import Tamper
-    from lockstep.training.assemble import Given
+    from lockstep.training.given import Given
 
 Show = Callable[[Row], None]
 _PATIENCE_S = 30.0

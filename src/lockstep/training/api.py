@@ -21,8 +21,8 @@ from lockstep.config.schema import Config, ModelSection
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.core.ranks import names_a_rank
 from lockstep.distributed.everyone import print_once
-from lockstep.training.assemble import Given
 from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.given import Given
 from lockstep.training.job import Finished, Job, opened, run_job
 from lockstep.training.session import Session
 

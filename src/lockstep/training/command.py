@@ -19,8 +19,9 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import RunFolder, is_finished, read_summary
-from lockstep.training.assemble import Given, make_model, open_sources
+from lockstep.training.assemble import make_model, open_sources
 from lockstep.training.checkpoints import Resume, storage_of
+from lockstep.training.given import Given
 from lockstep.training.job import Job, opened, run_job
 from lockstep.training.places import Place, choose, find
 from lockstep.training.weights import load_weights, to_rebuild

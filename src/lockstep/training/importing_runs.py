@@ -23,8 +23,8 @@ from lockstep.models.weight_files import Weights
 from lockstep.models.zero_files import ZeroCheckpoint, read_zero
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import RunFolder, is_run
-from lockstep.training.assemble import Given
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
+from lockstep.training.given import Given
 from lockstep.training.job import opened
 
 if TYPE_CHECKING:

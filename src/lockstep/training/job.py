@@ -31,8 +31,10 @@ from lockstep.monitor.report import write_report
 from lockstep.monitor.summary import summarize
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.watchers import Watcher
-from lockstep.training.assemble import Given, assemble, run_facts
+from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
+from lockstep.training.given import Given
+from lockstep.training.introduction import run_facts
 from lockstep.training.run import Results, Unsaved, run
 from lockstep.training.session import Session
 from lockstep.training.text import codec_of, sample

@@ -29,6 +29,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lockstep.transforms.tensor_experts import divide_experts
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -63,6 +65,9 @@ def spread(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> Sprea
     for name, style in plan.items():
         module = modules.get(name)
         if module is None or not any(True for _ in module.parameters()):
+            continue
+        if style == "experts":
+            divide_experts(module, mesh)
             continue
         if style == "sum_gradient":
             partial |= {f"{name}.{own}" for own, _ in module.named_parameters()}

@@ -20,6 +20,7 @@ from lockstep.config.closeness import close
 from lockstep.config.schema import TensorParallel
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.pieces import nearest_divisors
+from lockstep.transforms.tensor_experts import number_of_experts
 
 KEY = "parallel.tensor_parallel"
 STYLES: Mapping[str, str] = {
@@ -32,6 +33,7 @@ STYLES: Mapping[str, str] = {
     "shared_input": "nothing of its own: what the colwise modules inside take is prepared once for all of them",
     "sequence": "whole weights, such as a norm's, on each rank's own positions",
     "gather_sequence": "nothing of its own: its first input is put together from all ranks' positions",
+    "experts": "whole experts of a module that has all of them in tensors [experts, ...]; outcomes are summed",
     "sum_gradient": "whole weights that each rank uses for its own heads; their gradients are summed",
 }
 """The words of a plan, and what is divided by each."""
@@ -40,6 +42,7 @@ _SAME_AS = {
     "rowwise_rep": "rowwise_split_input",
     "embedding_rowwise": "rowwise",
     "replicated_with_grad_allreduce": "sum_gradient",
+    "moe_tp_experts": "experts",
 }
 """What transformers calls them, where it has another word."""
 
@@ -105,6 +108,8 @@ def _huggingface(model: nn.Module, options: TensorParallel) -> dict[str, str]:
     prefix = next((f"{name}." for name, child in model.named_modules() if child is inner and name), "")
     found = {f"{prefix}{name}": style for name, style in carried.items()}
     found |= dict(getattr(type(model), "_tp_plan", None) or {})
+    of_experts = tuple(f"{name}." for name, style in found.items() if style == "moe_tp_experts")
+    found = {name: style for name, style in found.items() if not name.startswith(of_experts)}  # they go whole
     strange = {style for style in found.values() if _SAME_AS.get(style, style) not in STYLES}
     if strange:
         where = next(name for name, style in found.items() if style in strange)
@@ -113,7 +118,10 @@ def _huggingface(model: nn.Module, options: TensorParallel) -> dict[str, str]:
             f"isn't there yet; take fsdp, or write a plan of {', '.join(STYLES)}"
         )
         raise ConfigError(Problem("", f"{KEY}.plan", why))
-    return {name: _SAME_AS.get(style, style) for name, style in found.items()}
+    names = [name for name, _ in model.named_modules()]
+    # where layers are of several kinds, a plan names the modules of all
+    there = {name: style for name, style in found.items() if any(fnmatchcase(one, name) for one in names)}
+    return {name: _SAME_AS.get(style, style) for name, style in there.items()}
 
 
 def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
@@ -159,6 +167,13 @@ def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iter
             yield f"{degree} doesn't divide the {size} {name}; take {nearest_divisors(size, degree)}"
     for name, style in plan.items():
         module = model.get_submodule(name)
+        if style == "experts":
+            number = number_of_experts(module)
+            if number is None:
+                yield f"{name} (experts) doesn't hold all of its experts in tensors [experts, ...]; leave it whole"
+            elif number % degree:
+                yield f"{degree} doesn't divide the {number} experts; take {nearest_divisors(number, degree)}"
+            continue
         wide = _evenly(module, style)
         if wide % degree:
             nearest = nearest_divisors(wide, degree)

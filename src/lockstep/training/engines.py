@@ -1,0 +1,121 @@
+"""Every engine, the objective as it computes it, and the vote that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lockstep.config.schema import Loader
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.data.loader import evaluation_batches
+from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
+from lockstep.distributed.rng import KeyedDraws
+from lockstep.engine.eager import Eager
+from lockstep.engine.numbered import Numbered
+from lockstep.models.chunked_loss import LossInHead, in_head
+from lockstep.models.objectives import NextToken, Targets
+from lockstep.monitor.journal import Journal, recording
+from lockstep.optim.precision import autocast_context, resolve_compute
+from lockstep.sharding.invariant import Invariant
+from lockstep.training.shardings import Parts
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Engine, Objective, Sharding
+    from lockstep.core.records import Batch
+    from lockstep.distributed.consensus import Consensus
+    from lockstep.distributed.ring import Ring
+    from lockstep.engine.in_context import InContext
+    from lockstep.plan.mesh import Mesh
+
+
+def computed_objective(config: Config, mesh: Mesh, model: nn.Module, objective: Objective) -> Objective:
+    """The objective as a rank computes it: of its own positions, in the model's head."""
+    if mesh.context > 1:
+        if not isinstance(objective, NextToken | Targets) or not objective.language or _has_two_sequences(model):
+            kind = "two sequences" if _has_two_sequences(model) else "an objective that isn't of tokens"
+            why = f"{mesh.context} divides a sequence of tokens that all have targets, and here is {kind}; leave it out"
+            raise ConfigError(Problem("", "parallel.context", why))
+        objective = objective.aligned()
+    if config.memory.loss_chunk is not None:
+        objective = in_head(objective, model, config.memory.loss_chunk)
+    return objective
+
+
+def _has_two_sequences(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def engine_and_vote(
+    parts: Parts, told: Objective, objective: Objective, sharding: Sharding
+) -> tuple[Engine, Consensus]:
+    """Args:
+    told: what people asked for.
+    objective: as it is computed.
+    """
+    config, place, world, cut = parts.config, parts.place, parts.world, parts.cut
+    autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
+    consensus = consensus_over(world.axis, world.device)
+    if cut is not None:
+        from lockstep.engine.pipeline import Pipelined
+
+        engine: Engine = Pipelined(
+            sharding,
+            objective,
+            autocast,
+            KeyedDraws(config.run.seed, place.share, world.device).set,
+            unheard,
+            cut=cut,
+            schedule=config.parallel.pipeline_parallel.schedule,
+            axis=place.pipeline,
+            group=place.pipeline_group,
+            device=world.device,
+        )
+        return engine, consensus
+    if place.ring is not None:
+        return _in_context(parts, place.ring, told, objective, sharding), consensus
+    prepare: Any = {"prepare": objective.show} if isinstance(objective, LossInHead) else {}
+    if not isinstance(sharding, Invariant):
+        part = place.coordinates["tensor"] if config.parallel.tensor_parallel.sequence_parallel else 0
+        draws = KeyedDraws(config.run.seed, place.share, world.device, part)
+        return Eager(sharding, objective, autocast, draws.set, unheard, **prepare), consensus
+    eager = partial(Eager, sharding, objective, autocast, unheard=unheard, **prepare)
+    draws = KeyedDraws(config.run.seed, 0, world.device)
+    engine = Numbered(eager, draws.set, partial(parts.plan.batch.share, rank=place.share), sharding.begin)
+    return engine, WithOrderedLoss(consensus, sharding.loss_sum)
+
+
+def _in_context(parts: Parts, ring: Ring, objective: Objective, computed: Objective, sharding: Sharding) -> InContext:
+    assert isinstance(objective, NextToken | Targets), "others were refused"
+    world, config = parts.world, parts.config
+    if world.device.type == "cuda" and not config.run.allow_untested:
+        why = f"{ring.size} was never tested on GPUs; --allow-untested tries it"
+        raise ConfigError(Problem("", "parallel.context", why))
+    from lockstep.engine.in_context import Divider, InContext
+
+    divider = Divider(sharding.bare, ring, objective.targets_of)
+    prepare = divider if not isinstance(computed, LossInHead) else _after(divider, computed.show)
+    eager = Eager(
+        sharding,
+        computed,
+        autocast_context(resolve_compute(config.precision.compute, world.device), world.device),
+        KeyedDraws(config.run.seed, parts.place.share, world.device, parts.place.coordinates["context"]).set,
+        unheard,
+        prepare,
+    )
+    engine = InContext(eager, divider)
+    engine.rehearse(next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device)), world.axis)
+    return engine
+
+
+def _after(first: Callable[[Batch], Batch], then: Callable[[Batch], Batch]) -> Callable[[Batch], Batch]:
+    return lambda batch: then(first(batch))
+
+
+def unheard() -> AbstractContextManager[object]:
+    """What user code logs inside goes nowhere."""
+    return recording(Journal())

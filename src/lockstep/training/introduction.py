@@ -1,0 +1,75 @@
+"""What the start of a run prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep.core.records import RunFacts
+from lockstep.optim.precision import resolve_compute
+from lockstep.plan.plan import because, strategy_of
+from lockstep.training.invariance import NOTE
+from lockstep.training.session import Session
+
+if TYPE_CHECKING:
+    pass
+
+
+def run_facts(
+    session: Session, recipe: str, folder: str, resumed_from: int | None = None, notes: Sequence[str] = ()
+) -> RunFacts:
+    """Of a session that is assembled."""
+    from lockstep.monitor.meters import peak_flops
+
+    rooms = session.rooms
+    plan, world = rooms.plan, rooms.world
+    dtype = resolve_compute(rooms.config.precision.compute, world.device)
+    precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    return RunFacts(
+        recipe=recipe,
+        folder=folder,
+        strategy=plan.strategy if plan.mesh.shares == plan.mesh.ranks else strategy_of(plan),
+        backend=world.backend,
+        precision=precision,
+        device=device_name,
+        ranks=world.size,
+        steps=plan.steps,
+        global_size=plan.batch.global_size,
+        micro_size=plan.batch.micro_size,
+        accumulation=plan.batch.accumulation,
+        parameters=plan.parameters,
+        trainable=plan.trainable,
+        epoch_samples=plan.epoch_samples,
+        peak_flops=peak_flops(device_name, precision),
+        flops_per_token=rooms.flops_per_token,
+        resumed_from=resumed_from,
+        shares=rooms.place.shares,
+        notes=(*plan.warnings, *_notes(session), *notes),
+    )
+
+
+def _notes(session: Session) -> tuple[str, ...]:
+    rooms = session.rooms
+    notes = []
+    if rooms.plan.strategy == "fsdp" and (told := because(rooms.plan)):
+        notes.append(told)
+    coupled = rooms.coupled
+    if coupled is not None or not rooms.objective.decomposes:
+        reason = coupled or "the objective says that it does not decompose over samples"
+        notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
+    if rooms.plan.batch.fixed:
+        notes.append(NOTE)
+    if rooms.plan.strategy == "dp" and rooms.sharding.module is rooms.sharding.bare:
+        notes.append("dp spreads a batch over the GPUs of one process; with fewer than two it runs as single")
+    compression = rooms.config.parallel.ddp.compression if rooms.plan.strategy == "ddp" else "none"
+    if compression != "none":
+        notes.append(
+            f"parallel.ddp.compression {compression} loses bits of each gradient: "
+            f"the curve is close to the single process's, not equal"
+        )
+    if compression == "powersgd":
+        notes.append("what powersgd remembers is not saved: a run that goes on is not, to the bit, one never stopped")
+    return tuple(notes)

@@ -1,0 +1,208 @@
+"""Every strategy from its parts: the model, the optimizer, the place of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lockstep.config.deepspeed import engine_config
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.distributed.collectives import Alone
+from lockstep.distributed.place import pair_of_ends
+from lockstep.models.starting_weights import start_weights
+from lockstep.optim.groups import parameter_groups
+from lockstep.optim.norms import squared_norm
+from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
+from lockstep.plan.plan import derived_for_deepspeed
+from lockstep.sharding.buffers import SharedBuffers
+from lockstep.sharding.data_parallel import over_gpus
+from lockstep.sharding.ddp import ReplicatedByDDP
+from lockstep.sharding.in_backward import UpdatedInBackward
+from lockstep.sharding.invariant import Invariant
+from lockstep.sharding.pieces import Across, Pieces
+from lockstep.sharding.single import Single
+from lockstep.training.given import Given
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Optimizer, Sharding, Source
+    from lockstep.distributed.place import Place
+    from lockstep.distributed.process_group import World
+    from lockstep.engine.cutting import Cut
+    from lockstep.models.blank import Blank
+    from lockstep.plan.plan import Plan
+
+
+class OptimizerOf:
+    """Makes the optimizer of the parameters that a strategy gives it.
+
+    Attributes:
+        users: it is one that was handed over, of which nothing is known.
+    """
+
+    def __init__(self, config: Config, given: Given) -> None:
+        self._optim = config.optim
+        self._make = given.optimizer
+        self.users = given.optimizer is not None
+
+    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        groups = parameter_groups(parameters, self._optim)
+        if self._make is None:
+            return build_optimizer(self._optim, groups)
+        for group in groups:
+            group.setdefault("lr", self._optim.lr * group["lr_scale"])
+        return adapt_optimizer(self._make(groups))
+
+    def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
+        """For a strategy that lays the elements of all parameters end to end, and makes the step by itself."""
+        if self.users:
+            raise ConfigError(
+                "an optimizer that was handed over may look at a parameter's shape, and DeepSpeed gives it flat parts; "
+                "name one in optim.name, or take parallel.strategy: fsdp, or ddp"
+            )
+        return build_elementwise(self._optim, parameter_groups(parameters, self._optim))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a strategy is made of.
+
+    Attributes:
+        model: on the CPU; without values if it is `blank`'s.
+        notes: what people should know; what is found on the way joins.
+        blocks: names of the repeated layers of the whole model.
+        names: of the tensors of the whole model, in order.
+        cut: this rank's stages; None: it has the whole model.
+        across: with whom it shares each matrix; None: with nobody.
+        source: of the training samples.
+    """
+
+    config: Config
+    world: World
+    plan: Plan
+    model: nn.Module
+    optimizer_of: OptimizerOf
+    blank: Blank | None
+    notes: list[str]
+    place: Place
+    blocks: Sequence[str]
+    names: Sequence[str]
+    cut: Cut | None
+    across: Across | None
+    source: Source
+
+    def make_pieces(self) -> Pieces:
+        """Who holds what of the model. All ranks together, once: a group may be made."""
+        place, cut = self.place, self.cut
+        shared = cut.shared if cut is not None else ()
+        ends = pair_of_ends(place, cut.owners[0], cut.owners[-1]) if cut is not None and shared else Alone()
+        return Pieces(
+            self.model,
+            self.names,
+            place.pipeline,
+            shared=shared,
+            ends=ends,
+            device=self.world.device,
+            across=self.across,
+        )
+
+
+def sharding_of(parts: Parts) -> Sharding:
+    """Of the strategy that is planned."""
+    if parts.config.run.determinism == "invariant":
+        return _invariant(parts)
+    if parts.plan.strategy == "ddp" and parts.plan.mesh.pieces > 1:
+        return _replicas(parts)  # DistributedDataParallel takes a whole model
+    return _SHARDING[parts.plan.strategy](parts)
+
+
+def _single(parts: Parts) -> Sharding:
+    model = parts.model.to(parts.world.device)
+    if parts.config.optim.in_backward:
+        return UpdatedInBackward(model, parts.optimizer_of(model.named_parameters()), squared_norm)
+    return Single(model, parts.optimizer_of(model.named_parameters()), squared_norm)
+
+
+def _data_parallel(parts: Parts) -> Sharding:
+    model = parts.model.to(parts.world.device)
+    gpus = torch.cuda.device_count() if parts.world.device.type == "cuda" else 0
+    if gpus > 1 and not parts.config.run.allow_untested:
+        why = "dp over several GPUs was never tested; --allow-untested tries it, ddp is faster"
+        raise ConfigError(Problem("", "parallel.strategy", why))
+    return over_gpus(model, parts.optimizer_of(model.named_parameters()), squared_norm, gpus)
+
+
+def _ddp(parts: Parts) -> Sharding:
+    model, world = parts.model.to(parts.world.device), parts.world
+    return ReplicatedByDDP(
+        model,
+        parts.optimizer_of(model.named_parameters()),
+        squared_norm,
+        parts.config.parallel.ddp,
+        ranks=world.axis.size,
+        device=world.device,
+        backend=world.backend,
+    )
+
+
+def _invariant(parts: Parts) -> Sharding:
+    model, world = parts.model.to(parts.world.device), parts.world
+    optimizer = parts.optimizer_of(model.named_parameters())
+    return Invariant(model, optimizer, squared_norm, world.axis, int(parts.config.parallel.ddp.bucket_mb * 2**20))
+
+
+def _fsdp(parts: Parts) -> Sharding:
+    from lockstep.sharding.fsdp import ShardedByFSDP, give_memory, shard  # DTensors take 0.5 s to import
+
+    model, options, place = parts.model, parts.config.parallel.fsdp, parts.place
+    blocks = parts.blocks if parts.cut is None else parts.cut.blocks
+    shard(model, options, place, parts.world.device, blocks)
+    if parts.blank is not None:
+        give_memory(model, parts.world.device)
+        parts.blank.fill()
+        parts.notes.extend(start_weights(model, parts.config.model))
+    return ShardedByFSDP(
+        model,
+        parts.optimizer_of,
+        squared_norm,
+        options,
+        place,
+        parts.make_pieces(),
+        whole=parts.optimizer_of.users,
+        find_unused=parts.config.parallel.ddp.find_unused_parameters,
+    )
+
+
+def _replicas(parts: Parts) -> Sharding:
+    from lockstep.sharding.replicas import Replicas
+
+    model = parts.model.to(parts.world.device)
+    buffers = SharedBuffers(model, parts.place.with_share)
+    return Replicas(model, parts.optimizer_of, squared_norm, parts.place.data, parts.make_pieces(), buffers)
+
+
+def _deepspeed(parts: Parts) -> Sharding:
+    from lockstep.sharding.deepspeed import DividedByDeepSpeed, ReplicatedByDeepSpeed, engage
+
+    model, device = parts.model.to(parts.world.device), parts.world.device
+    handed = engine_config(parts.config, derived_for_deepspeed(parts.plan))
+    if parts.config.parallel.deepspeed.zero_stage == 0:
+        optimizer = parts.optimizer_of(model.named_parameters())
+        idle = torch.optim.SGD([one for one in model.parameters() if one.requires_grad])  # DeepSpeed wants one to begin
+        return ReplicatedByDeepSpeed(engage(model, idle, handed, device), model, optimizer, squared_norm)
+    rule = parts.optimizer_of.elementwise(model.named_parameters())
+    engine = engage(model, rule.optimizer, handed, device)
+    return DividedByDeepSpeed(engine, model, squared_norm, rule.entries, counts=rule.counts)
+
+
+_SHARDING: Mapping[str, Callable[[Parts], Sharding]] = {
+    "single": _single,
+    "dp": _data_parallel,
+    "ddp": _ddp,
+    "fsdp": _fsdp,
+    "deepspeed": _deepspeed,
+}
