@@ -46,7 +46,7 @@ def _same(one: Weights, other: Weights) -> bool:
 STRATEGIES = [
     name
     for name in VARIANTS
-    if name not in ("single", "dp") and not any(word in name for word in ("hybrid", "+", "sequence"))
+    if name not in ("single", "dp") and not any(word in name for word in ("hybrid", "+", "sequence", "context"))
 ]
 
 
