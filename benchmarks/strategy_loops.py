@@ -28,7 +28,7 @@ WORK = Work(
     "a GPT-2-shaped model of 3.3M parameters, 4 x 128 tokens a rank",
     partial(GPT, layers=4, width=256, heads=4, length=LENGTH),
     partial(text, length=LENGTH),
-    batch=4, steps=100, warm_up=20, rate=1e-3, objective="next-token",
+    batch=4, steps=70, warm_up=15, rate=1e-3, objective="next-token",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import invariant
+import pipelines
 import resume
 import saving
 import step_overhead
@@ -87,6 +88,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "step_overhead": step_overhead.table,
     "throughput": throughput.table,
     "strategies": strategies.table,
+    "pipelines": pipelines.table,
     "startup": startup,
     "data": data,
     "saving": saving.table,

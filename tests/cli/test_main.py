@@ -38,6 +38,14 @@ def test_help_imports_nothing_heavy(words: str) -> None:
     assert _modules_after(words.split()) == (0, set())
 
 
+def test_a_config_is_checked_for_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["config", "check", "stdlib-lm", "--parallel.context", "2", "--ranks"]
+    assert main([*asked, "4"]) == 0
+    assert capsys.readouterr().out == "ok\n"
+    assert main([*asked, "3"]) == 2
+    assert "data x context = 1 x 2 = 2, but there are 3 ranks" in capsys.readouterr().err
+
+
 def test_a_wrong_config_is_answered_without_torch() -> None:
     assert _modules_after(["train", "digits", "--optim.lr", "abc"]) == (2, {"pydantic"})
 

@@ -1,3 +1,4 @@
+from contextlib import closing
 from itertools import islice
 
 import numpy as np
@@ -23,7 +24,8 @@ def samples_of(update: GlobalBatch) -> list[int]:
 
 
 def taken(loader, number: int, progress: Progress | None = None) -> list[GlobalBatch]:
-    return list(islice(loader.updates(progress or Progress()), number))
+    with closing(loader):
+        return list(islice(loader.updates(progress or Progress()), number))
 
 
 # --- the same samples however they are divided --------------------------------------------------------------------

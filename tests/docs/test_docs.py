@@ -204,6 +204,7 @@ def test_the_pages_of_the_index_are_all_there_are() -> None:
         (["loop_of_reports.py"], "update "),
         (["own_checkpoints.py", "saves"], "update 200"),
         (["verify_own_model.py", "2"], "fsdp 2 sgd 2 passed"),
+        (["long_sequences.py"], "data x context) loss "),
         (["checkpoint_any_module.py"], "activation checkpointing, full: blocks.0"),
         (["-m", "lockstep", "train", "examples/squares.yaml", "--run.epochs", "1"], "evaluation sparse: loss"),
     ],

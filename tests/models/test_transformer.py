@@ -84,7 +84,7 @@ def test_bf16_attention_is_near_fp32():
 def test_rotated_products_depend_on_distance_alone():
     generator = torch.Generator().manual_seed(2)
     query, key = (torch.randn(8, generator=generator).expand(1, 1, 20, 8) for _ in range(2))
-    rotation = rotary_angles(20, 8, 10000.0, torch.device("cpu"))
+    rotation = rotary_angles(torch.arange(20), 8, 10000.0)
     products = (rotate(query, rotation) @ rotate(key, rotation).transpose(-1, -2))[0, 0]
     for distance in range(5):
         diagonal = products.diagonal(-distance)

@@ -25,7 +25,7 @@ from lockstep.plan.variants import VARIANTS
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.exporting import export
 
-CUT, STEPS = 3, 6
+CUT, STEPS = 3, 5
 ALIKE = {
     "fsdp-no-shard": "ddp",
     "fsdp-hybrid-grad-op": "fsdp-hybrid",

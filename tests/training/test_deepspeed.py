@@ -132,7 +132,7 @@ def test_the_config_written_out_makes_the_same_run_by_deepspeed_alone(stage: int
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_memory_is_what_the_plan_says(ranks: int) -> None:
     """Of many small parameters: one that lies across the border of two parts is held whole."""
-    model = {"kind": "transformer", "layers": 10 * ranks, "width": 32, "heads": 4, "vocabulary": 256}
+    model = {"kind": "transformer", "layers": 8 * ranks, "width": 32, "heads": 4, "vocabulary": 256}
     whole = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     configs = [config(4 * ranks, 2, model=model, parallel=one) for one in (zero(1), zero(2), zero(3, config=whole))]
     for of_rank in in_world(ranks, _held, configs):

@@ -16,6 +16,8 @@ from lockstep.plan.variants import VARIANTS, is_cut
 SKIPPED = {
     "single": "it is what the others are compared with",
     "dp": "one process over several GPUs",
+    "zero0": "ddp with DeepSpeed's engine around it; test_same_run has it",
+    "fsdp-no-shard": "ddp by other means; test_same_run has it",
 }
 """By variant, why it isn't compared here."""
 COMPARED = [name for name in VARIANTS if name not in SKIPPED and not is_cut(name)]

@@ -21,7 +21,7 @@ from lockstep.config.closeness import close
 
 _WAYS = {
     "show": "every value, and where it came from",
-    "check": "ok, or all that is wrong",
+    "check": "ok, or all that is wrong; with --ranks, on so many ranks",
     "schema": "the JSON Schema that editors complete from",
     "deepspeed": "the DeepSpeed config of the run, as DeepSpeed alone would be given it",
     "import": "another tool's config as one of Lockstep's, and what became of each key",
@@ -88,8 +88,15 @@ def _print_table(rows: Sequence[tuple[str, str, str]]) -> None:
 
 def _check(words: Sequence[str]) -> int:
     parser = _parser("check")
+    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="as if started on so many ranks")
+    add_untested(parser)
     own, overrides = split(words, parser.flags())
-    read_config(parser.parse_args(own).config, overrides, parser.flags())
+    asked = parser.parse_args(own)
+    loaded, _ = read_config(asked.config, [*overrides, *short_overrides(asked)], parser.flags())
+    if isinstance(number := loaded.config.launch.ranks, int):
+        from lockstep.plan.plan import check_on_ranks
+
+        check_on_ranks(loaded.config, number)
     print("ok")
     return 0
 

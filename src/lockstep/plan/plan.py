@@ -176,6 +176,19 @@ def resolve_strategy(
     return asked, None
 
 
+def check_on_ranks(config: Config, ranks: int) -> None:
+    """What is known of a run on so many ranks by arithmetic alone, without its model and data.
+
+    Raises:
+        ConfigError: it can't be done.
+    """
+    strategy, _ = resolve_strategy(config, ranks, (), None)
+    mesh = mesh_of(config.parallel, strategy, ranks)
+    refuse_for_pieces(config, strategy, mesh)
+    batch = plan_batch(config.batch.global_size, config.batch.micro_size, mesh.shares)
+    check_features(config, variant_of(config.parallel, strategy), batch, frozen=0)
+
+
 def _chosen(
     config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None
 ) -> tuple[str, str | None]:

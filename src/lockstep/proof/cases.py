@@ -16,11 +16,9 @@ from lockstep.config.closeness import close
 from lockstep.config.schema import Config, FSDPPrecision, Parallel, Schedule
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
-from lockstep.plan.features import check_features
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
-from lockstep.plan.pieces import refuse_for_pieces
-from lockstep.plan.plan import resolve_strategy
-from lockstep.plan.variants import VARIANTS, is_cut, variant_of
+from lockstep.plan.plan import check_on_ranks, resolve_strategy
+from lockstep.plan.variants import VARIANTS, is_cut
 
 Precise = Literal["fp32", "bf16", "fp16"]
 SINGLE = "single"
@@ -85,9 +83,9 @@ def chosen(names: str | Sequence[str]) -> list[str]:
     asked = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     if asked == ["all"]:
         return list(VARIANTS)
-    problems = [Problem("--strategies", "", _unknown(name)) for name in asked if name not in VARIANTS]
+    problems = [Problem("strategies", "", _unknown(name)) for name in asked if name not in VARIANTS]
     if problems or not asked:
-        raise ConfigError(problems or Problem("--strategies", "", f"names none; there are {', '.join(VARIANTS)}"))
+        raise ConfigError(problems or Problem("strategies", "", f"names none; there are {', '.join(VARIANTS)}"))
     return list(dict.fromkeys(asked))
 
 
@@ -161,13 +159,8 @@ def _mesh(config: Config, strategy: str, ranks: int) -> Mesh:
 
 def _refusal(case: Case) -> str | None:
     """What is wrong with it by arithmetic alone."""
-    parallel = case.config.parallel
     try:
-        strategy, _ = resolve_strategy(case.config, case.ranks, (), None)
-        mesh = mesh_of(parallel, strategy, case.ranks)
-        refuse_for_pieces(case.config, strategy, mesh)
-        batch = plan_batch(case.config.batch.global_size, case.config.batch.micro_size, mesh.shares)
-        check_features(case.config, variant_of(parallel, strategy), batch, frozen=0)
+        check_on_ranks(case.config, case.ranks)
     except ConfigError as refusal:
         return str(refusal)
     return None
