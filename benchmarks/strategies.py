@@ -8,12 +8,24 @@ Prints the table and writes results/strategies.json.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say, within_rounds
+from rounds import (
+    RESULTS,
+    Spread,
+    about_here,
+    in_processes,
+    interleaved,
+    markdown,
+    provenance,
+    save,
+    say,
+    within_rounds,
+)
 from strategy_loops import LENGTH, PAIRS, WORK, train
 
 RANKS = 2
@@ -32,7 +44,8 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # what DeepSpeed and gloo do after it is nobody's step
     results = measure(asked.rounds, asked.only)
-    if asked.rounds >= LEAST_ROUNDS and len(asked.only) == len(PAIRS):
+    if asked.rounds >= LEAST_ROUNDS:
+        results = beside_others(results, asked.only)
         save("strategies", results)
     print(table(results))
 
@@ -61,6 +74,23 @@ def measure(rounds: int, only: list[str]) -> dict[str, Any]:
         "machine": about_here(("torch", "deepspeed")),
         "rows": rows,
         "refused": refused,
+    }
+
+
+def beside_others(results: dict[str, Any], only: list[str]) -> dict[str, Any]:
+    """With what earlier runs have measured of other strategies; both commands are told."""
+    path = RESULTS / "strategies.json"
+    if len(only) == len(PAIRS) or not path.exists():
+        return results
+    before = json.loads(path.read_text())
+    names = " ".join(f'"{name}"' for name in only)
+    rows = {**before["rows"], **results["rows"]}
+    refused = {name: why for name, why in before["refused"].items() if name.removesuffix(BY_HAND) not in only}
+    return {
+        **before,
+        "command": f"{before['command']}, then {results['command']} --only {names}",
+        "rows": {name: rows[name] for name in PAIRS if name in rows},
+        "refused": {**refused, **results["refused"]},
     }
 
 

@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def by_hand_fsdp(task: Task, reshard: bool, replicas: int = 1) -> None:
     from torch.distributed.fsdp import fully_shard
 
     shape = (replicas, ranks() // replicas) if replicas > 1 else (ranks(),)
-    mesh = init_device_mesh("cpu", shape)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "parts")[-len(shape) :])
     for block in task.model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(task.model, mesh=mesh, reshard_after_forward=False)
@@ -86,7 +87,7 @@ def by_hand_tensor(task: Task) -> None:
     kinds = [[one for one in task.model.parameters() if isinstance(one, DTensor) is cut] for cut in (True, False)]
     groups = [{"params": group} for group in kinds]  # torch's kernels take one kind at a time
     optimizer = torch.optim.AdamW(groups, lr=task.work.rate, weight_decay=WEIGHT_DECAY, fused=True)
-    for x, y in loader(task):
+    for x, y in islice(loader(task), task.steps):
         optimizer.zero_grad()
         loss_of(task.model(x), y).backward()
         norms = [nn.utils.get_total_norm([one.grad for one in group]) for group in kinds]

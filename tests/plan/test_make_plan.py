@@ -129,6 +129,15 @@ def test_bytes_per_rank_count_no_state_for_frozen_parameters(optim, state):
     assert found.placement.strategy == "ddp"
 
 
+@pytest.mark.parametrize(("strategy", "parts", "name"), [("ddp", 1, "context"), ("fsdp", 4, "context+fsdp")])
+def test_ranks_that_share_sequences_are_among_those_that_divide_state(strategy, parts, name):
+    found = plan(4, parallel={"strategy": strategy, "context": 2})
+    rows = {row.strategy: row for row in found.placements}
+    assert rows[name].parameters == -(-rows["single"].parameters // parts)
+    assert rows[name].note == "each rank computes a part of 2 of each sequence"
+    assert found.batch.ranks == 2
+
+
 def test_buckets_that_are_not_views_hold_the_gradients_twice():
     found = plan(2, parallel={"ddp": {"gradient_as_bucket_view": False}})
     gradients = {row.strategy: row.gradients for row in found.placements}

@@ -106,7 +106,7 @@ def test_the_formula_is_autograds() -> None:
         torch.testing.assert_close(one, other)
 
 
-LENGTHS, GROUPS, KINDS = (1, 5, 12, 17), (1, 3), ("causal", "everything", "some hidden")
+LENGTHS, GROUPS, KINDS = (1, 5, 12, 17), (1, 3), ("causal", "everything", "some hidden", "causal, some hidden")
 
 
 def _rings() -> list[str]:
@@ -129,18 +129,21 @@ def _rings() -> list[str]:
         real = torch.rand(2, length, generator=draws) < 0.7
         real[:, 0] = True
         whole = [one.clone().requires_grad_() for one in (query, key, value)]
-        mask = real[:, None, None, :] if kind == "some hidden" else None
+        hidden, causal = "hidden" in kind, kind.startswith("causal")
+        mask = real[:, None, None, :].expand(-1, -1, length, -1) if hidden else None
+        if mask is not None and causal:
+            mask = mask.tril()
         expected = F.scaled_dot_product_attention(
-            *whole, attn_mask=mask, is_causal=kind == "causal", enable_gqa=group > 1
+            *whole, attn_mask=mask, is_causal=causal and not hidden, enable_gqa=group > 1
         )
         (expected * gradient).sum().backward()
         places = places_of(ring.rank, ring.size, length)
         at, more = places.clamp(max=length - 1), filled(length, ring.size) - length
         inside = places < length
-        seen = F.pad(real if kind == "some hidden" else torch.ones_like(real), (0, more))
+        seen = F.pad(real if hidden else torch.ones_like(real), (0, more))
         attention.enter(Division(ring, length, at, None if kind == "causal" else seen))
         own = [one[:, :, at].clone().requires_grad_() for one in (query, key, value)]
-        mixed = F.scaled_dot_product_attention(*own, is_causal=kind == "causal", enable_gqa=group > 1)
+        mixed = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=group > 1)
         (mixed * gradient[:, :, at])[:, :, inside].sum().backward()
         attention.leave()
         pairs_ = [(mixed, expected), *((one.grad, other.grad) for one, other in zip(own, whole, strict=True))]

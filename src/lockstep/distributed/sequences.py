@@ -26,14 +26,15 @@ class Division:
         ring: the ranks that have the same samples.
         length: of each sequence; filled up to a multiple of twice the ranks.
         positions: [own] int64, of this rank's tokens, in order; filler has the last token's.
-        real: [B, filled] bool: whom others may look at; None: everybody may look at every real one, and nobody is
-            filler, or all is causal and filler comes last.
+        real: [B, filled] bool: whom others may look at; None: everybody.
+        unreal_last: what isn't real comes behind all that is, where causal attention doesn't look.
     """
 
     ring: Ring
     length: int
     positions: Tensor
     real: Tensor | None = None
+    unreal_last: bool = False
 
     @property
     def chunk(self) -> int:

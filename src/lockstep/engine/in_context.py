@@ -69,8 +69,10 @@ class Divider:
             )
         length, ranks = targets.shape[1], self._ring.size
         places = places_of(self._ring.rank, ranks, length).to(targets.device)
-        inputs, mask = _without_mask(batch.inputs, length)
-        division = Division(self._ring, length, places.clamp(max=length - 1), self._real(mask, targets))
+        inputs, mask = _without_mask(batch.inputs, length) if self.attention.asks_for_masks else (batch.inputs, None)
+        real = self._real(mask, targets)
+        last = real is not None and bool((real[:, 1:] <= real[:, :-1]).all())
+        division = Division(self._ring, length, places.clamp(max=length - 1), real, last)
         self.attention.enter(division)
         given = self._divided(inputs, length, division.positions)
         if self._tells_positions and isinstance(given, dict) and "position_ids" not in given:
@@ -85,7 +87,7 @@ class Divider:
         return replace(batch, inputs=tree_map(cut, batch.inputs), targets=tree_map(cut, batch.targets))
 
     def _real(self, mask: Tensor | None, targets: Tensor) -> Tensor | None:
-        """Filler at the end is out of sight of causal attention, and of any other by this."""
+        """[B, filled]; None: all are."""
         length = targets.shape[1]
         more = filled(length, self._ring.size) - length
         if mask is None and not more:
@@ -133,17 +135,20 @@ def _outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
-def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], positions: Tensor) -> str | None:
+def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: Division) -> str | None:
     """The module whose outputs are the first not to be the same; None: they all are, as far as the roughest of their
-    dtypes can tell."""
+    dtypes can tell. What isn't real may be anything."""
     rough = max((_APART[part.dtype] for part in divided.values()), default=0.0)
     for name, part in divided.items():
         there = whole.get(name)
-        axis = None if there is None else _axis_of_positions(there, part, len(positions))
+        axis = None if there is None else _axis_of_positions(there, part, division.own)
         if there is None or axis is None:
             continue
-        there = there.index_select(axis, positions).float()
-        if (part.float() - there).norm() > rough * there.norm():
+        there, part = there.index_select(axis, division.positions).float(), part.float()
+        if axis == 1 and division.real is not None and len(part) == len(division.real):
+            real = division.real[:, division.positions]
+            there, part = there[real], part[real]
+        if (part - there).norm() > rough * there.norm():
             return name or "the model itself"
     return None
 
@@ -200,7 +205,7 @@ class InContext:
                 call(model, part.inputs)
         finally:
             model.train(training)
-        told = [one for one in axis.gather(_first_apart(whole, divided, division.positions)) if one is not None]
+        told = [one for one in axis.gather(_first_apart(whole, divided, division)) if one is not None]
         if told:
             why = (
                 f"{told[0]} makes something else of a position in a divided sequence than in a whole one. Layers see "

@@ -101,7 +101,8 @@ def _round(division: Division, shape: _Shape, source: int, dtype: torch.dtype) -
         keys = chunk
     if shape.causal and source > rank:
         queries = chunk
-    mask = _mask(division, source, keys, dtype)
+    hides = not (shape.causal and division.unreal_last)
+    mask = _mask(division, source, keys, dtype) if hides else None
     own = shape.causal and source == rank
     if mask is None:
         return _Round(queries, keys, Seen(shape.scale, causal=own))
@@ -207,6 +208,11 @@ class RingInModel:
             from transformers import AttentionInterface
 
             AttentionInterface.register(_NAME, _of_transformers)
+
+    @property
+    def asks_for_masks(self) -> bool:
+        """Whether the model hands its mask of padding on to its attention, which asks the division in place of it."""
+        return bool(self._configs)
 
     def enter(self, division: Division) -> None:
         """Until `leave`."""

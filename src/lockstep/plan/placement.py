@@ -101,20 +101,24 @@ def placements(
     partial_sums = _partial_sums(config, ranks)
     shards = {asked: mesh.shard} if mesh is not None else {}
     rows = [_place(name, config, shards.get(name, ranks), parameters, partial_sums) for name in listed]
-    if mesh is not None and mesh.pieces > 1:
-        rows.append(_place_pieces(asked, config, mesh, parameters))
+    if mesh is not None and (mesh.pieces > 1 or mesh.context > 1):
+        rows.append(_place_cut(asked, config, mesh, parameters))
     return tuple(rows)
 
 
-def _place_pieces(variant: str, config: Config, mesh: Mesh, parameters: Sequence[ParameterFacts]) -> Placement:
-    """Of a model that is itself cut: as of the strategy that holds its state, of an even part of the model."""
-    row = _place(factors(variant)[-1], config, mesh.shard, parameters, 0)
+def _place_cut(variant: str, config: Config, mesh: Mesh, parameters: Sequence[ParameterFacts]) -> Placement:
+    """Of a model or sequences that are cut: as of the strategy that holds the state, of an even part of the model."""
+    state = factors(variant)[-1]
+    shards = mesh.with_context(divided=DIVISIONS[state].gradients).shard
+    row = _place(state, config, shards, parameters, 0)
     return Placement(
         strategy=variant,
         parameters=-(-row.parameters // mesh.pieces),
         gradients=-(-row.gradients // mesh.pieces),
         optimizer=-(-row.optimizer // mesh.pieces),
-        note=f"each rank holds about a part of {mesh.pieces} of the model",
+        note=f"each rank holds about a part of {mesh.pieces} of the model"
+        if mesh.pieces > 1
+        else f"each rank computes a part of {mesh.context} of each sequence",
     )
 
 
