@@ -146,7 +146,8 @@ def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], div
             continue
         there, part = there.index_select(axis, division.positions).float(), part.float()
         if axis == 1 and division.real is not None and len(part) == len(division.real):
-            real = division.real[:, division.positions]
+            places = places_of(division.ring.rank, division.ring.size, division.length)
+            real = division.real[:, places.to(part.device)]
             there, part = there[real], part[real]
         if (part - there).norm() > rough * there.norm():
             return name or "the model itself"
