@@ -8,11 +8,15 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("suite", deadline=None)  # tests run side by side, on machines that may be busy
+settings.load_profile("suite")
 
 LONGEST_FIRST = (
     "test_checkpoint_pairs.py", "test_network_recipes.py", "test_proof.py", "test_end_to_end.py", "test_deepspeed.py",

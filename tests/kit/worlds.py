@@ -5,6 +5,8 @@ in_world(3, function, argument) --> [function(argument) on rank 0, on rank 1, on
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing as mp
 import os
 import socket
@@ -20,6 +22,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is importe
 _CONTEXT.set_forkserver_preload(["kit.warm"])
 _TESTS = str(Path(__file__).parents[1])
 _PATIENCE_S = 120.0
+_FIRST_PORT, _PORTS = 12_000, 18_000
+_numbers = itertools.count(os.getpid() * 211)  # test runs side by side begin far apart
 
 
 def in_world(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -92,7 +96,10 @@ def _rank(rank: int, ranks: int, port: int, pipe: Connection, function: Callable
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those that the system gives to whoever connects: nobody gets it between here and the first rank."""
+    for _ in range(_PORTS):
+        port = _FIRST_PORT + next(_numbers) % _PORTS
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
