@@ -356,6 +356,10 @@ _SHARDING = {
 """The numbers that torch gives them."""
 
 
+def _sharding(value: object, context: Context) -> Meaning:
+    return {"parallel.fsdp.sharding_strategy": _SHARDING.get(str(value), str(value))}
+
+
 def _wrapped(value: object, context: Context) -> Meaning:
     names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
     return {"parallel.fsdp.wrap": names}
@@ -373,8 +377,7 @@ def instead(key: str, node: Node) -> str | None:
 
 
 def _reshard(value: object, context: Context) -> Meaning:
-    said = str(value).upper()
-    strategy = {"FALSE": "SHARD_GRAD_OP", "TRUE": "FULL_SHARD"}.get(said) or _SHARDING.get(said, str(value))
+    strategy = {"FALSE": "SHARD_GRAD_OP", "TRUE": "FULL_SHARD"}.get(str(value).upper(), str(value))
     return {"parallel.fsdp.sharding_strategy": strategy}
 
 
@@ -438,7 +441,8 @@ _COMPUTED: dict[str, Answer] = {
         ),
         _wrapped,
     ),
-    **dict.fromkeys(("reshard_after_forward", "fsdp_reshard_after_forward", "fsdp_sharding_strategy"), _reshard),
+    **dict.fromkeys(("reshard_after_forward", "fsdp_reshard_after_forward"), _reshard),
+    "fsdp_sharding_strategy": _sharding,
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), _recomputing),
     **dict.fromkeys(("fsdp_activation_checkpointing", "use_activation_checkpointing"), _recomputing),
     **dict.fromkeys(("enable_gradient_checkpointing", "use_gradient_checkpointing"), _recomputing),

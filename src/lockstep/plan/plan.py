@@ -106,12 +106,7 @@ def make_plan(
     refuse_for_pieces(config, strategy, mesh)
     if facts.samples < 1:
         raise ConfigError(Problem("", "data.train", "the data set has no samples, so there is nothing to train on"))
-    fixed = config.run.determinism == "invariant"
-    if fixed:
-        refuse_variable(config, strategy, ranks)
-    batch = plan_batch(
-        config.batch.global_size, config.batch.micro_size, mesh.shares, fixed=fixed, stages=mesh.pipeline
-    )
+    batch = _batch_on(config, strategy, mesh)
     drop_last = config.data.drop_last
     epoch_steps, epoch_samples = epoch_length(facts, batch.global_size, drop_last)
     steps = horizon(config.run, batch.global_size, facts, drop_last)
@@ -185,8 +180,15 @@ def check_on_ranks(config: Config, ranks: int) -> None:
     strategy, _ = resolve_strategy(config, ranks, (), None)
     mesh = mesh_of(config.parallel, strategy, ranks)
     refuse_for_pieces(config, strategy, mesh)
-    batch = plan_batch(config.batch.global_size, config.batch.micro_size, mesh.shares)
+    batch = _batch_on(config, strategy, mesh)
     check_features(config, variant_of(config.parallel, strategy), batch, frozen=0)
+
+
+def _batch_on(config: Config, strategy: str, mesh: Mesh) -> BatchPlan:
+    fixed = config.run.determinism == "invariant"
+    if fixed:
+        refuse_variable(config, strategy, mesh.ranks)
+    return plan_batch(config.batch.global_size, config.batch.micro_size, mesh.shares, fixed=fixed, stages=mesh.pipeline)
 
 
 def _chosen(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,6 @@ from lockstep.optim.precision import resolve_compute
 from lockstep.plan.plan import because, strategy_of
 from lockstep.training.invariance import NOTE
 from lockstep.training.session import Session
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_facts(
