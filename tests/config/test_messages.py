@@ -52,6 +52,12 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:7:3: optim.momentun: unknown key; did you mean momentum?\n"
         "/run.yaml:8:1: bach: unknown key; did you mean batch?",
     ),
+    "units where an interval is wanted": (
+        GOOD + "evaluation: {minutes: 2.5}\ncheckpoint: {steps: 5}\n",
+        [],
+        "/run.yaml:4:14: evaluation.minutes: a unit, not a key; write `evaluation.every: 2.5 minutes`\n"
+        "/run.yaml:5:14: checkpoint.steps: a unit, not a key; write `checkpoint.every: 5 steps`",
+    ),
     "a wrong kind, a key of another kind, a kind forgotten": (
         "model: {kind: transfomer, width: 64}\n"
         "data:\n  train: {kind: digits, length: 3}\n  evaluation: {test: {split: held-out}}\n"

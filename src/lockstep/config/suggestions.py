@@ -3,6 +3,7 @@
 optim.momentun   ->   did you mean momentum?
 lr               ->   write optim.lr
 precision.fp16   ->   write `precision.compute: fp16`        (another tool's word)
+checkpoint.steps ->   write `checkpoint.every: 5 steps`
 compute: bf-16   ->   did you mean bf16?
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import get_args
 
 from lockstep.config import shape
 from lockstep.config.closeness import close
+from lockstep.config.every import Unit
 from lockstep.config.foreign_words import Context, translate
-from lockstep.config.reading import Node
+from lockstep.config.reading import Leaf, Node
 from lockstep.config.shape import Shape
 
 
@@ -23,7 +26,7 @@ def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, context:
     answer = translate(path[-1], node, context)
     if answer:
         return answer
-    elsewhere = _elsewhere(path)
+    elsewhere = _interval(path, siblings, node) or _elsewhere(path)
     if elsewhere:
         return elsewhere
     near = close(path[-1], siblings)
@@ -39,6 +42,14 @@ def for_value(text: str, choices: Sequence[str]) -> str:
     """ "; did you mean X?" or nothing."""
     near = close(text, choices)
     return f"; did you mean {near}?" if near else ""
+
+
+def _interval(path: tuple[str, ...], siblings: Sequence[str], node: Node) -> str | None:
+    """`steps: 5` beside `every`."""
+    if path[-1] not in get_args(Unit) or "every" not in siblings:
+        return None
+    value = node.text or node.value if isinstance(node, Leaf) else "N"
+    return f"a unit, not a key; write `{'.'.join((*path[:-1], 'every'))}: {value} {path[-1]}`"
 
 
 def _elsewhere(path: tuple[str, ...]) -> str | None:

@@ -68,7 +68,8 @@ def verdict(rows: Sequence[Row]) -> str:
         return f"{len(failed)} of {len(ran)} runs are not the single process's{also}"
     if not ran:
         return f"nothing was compared{also}"
-    return f"all {len(ran)} runs are the single process's{also}"
+    every = f"all {len(ran)} runs are" if len(ran) > 1 else "the run is"
+    return f"{every} the single process's{also}"
 
 
 def _show(row: Row) -> None:
