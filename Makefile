@@ -20,6 +20,7 @@ install: .venv/.installed  ## sets up .venv with the command `lockstep`
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Lockstep needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable '.[digits]'
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
@@ -30,6 +31,7 @@ train: .venv/.installed  ## trains the default recipe: on every GPU, or on 2 CPU
 	$(BIN)/lockstep train stdlib-lm --ranks $(RANKS)
 
 test: .venv/.installed-dev  ## passes the whole suite
+	@$(BIN)/python -m compileall -q src  # hundreds of processes would, where Python may not write bytecode
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: .venv/.installed-dev  ## format, lint, types, floors, tests

@@ -23,7 +23,7 @@ from torch import nn
 import lockstep
 from lockstep.config.schema import CustomModel
 from lockstep.core.errors import ConfigError
-from lockstep.models.starting_weights import start_weights
+from lockstep.models.starting_weights import find_start
 from lockstep.models.weight_files import read_weights
 from lockstep.training.introduction import run_facts
 
@@ -42,7 +42,10 @@ def made(seed: int, kind: type[nn.Module] = small.WithBatchNorm) -> nn.Module:
 
 
 def started(model: nn.Module, place: Path | str, partial: bool = False) -> tuple[str, ...]:
-    return start_weights(model, CustomModel(kind="custom", target="a:b", init_from=str(place), init_partial=partial))
+    fit = find_start(model, CustomModel(kind="custom", target="a:b", init_from=str(place), init_partial=partial))
+    assert fit is not None
+    fit.put()
+    return fit.notes()
 
 
 def refusal(model: nn.Module, place: Path | str, partial: bool = False) -> str:

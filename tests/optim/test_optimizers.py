@@ -1,6 +1,8 @@
 """Every optimizer against torch's own (or its paper), and every discarded update against nothing at all."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,6 +25,20 @@ OPTIMS = {
     "adafactor": Optim(name="adafactor", weight_decay=0.1),
 }
 NAMES = list(OPTIMS)
+
+
+def test_making_one_leaves_the_compiler_alone():
+    """Importing it takes longer than importing torch."""
+    code = (
+        "import sys; import torch; from lockstep.config.schema import Optim; "
+        "from lockstep.optim.optimizers import build_optimizer; from lockstep.optim.groups import parameter_groups; "
+        "named = list(torch.nn.Linear(2, 2).named_parameters()); "
+        "[build_optimizer(optim, parameter_groups(named, optim)) for optim in (Optim(), Optim(name='sgd'))]; "
+        "plain = torch.optim.Optimizer.add_param_group.__wrapped__; "
+        "print('torch._dynamo' in sys.modules, '__dynamo_disable' in vars(plain))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
 
 
 def make_model():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,48 +36,7 @@ def test_options_leave_the_run_as_it_is(ranks: int) -> None:
         assert differences(run, oracle(13)) == [], name
 
 
-def test_a_model_divided_before_it_has_values_begins_with_those_of_one_process() -> None:
-    """Widths that three ranks don't divide, so that parts are padded."""
-    model = {"kind": "transformer", "layers": 2, "width": 20, "heads": 2, "vocabulary": 64, "tie_embeddings": False}
-    alone, divided = (in_world(ranks, _first_weights, config(6, model=model, parallel=parallel)) for ranks, parallel in
-                      ((1, {}), (3, fsdp())))  # fmt: skip
-    for found in divided:
-        assert found.keys() == alone[0].keys()
-        assert all(np.array_equal(found[name], alone[0][name]) for name in found)
-    run = recorded(config(13, model=model, parallel=fsdp()), ranks=3)
-    assert differences(run, recorded(config(13, model=model))) == []
-
-
-def _first_weights(asked: dict[str, Any]) -> dict[str, np.ndarray]:
-    with lockstep.session(asked) as session:
-        return {name: value.clone().numpy() for name, value in session.rooms.sharding.weights()}
-
-
 # --- memory -------------------------------------------------------------------------------------------------------
-
-LARGE = {"kind": "transformer", "layers": 6, "width": 512, "heads": 4, "vocabulary": 512}
-
-
-def test_no_rank_ever_holds_the_whole_model() -> None:
-    """Peak of each rank's memory while the model is made: its quarter, and a block at a time."""
-    asked = config(4, model=LARGE, optim={"name": "sgd", "momentum": 0.0}, parallel=fsdp())
-    for whole, peak in in_world(4, _peak_of_making, asked):
-        assert whole > 75e6
-        assert peak < 0.7 * whole, f"{peak / whole:.2f} of the model"
-
-
-def _peak_of_making(asked: dict[str, Any]) -> tuple[int, int]:
-    with lockstep.session(config(4, parallel=fsdp())):  # what is imported and kept for good
-        pass
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
-    with lockstep.session(asked) as session:
-        return session.rooms.plan.parameters * 4, _resident("VmHWM") - before
-
-
-def _resident(what: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.config.schema import Launch
@@ -44,7 +44,15 @@ from lockstep.launch.rank import Orders, run_entry, run_rank, sigterm_stops
 _LOOPBACK = "127.0.0.1"
 
 
-def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, *, apart: bool = False) -> int:
+def launch(
+    entry: Callable[[], int],
+    ranks: int,
+    launch: Launch,
+    logs: Path | None,
+    *,
+    apart: bool = False,
+    ahead: Sequence[str] = (),
+) -> int:
     """Runs `entry` on `ranks` ranks of this machine, and returns the run's exit code.
 
     Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named on stderr with its
@@ -57,6 +65,7 @@ def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | No
         logs: folder for rank-N.log. Rank 0 also speaks to the terminal, the others only to their files, and their
             warnings are shown at the end. None: all ranks speak to the terminal.
         apart: one rank, too, gets a process of its own, so that this one stays fit to fork others.
+        ahead: modules that every rank is going to import; importing them must start no threads and touch no GPU.
 
     Raises:
         ConfigError: if the ranks can't be started as asked; nothing has been started then.
@@ -69,6 +78,11 @@ def launch(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | No
         logs.mkdir(parents=True, exist_ok=True)
     if ranks == 1 and not apart:
         return _run_here(entry, launch, logs)
+    with _without_garbage_collection():
+        importlib.import_module("torch")
+        for name in ahead:
+            with contextlib.suppress(ImportError):  # a rank that needs it will say so
+                importlib.import_module(name)
     return _run_ranks(entry, ranks, launch, logs)
 
 
@@ -104,7 +118,6 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> in
 
 
 def _run_ranks(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None) -> int:
-    _import_torch()
     logged = streams.sizes(logs, ranks) if logs else []
     members: list[Member] = []
     with stop_requests() as requests:
@@ -227,12 +240,13 @@ def _refuse_own_names(asked: Mapping[str, str]) -> None:
         raise ConfigError(problems)
 
 
-def _import_torch() -> None:
-    """Without garbage collection, which would look again and again at all that is being made: 10 % faster."""
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Which would look again and again at all that is being imported: 10 % faster."""
     collects = gc.isenabled()
     gc.disable()
     try:
-        importlib.import_module("torch")
+        yield
     finally:
         if collects:
             gc.enable()

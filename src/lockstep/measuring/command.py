@@ -24,6 +24,7 @@ from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
 from lockstep.training.command import refuse_given
 from lockstep.training.given import Given
+from lockstep.training.job import imports_ahead
 
 if TYPE_CHECKING:
     from lockstep.config.loading import Loaded
@@ -109,7 +110,8 @@ def _measured(mode: str, config: Config, given: Given, ranks: int, steps: int, f
     """
     file = folder / f"{mode}.json"
     try:
-        code = launch(partial(_be_a_rank, mode, config, given, steps, file), ranks, config.launch, None, apart=True)
+        entry = partial(_be_a_rank, mode, config, given, steps, file)
+        code = launch(entry, ranks, config.launch, None, apart=True, ahead=imports_ahead(config))
     except ConfigError as refusal:
         return Measured(mode, why=f"refused: {refusal}")
     if code in (Stopped.exit_code, Paused.exit_code):

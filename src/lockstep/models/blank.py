@@ -32,12 +32,29 @@ class Blank:
     model: nn.Module
     values: Callable[[], Iterator[tuple[str, Tensor]]]
 
-    def fill(self) -> None:
-        """Gives the model its values. Its parameters have memory by now, and may be sharded: then each rank keeps the
-        part that it holds."""
-        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+    def fill(self, device: torch.device) -> None:
+        """Gives the model memory there, and its values. It may have been divided: each rank keeps what it holds."""
+        _give_memory(self.model, device)
+        lacking = dict(self.model.named_parameters())
+        tensors = {**lacking, **dict(self.model.named_buffers())}
         for name, value in self.values():
-            put(tensors[name], value)
+            if name in tensors:
+                put(tensors[name], value)
+                lacking.pop(name, None)
+        assert not lacking, f"without values: {', '.join(lacking)}"
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """To its parameters, which stay the objects that they are: two modules may share one, FSDP knows them."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    for module, name, buffer in buffers:  # they have their values
+        module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 @contextmanager

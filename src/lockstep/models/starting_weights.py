@@ -34,22 +34,24 @@ _PARALLEL = "module."
 _SHOWN = 6
 
 
-def start_weights(model: nn.Module, section: ModelSection) -> tuple[str, ...]:
-    """Puts what `init_from` names into the model; returns what a person should know of it, a sentence each.
+def find_start(model: nn.Module, section: ModelSection) -> Fit | None:
+    """What `init_from` names, if it names any, and where in the whole model it goes. Changes nothing.
+
+    Args:
+        model: may be without values.
 
     Raises:
         ConfigError: it can't be read, or doesn't fit: all that is missing, left over, or of another shape.
     """
     if section.init_from is None:
-        return ()
+        return None
     try:
         fit = fit_weights(model, read_weights(Path(section.init_from)))
         if not fit.whole and not (section.init_partial and fit.pairs):
             raise ConfigError(f"{fit.complaint()}{_PARTIAL if fit.pairs and not section.init_partial else ''}".rstrip())
     except ConfigError as error:
         raise ConfigError([Problem("", _KEY, problem.message) for problem in error.problems]) from error
-    fit.put()
-    return fit.notes()
+    return fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,18 @@ class Fit:
         return not (self.missing or self.reshaped or self.left)
 
     @torch.no_grad()
-    def put(self) -> None:
-        """In the model's dtype, on its device."""
+    def put(self, model: nn.Module | None = None) -> None:
+        """In the model's dtype, on its device.
+
+        Args:
+            model: what became of it, if it was divided since; of what this rank has no part of, nothing is put in.
+        """
+        now = None if model is None else model.state_dict(keep_vars=True)
         for slot, found in self.pairs:
-            put(slot.tensor, found)
+            if now is None:
+                put(slot.tensor, found)
+            elif slot.name in now:
+                put(now[slot.name], found)
 
     def notes(self) -> tuple[str, ...]:
         """A sentence for each kind of thing that isn't as it should be."""

@@ -9,7 +9,9 @@ a user's            any torch optimizer                          adapt_optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,7 +36,25 @@ def build_optimizer(optim: Optim, groups: Groups) -> Optimizer:
     Raises:
         ConfigError: it has nothing to work on.
     """
-    return _BUILDERS[optim.name](optim, groups)
+    with _compiler_left_out():
+        return _BUILDERS[optim.name](optim, groups)
+
+
+@contextmanager
+def _compiler_left_out() -> Iterator[None]:
+    """torch's optimizers import its compiler, for 1.4 s, to have it leave `add_param_group` alone, which is called as
+    they are made. Nothing is compiled meanwhile, so that can wait. How is private to torch (`torch._compile`); if it
+    changes, all there is to lose is time."""
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    method: Any = torch.optim.Optimizer.add_param_group
+    plain = getattr(method, "__wrapped__", method)
+    plain.__dynamo_disable = plain
+    try:
+        yield
+    finally:
+        del plain.__dynamo_disable
 
 
 class Elementwise(NamedTuple):

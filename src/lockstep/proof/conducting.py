@@ -30,6 +30,7 @@ from lockstep.launch.local import launch
 from lockstep.proof.cases import Case, Proof
 from lockstep.proof.rows import Row, not_run, row_of
 from lockstep.proof.tolerances import TOLERANCES
+from lockstep.training.job import imports_ahead
 
 if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
@@ -80,7 +81,8 @@ def conduct(
     """
     with _folder() as folder:
         entry = partial(refer, proof.references, given, folder, steps)
-        code = launch(entry, 1, next(iter(proof.references.values())).launch, None, apart=True)
+        config = next(iter(proof.references.values()))
+        code = launch(entry, 1, config.launch, None, apart=True, ahead=imports_ahead(config))
         _stop_if_asked(code)
         if code == ConfigError.exit_code:
             raise ConfigError("the single process, which all others are compared with, can't be run as asked")
@@ -138,7 +140,8 @@ def _launched(orders: Orders, left: Sequence[Case]) -> int:
     told = replace(orders, cases=tuple(left))
     logs = orders.folder / f"{_LOGS}{first.number}"
     try:
-        return launch(partial(_be_a_rank, told), first.ranks, first.config.launch, logs, apart=True)
+        entry, ahead = partial(_be_a_rank, told), imports_ahead(first.config)
+        return launch(entry, first.ranks, first.config.launch, logs, apart=True, ahead=ahead)
     except ConfigError as refusal:
         for case in left:
             _tell(orders, case, not_run(case, "refused", str(refusal)))

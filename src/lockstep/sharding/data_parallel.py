@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lockstep.sharding.single import Single, SquaredNorm
+from lockstep.sharding.single import Single
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
+    from lockstep.sharding.held import SquaredNorm
 
 
 def over_gpus(model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm, gpus: int) -> Single:

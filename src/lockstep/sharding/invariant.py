@@ -22,17 +22,15 @@ import torch
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import Share, share_of
 from lockstep.plan.summation import FixedSum, Node, nodes_of, total
-from lockstep.sharding.single import SquaredNorm, gradients, trainable_parameters
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
+from lockstep.sharding.held import HeldWhole, SquaredNorm, gradients
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Axis, Optimizer
-    from lockstep.core.records import TrainingState
 
 
-class Invariant:
+class Invariant(HeldWhole):
     """Args:
     axis: the data axis.
     slice_bytes: of the gradient, how much all ranks exchange at a time.
@@ -40,9 +38,6 @@ class Invariant:
     Raises:
         ConfigError: parameters in another precision than fp32.
     """
-
-    averages_over = 1
-    norm_is_whole = True
 
     def __init__(
         self,
@@ -53,11 +48,8 @@ class Invariant:
         slice_bytes: int,
     ) -> None:
         _refuse_other_precisions(model)
-        self.bare = self.module = model
-        self._optimizer = optimizer
-        self._squared_norm = squared_norm
+        super().__init__(model, optimizer, squared_norm)
         self._axis = axis
-        self._parameters = trainable_parameters(model)
         self._slots = _saved_slots(model)
         self._buffers = _Buffers(self._parameters, axis.size)
         self._width = max(1, slice_bytes // 4 // axis.size)
@@ -104,19 +96,13 @@ class Invariant:
         self._terms.put(Node(0, self._next), term)
         self._next += 1
 
-    def unreached(self) -> list[str]:
-        return without_gradient(self.bare)
-
-    def squared_norm(self) -> Tensor:
-        return self._squared_norm(gradients(self._parameters))
-
     def loss_sum(self) -> Tensor:
         """Of the whole update, 0-dim, once the last window is closed."""
         assert self._whole is not None, "the last window closes first"
         return self._whole.loss
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        self._optimizer.update(rate, divisor, keep)
+        super().update(rate, divisor, keep)
         self._let_go()
 
     # --- the sum --------------------------------------------------------------------------------------------------
@@ -152,26 +138,6 @@ class Invariant:
             self._buffers.give_back(buffer)
         self._terms = FixedSum(self._share.terms, self._add)
         self._whole = None
-
-    # --- state ----------------------------------------------------------------------------------------------------
-
-    def synchronize(self) -> None:
-        pass
-
-    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_weights(self.bare, wanted)
-
-    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_gradients(self.bare, wanted)
-
-    def close(self) -> None:
-        pass
-
-    def state(self) -> TrainingState:
-        return live_state(self.bare, self._optimizer)
-
-    def restore(self, state: TrainingState) -> None:
-        restore_state(self.bare, self._optimizer, state)
 
 
 class _Slot:

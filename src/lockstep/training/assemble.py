@@ -26,7 +26,7 @@ from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
-from lockstep.models.starting_weights import start_weights
+from lockstep.models.starting_weights import find_start
 from lockstep.models.transformer import flops_per_token
 from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
 from lockstep.plan.plan import Machine, make_plan, resolve_strategy
@@ -72,7 +72,9 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     blank = _blank(config, source.facts, given, world, machine)
     model = blank.model if blank is not None else make_model(config, source.facts, given)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
-    notes = list(start_weights(model, config.model)) if blank is None else []
+    start = find_start(model, config.model)
+    if blank is None and start is not None:
+        start.put()
     objective = make_objective(config, source.facts, given)
     divided = _tensor_plan(config, plan.mesh, model)
     if divided:
@@ -89,10 +91,10 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     if config.run.determinism == "invariant":
         refuse_coupled(model, objective)
     parts = Parts(
-        config, world, plan, model, OptimizerOf(config, given), blank, notes, place, blocks, names, cut, across, source
+        config, world, plan, model, OptimizerOf(config, given), blank, start, place, blocks, names, cut, across, source
     )
     sharding = sharding_of(parts)
-    plan = replace(plan, warnings=(*plan.warnings, *notes))
+    plan = replace(plan, warnings=(*plan.warnings, *(() if start is None else start.notes())))
     dtype = resolve_compute(config.precision.compute, world.device)
     scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
     engine, consensus = engine_and_vote(parts, objective, computed, sharding)
@@ -292,9 +294,10 @@ def _machine(config: Config, world: World) -> Machine:
 def _blank(config: Config, facts: DataFacts, given: Given, world: World, machine: Machine) -> Blank | None:
     """A model that is to be divided gets its values afterwards, if they can come part by part."""
     strategy: str = config.parallel.strategy
+    divided = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))
     if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):
         sketch = sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
         strategy, _ = resolve_strategy(config, world.size, parameter_facts(sketch), machine.memory)
-    if strategy != "fsdp":
+    if strategy != "fsdp" and not divided:
         return None
     return blank_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)

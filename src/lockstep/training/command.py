@@ -22,7 +22,7 @@ from lockstep.monitor.folder import RunFolder, is_finished, read_summary
 from lockstep.training.assemble import make_model, open_sources
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.given import Given
-from lockstep.training.job import Job, opened, run_job
+from lockstep.training.job import Job, imports_ahead, opened, run_job
 from lockstep.training.places import Place, choose, find
 from lockstep.training.weights import load_weights, to_rebuild
 
@@ -86,7 +86,8 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
     folder = RunFolder.create(job.config.run.folder, job.recipe, again=True)
     code = ConfigError.exit_code  # what `launch` raises
     try:
-        code = launch(partial(_be_a_rank, job, folder.path), number, job.config.launch, folder.logs)
+        entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
+        code = launch(entry, number, job.config.launch, folder.logs, ahead=ahead)
     finally:
         folder.release()
         if code == ConfigError.exit_code and not was_there:  # of what failed otherwise, the ranks' words are in it
@@ -126,7 +127,9 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": arguments.ranks})})
     if names_a_rank(os.environ):
         return _evaluate_rank(config, run, arguments)
-    return launch(partial(_evaluate_rank, config, run, arguments), choose_ranks(config.launch), config.launch, None)
+    ranks = choose_ranks(config.launch)
+    entry = partial(_evaluate_rank, config, run, arguments)
+    return launch(entry, ranks, config.launch, None, ahead=imports_ahead(config))
 
 
 def _for_whole_weights(config: Config) -> Config:

@@ -79,6 +79,12 @@ class Finished:
     folder: Path
 
 
+def imports_ahead(config: Config) -> list[str]:
+    """What every rank is going to import, for seconds: for a launcher that forks them."""
+    models = ["transformers.modeling_utils"] if config.model.kind == "huggingface" else []
+    return ["torch._dynamo", *models]  # DDP, FSDP and DeepSpeed import the compiler
+
+
 def run_job(job: Job) -> Finished:
     """Trains on this rank, and returns when the run is done."""
     if job.config.evaluation.prompt is not None:

@@ -13,7 +13,6 @@ from lockstep.config.deepspeed import engine_config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.distributed.collectives import Alone
 from lockstep.distributed.place import pair_of_ends
-from lockstep.models.starting_weights import start_weights
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
     from lockstep.engine.cutting import Cut
     from lockstep.models.blank import Blank
+    from lockstep.models.starting_weights import Fit
     from lockstep.plan.plan import Plan
 
 
@@ -73,7 +73,7 @@ class Parts:
 
     Attributes:
         model: on the CPU; without values if it is `blank`'s.
-        notes: what people should know; what is found on the way joins.
+        start: what goes into it when it has values.
         blocks: names of the repeated layers of the whole model.
         names: of the tensors of the whole model, in order.
         cut: this rank's stages; None: it has the whole model.
@@ -87,13 +87,21 @@ class Parts:
     model: nn.Module
     optimizer_of: OptimizerOf
     blank: Blank | None
-    notes: list[str]
+    start: Fit | None
     place: Place
     blocks: Sequence[str]
     names: Sequence[str]
     cut: Cut | None
     across: Across | None
     source: Source
+
+    def fill(self) -> None:
+        """Gives a model without values memory and values."""
+        if self.blank is None:
+            return
+        self.blank.fill(self.world.device)
+        if self.start is not None:
+            self.start.put(self.model)
 
     def make_pieces(self) -> Pieces:
         """Who holds what of the model. All ranks together, once: a group may be made."""
@@ -113,6 +121,8 @@ class Parts:
 
 def sharding_of(parts: Parts) -> Sharding:
     """Of the strategy that is planned."""
+    if parts.plan.strategy != "fsdp":  # which divides first
+        parts.fill()
     if parts.config.run.determinism == "invariant":
         return _invariant(parts)
     if parts.plan.strategy == "ddp" and parts.plan.mesh.pieces > 1:
@@ -156,15 +166,12 @@ def _invariant(parts: Parts) -> Sharding:
 
 
 def _fsdp(parts: Parts) -> Sharding:
-    from lockstep.sharding.fsdp import ShardedByFSDP, give_memory, shard  # DTensors take 0.5 s to import
+    from lockstep.sharding.fsdp import ShardedByFSDP, shard  # DTensors take 0.5 s to import
 
     model, options, place = parts.model, parts.config.parallel.fsdp, parts.place
     blocks = parts.blocks if parts.cut is None else parts.cut.blocks
     shard(model, options, place, parts.world.device, blocks)
-    if parts.blank is not None:
-        give_memory(model, parts.world.device)
-        parts.blank.fill()
-        parts.notes.extend(start_weights(model, parts.config.model))
+    parts.fill()
     return ShardedByFSDP(
         model,
         parts.optimizer_of,
