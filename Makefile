@@ -31,7 +31,7 @@ train: .venv/.installed  ## trains the default recipe: on every GPU, or on 2 CPU
 	$(BIN)/lockstep train stdlib-lm --ranks $(RANKS)
 
 test: .venv/.installed-dev  ## passes the whole suite
-	@$(BIN)/python -m compileall -q src  # hundreds of processes would, where Python may not write bytecode
+	@$(BIN)/python -m compileall -q src tests  # hundreds of processes would, where Python may not write bytecode
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: .venv/.installed-dev  ## format, lint, types, floors, tests

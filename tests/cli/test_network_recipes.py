@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from kit.commands import Done, run_lockstep
 
 from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_all, resolve_recipe
@@ -42,17 +43,17 @@ def call(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedPro
 def test_a_tiny_model_runs_under_the_recipes_own_settings(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     words = ["train", recipe, TINY[recipe], "--ranks", "2", "--run.steps", "1", "--json", "--run.folder", "run", *CPU]
-    summary = said(call(*words, cwd=tmp_path))
+    summary = said(run_lockstep(*words, cwd=tmp_path))
     mine = load([resolve_recipe(recipe).path], environ={}).config
     _ran_as_asked(summary, tmp_path / "run", mine)
     _left_weights_for_transformers(summary, tmp_path / "run", CLASSES[recipe])
     _showed_a_sample(tmp_path / "run", mine.evaluation.prompt)
-    assert call("ckpt", "verify", "run", cwd=tmp_path).returncode == 0
-    again = said(call("eval", "run", "--json", "--ranks", "1", cwd=tmp_path))  # in bf16, so not to the bit
+    assert run_lockstep("ckpt", "verify", "run", cwd=tmp_path).returncode == 0
+    again = said(run_lockstep("eval", "run", "--json", "--ranks", "1", cwd=tmp_path))  # in bf16, so not to the bit
     assert again["evaluation"]["loss"] == pytest.approx(summary["evaluation"]["loss"], rel=1e-3)
 
 
-def said(done: subprocess.CompletedProcess[str]) -> Any:
+def said(done: Done) -> Any:
     """The last line of a command that succeeded, which is JSON."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

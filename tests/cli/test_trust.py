@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.commands import run_lockstep
 
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import main
@@ -61,7 +60,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run": {"steps": 2, "folder": str(folder / "run")},
     }
     (folder / "config.json").write_text(json.dumps(config))
-    done = _lockstep("train", folder / "config.json")
+    done = run_lockstep("train", folder / "config.json")
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -73,19 +72,13 @@ def run(finished: Path) -> Path:
     return finished
 
 
-def _lockstep(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lockstep", *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-
-
 VERBS = {"eval": ("eval",), "generate": ("generate", "def "), "export": ("export", "--format", "hf")}
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_code_of_a_run_is_named_and_does_not_run(run: Path, verb: str) -> None:
     name, *words = VERBS[verb]
-    done = _lockstep(name, run, *words)
+    done = run_lockstep(name, run, *words)
     file = run.parent / "foreign.py"
     assert done.returncode == 2
     assert done.stderr == (
@@ -102,7 +95,7 @@ def test_code_of_a_run_is_named_and_does_not_run(run: Path, verb: str) -> None:
 
 
 def test_trusted_it_runs(run: Path) -> None:
-    done = _lockstep("eval", run, "--trust-run")
+    done = run_lockstep("eval", run, "--trust-run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("same: loss ")
     assert (run.parent / "executed").exists()
@@ -116,7 +109,7 @@ def test_tensors_are_exported_without_trust(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_of_ones_own_is_no_folder_for_transformers(run: Path) -> None:
-    done = _lockstep("export", run, "--format", "hf", "--trust-run")
+    done = run_lockstep("export", run, "--format", "hf", "--trust-run")
     assert done.returncode == 2
     assert "--format hf is for models of the transformers library, and this is a Net" in done.stderr
     assert not (run / "export").exists()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 import shlex
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import yaml
+from kit.commands import run_lockstep, run_script
 
 from lockstep.cli.main import VERBS, main
 from lockstep.config import shape
@@ -206,17 +206,14 @@ def test_the_pages_of_the_index_are_all_there_are() -> None:
         (["verify_own_model.py", "2"], "fsdp 2 sgd 2 passed"),
         (["long_sequences.py"], "data x context) loss "),
         (["checkpoint_any_module.py"], "activation checkpointing, full: blocks.0"),
-        (["-m", "lockstep", "train", "examples/squares.yaml", "--run.epochs", "1"], "evaluation sparse: loss"),
+        (["train", "examples/squares.yaml", "--run.epochs", "1"], "evaluation sparse: loss"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_examples_run(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    command = [
-        sys.executable,
-        *(word if word[0] == "-" or not word.endswith(".py") else f"examples/{word}" for word in words),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    name, *further = words
+    start = run_lockstep if name == "train" else partial(run_script, Path("examples", name))
+    run = start(*(words if name == "train" else further), cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert said in run.stdout

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,12 +29,12 @@ _numbers = itertools.count(os.getpid() * 211)  # test runs side by side begin fa
 
 def in_world(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(*arguments)` returned on each rank; a rank that raises fails the test with its traceback."""
-    _serve()
+    context = served()
     port = _free_port()
     pipes, processes = [], []
     for rank in range(ranks):
-        mine, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_rank, args=(rank, ranks, port, theirs, function, arguments), daemon=True)
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, ranks, port, theirs, function, arguments), daemon=True)
         process.start()
         theirs.close()
         pipes.append(mine)
@@ -46,8 +47,9 @@ def in_world(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
             process.join()
 
 
-def _serve() -> None:
-    """Starts the server, which looks for modules where PYTHONPATH says and nowhere else of what tests have."""
+def served() -> ForkServerContext:
+    """Where processes start. The server, started if need be, looks for modules where PYTHONPATH says, and nowhere else
+    of what tests have."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *([before] if before else [])])
     try:
@@ -57,6 +59,7 @@ def _serve() -> None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+    return _CONTEXT
 
 
 def _results(pipes: list[Connection]) -> list[Any]:

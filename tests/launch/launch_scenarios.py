@@ -24,12 +24,14 @@ def acts(
     logs: str | None = None,
     section: dict[str, object] | None = None,
     repeat: int = 1,
+    ahead: Sequence[str] = (),
 ) -> int:
     """One launch whose rank N plays script[N]; the sum of the exit codes if repeated."""
     group._GRACE, group._SETTLE = 0.5, 0.2  # a test has less time than a cluster
     section_ = Launch(**(section or {}))
     entry = partial(play, list(script))
-    return sum(launch(entry, len(script), section_, Path(logs) if logs else None) for _ in range(repeat))
+    folder = Path(logs) if logs else None
+    return sum(launch(entry, len(script), section_, folder, ahead=ahead) for _ in range(repeat))
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:
@@ -109,6 +111,10 @@ def _warn(value: str, me: RankEnvironment) -> None:
 
 def _env(value: str, me: RankEnvironment) -> None:
     print(f"{value}={os.environ.get(value)} in rank {me.rank}")
+
+
+def _imported(value: str, me: RankEnvironment) -> None:
+    print(f"rank {me.rank} {'finds' if value in sys.modules else 'lacks'} {value}")
 
 
 def _threads(value: str, me: RankEnvironment) -> None:
@@ -219,6 +225,7 @@ _VERBS = {
     "say-in-c": _say_in_c,
     "warn": _warn,
     "env": _env,
+    "imported": _imported,
     "threads": _threads,
     "tty": _tty,
     "return": _return,

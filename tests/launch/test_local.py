@@ -75,6 +75,16 @@ def test_more_ranks_than_cores_run_and_are_noted(nursery: Nursery) -> None:
     assert f"note: {ranks} ranks share" in err
 
 
+def test_what_all_ranks_need_is_imported_before_they_are_forked(nursery: Nursery) -> None:
+    """What isn't installed is for a rank to miss."""
+    script = ["imported:colorsys"] * 2
+    code, out, err = nursery.run("acts", script=script, ahead=["no_such_module", "colorsys"])
+    assert (code, err) == (0, "")
+    assert out.count("finds colorsys") == 2
+    code, out, _ = nursery.run("acts", script=script)
+    assert out.count("lacks colorsys") == 2
+
+
 def test_environment_reaches_the_ranks(nursery: Nursery) -> None:
     script = ["env:GREETING,env:LOCAL_RANK,env:LOCAL_WORLD_SIZE", "env:GREETING,env:LOCAL_RANK,env:LOCKSTEP_STORE_FD"]
     code, out, _ = nursery.run("acts", script=script, section={"environment": {"GREETING": "hello"}})

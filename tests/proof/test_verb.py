@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from kit.commands import Done, run_lockstep
 
 FIELDS = {"strategy", "ranks", "max_loss_difference", "max_weight_difference", "passed"}
 SMALL = ["--batch.global_size", "4", "--data.train.length", "32", "--model.layers", "2", "--launch.device", "cpu"]
 
 
-def verify(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    command = [sys.executable, "-m", "lockstep", "verify", "stdlib-lm", *SMALL, *words]
-    environment = {**plain, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=140)
+def verify(*words: str, cwd: Path) -> Done:
+    return run_lockstep("verify", "stdlib-lm", *SMALL, *words, cwd=cwd)
 
 
 def test_a_recipe_is_proved(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
     command --> imports torch, once --> forks rank 0, 1, ... --> entry() in each --> the run's exit code
                 about 0.95 s            milliseconds             0 done, 1 failed, 2 config, 130 stopped
 
-A rank forked from a process that has imported torch, and done nothing with it, need not import it again. Where forking
-isn't safe (threads are running, CUDA is in use, no Linux) ranks start as fresh interpreters. One rank needs no process:
-it runs in this one, with the same environment, log and exit codes.
+A rank forked from a process that has imported torch (and what else all ranks need), and done nothing with it, need not
+import it again. Where forking isn't safe (threads are running, CUDA is in use, no Linux) ranks start as fresh
+interpreters. One rank needs no process: it runs in this one, with the same environment, log and exit codes.
 
 Why not torch's own engine, `torch.distributed.elastic.multiprocessing.start_processes`? It is as fast when it forks,
 and `elastic_launch` nearly so. But of two ranks in an all-reduce, one killed by SIGKILL, it named the other's broken
