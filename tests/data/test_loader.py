@@ -178,6 +178,10 @@ def test_samples_that_do_not_go_together_are_named():
         taken(make_loader(Ragged(3), shuffle=False), 1)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # torch raises in a signal's handler, and
+# if that comes in a callback of the garbage collector nobody hears it; then torch says it again
 def test_a_worker_that_dies_is_reported_with_what_it_owed():
     loader = make_loader(DyingSource(100), workers=1, shuffle=False)
     with pytest.raises(GiveUp, match=r"a data worker died while samples 8, 9, 10, .* were fetched"):

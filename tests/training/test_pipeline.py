@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from kit.worlds import in_world
 from training.test_same_run import config
 
 import lockstep
+from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.plan import make_plan
+from lockstep.training.checkpoints import Checkpoints, Resume
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv")
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up
@@ -190,20 +193,73 @@ def test_dropout_trains() -> None:
     assert run.losses[-1] < run.losses[0]
 
 
-def _handed_over() -> str:
+RULES = [{"match": ["head.*"], "lr_scale": 0.5}, {"match": ["lift.*"], "weight_decay": 0.0}]
+"""Of which each stage has some parameters."""
+
+
+def test_rules_are_the_whole_models() -> None:
+    ways = [{}, pipeline(2, "1f1b"), pipeline(2, "1f1b", strategy="fsdp")]
+    alone, *runs = (
+        recorded({**chain("Chain", **parallel), "optim": {"name": "adamw", "lr": 0.01, "rules": RULES}}, ranks)
+        for parallel, ranks in zip(ways, (1, 2, 4), strict=True)
+    )
+    assert [differences(run, alone) for run in runs] == [[], []]
+
+
+@pytest.mark.parametrize("frozen", [["lift.*", "offset", "blocks.0.*", "blocks.1.*"], ["blocks.3.*", "head.*"]])
+def test_a_stage_may_train_nothing(frozen: list[str]) -> None:
+    asked = [chain("Chain", **parallel) for parallel in ({}, pipeline(2, "1f1b"), pipeline(4, "1f1b"))]
+    asked = [{**one, "model": {**one["model"], "freeze": frozen}} for one in asked]
+    alone, *runs = (recorded(one, ranks) for one, ranks in zip(asked, (1, 2, 4), strict=True))
+    assert [differences(run, alone) for run in runs] == [[], []]
+
+
+def _adam(groups: Any) -> Any:
     import torch
 
-    def adam(groups: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(groups)
+    return torch.optim.Adam(groups)
 
+
+def _counting(groups: Any) -> Any:
+    import torch
+
+    class Counting(torch.optim.SGD):
+        """Keeps a number in its groups, which gradients decide."""
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["seen"] = group.get("seen", 0.0) + sum(float(one.grad.norm()) for one in group["params"])
+            super().step()
+
+    return Counting(groups)
+
+
+def _handed_over(make: Any, parallel: dict[str, Any], folder: str) -> tuple[list[float], int | None] | str:
+    asked = {**chain("Chain", **parallel), "optim": {"lr": 0.01, "rules": RULES}}
     try:
-        with lockstep.session(chain("Chain", **pipeline(2, "1f1b")), optimizer=adam) as session:
-            return str([report.loss for report in lockstep.steps(session)])
-    except lockstep.ConfigError as error:
-        return str(error)
+        with small.in_group(), lockstep.session(asked, optimizer=make) as session:
+            checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
+            checkpoints.begin(Resume())
+            losses = []
+            for report in lockstep.steps(session):
+                losses.append(report.loss)
+                if report.step == 2:
+                    checkpoints.save()
+            assert all(ended.failure is None for ended in checkpoints.finish())
+            return losses, checkpoints.resumed_from
+    except lockstep.GiveUp as failure:
+        return str(failure)
 
 
-def test_an_optimizer_of_a_users_own_trains_each_stage() -> None:
-    one, other = in_world(2, _handed_over)
+def test_an_optimizer_of_a_users_own_trains_each_stage_and_goes_on_anywhere(tmp_path: Path) -> None:
+    one, other = in_world(2, _handed_over, _adam, pipeline(2, "1f1b"), str(tmp_path))
     assert one == other
-    assert one.startswith("[")
+    losses, resumed = one
+    again, since = in_world(1, _handed_over, _adam, {}, str(tmp_path))[0]
+    assert (resumed, since) == (None, 2)
+    assert again == pytest.approx(losses[2:], rel=1e-5)
+
+
+def test_an_optimizer_that_sums_over_its_groups_is_not_saved_in_pieces(tmp_path: Path) -> None:
+    for said in in_world(2, _handed_over, _counting, pipeline(2, "1f1b"), str(tmp_path)):
+        assert "differs between the stages of the pipeline" in said

@@ -257,4 +257,4 @@ def _one_device(optimizer: torch.optim.Optimizer) -> torch.device:
         raise ConfigError(
             f"the model's parameters lie on {' and '.join(sorted(map(str, devices)))}; a rank trains on one device"
         )
-    return devices.pop()
+    return devices.pop() if devices else torch.device("cpu")

@@ -4,7 +4,7 @@
                                                        "groups": [{...}, ...]}
 
 Any split of the parameters into groups can read it again. The `lr` and `weight_decay` of groups are what the config
-asks for and aren't saved; `groups` is empty but for a user's optimizer, which may keep state of its own there.
+asks for and aren't saved; `groups` is empty but for a user's optimizer that keeps state of its own there.
 """
 
 from __future__ import annotations
@@ -48,8 +48,32 @@ def group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key not in _ASKED} for group in optimizer.param_groups]
 
 
+def changed_groups(optimizer: torch.optim.Optimizer, began: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each group what isn't as it was; nothing at all if everything is.
+
+    Args:
+        began: its `group_state` then.
+    """
+    now = group_state(optimizer)
+    found = [
+        {key: value for key, value in group.items() if key not in before or _differs(value, before[key])}
+        for group, before in zip(now, began, strict=True)
+    ]
+    return found if any(found) else []
+
+
+def _differs(one: object, other: object) -> bool:
+    return isinstance(one, Tensor) or type(one) is not type(other) or bool(one != other)
+
+
 def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Raises GiveUp if there are not as many groups."""
+    """What has changed in them, if anything.
+
+    Raises:
+        GiveUp: there are not as many groups.
+    """
+    if not groups:
+        return
     if len(groups) != len(optimizer.param_groups):
         raise GiveUp(
             f"the saved optimizer has {len(groups)} parameter groups, this one {len(optimizer.param_groups)}; "

@@ -5,6 +5,7 @@ gradients / divisor --> keep? --> step() --> cleared
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lockstep.core.errors import ConfigError
 from lockstep.optim.discard import decided, step_if, take_gradients
-from lockstep.optim.named_state import group_state, load_group_state, load_named_state, named_state
+from lockstep.optim.named_state import changed_groups, group_state, load_group_state, load_named_state, named_state
 
 
 class Selecting:
@@ -54,12 +55,12 @@ class Waiting:
     learn whether it is kept.
 
     Args:
-        saves_groups: what the groups hold belongs to the state: a user's optimizer may count there.
+        saves_groups: what changes in the groups belongs to the state: a user's optimizer may count there.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, saves_groups: bool) -> None:
         self._torch = optimizer
-        self._saves_groups = saves_groups
+        self._began = copy.deepcopy(group_state(optimizer)) if saves_groups else None
 
     @property
     def groups(self) -> list[dict[str, object]]:
@@ -74,10 +75,10 @@ class Waiting:
 
     def state_dict(self) -> dict[str, object]:
         state = named_state(self._torch)
-        return state | {"groups": group_state(self._torch)} if self._saves_groups else state
+        return state if self._began is None else state | {"groups": changed_groups(self._torch, self._began)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._saves_groups:
+        if self._began is not None:
             load_group_state(self._torch, state["groups"])
         load_named_state(self._torch, state["parameters"])
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from lockstep.core.errors import GiveUp
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import FlatShard, bits
 
@@ -125,13 +126,23 @@ class Pieces:
                 yield name, buffer.cpu()
 
     def state(self, state: TrainingState) -> TrainingState:
-        """This rank's, and of the others that they hold something. All ranks together."""
+        """This rank's, and of the others that they hold something. All ranks together.
+
+        Raises:
+            GiveUp: an optimizer's groups have come to differ.
+        """
         if not self.several:
             return state
         told = {name: _Spec(tuple(one.shape), one.dtype) for name, one in state.tensors.items()}
         everywhere = cast("list[Any]", self._axis.gather((told, state.values)))
         tensors: dict[str, Any] = dict(state.tensors)
         values: dict[str, Any] = {"optimizer": {}, "groups": state.values["groups"], "tied": {}}
+        if any(of_rank["groups"] != state.values["groups"] for _, of_rank in everywhere):
+            raise GiveUp(
+                "the optimizer keeps something in its groups that differs between the stages of the pipeline, each of "
+                "which has seen its own gradients alone: it can't be saved, nor is this the single process's run; take "
+                "another strategy"
+            )
         for specs, of_rank in everywhere:
             for name, spec in specs.items():
                 if name not in tensors:

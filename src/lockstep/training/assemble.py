@@ -91,7 +91,19 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     if config.run.determinism == "invariant":
         refuse_coupled(model, objective)
     parts = Parts(
-        config, world, plan, model, OptimizerOf(config, given), blank, start, place, blocks, names, cut, across, source
+        config,
+        world,
+        plan,
+        model,
+        OptimizerOf(config, given, plan.groups),
+        blank,
+        start,
+        place,
+        blocks,
+        names,
+        cut,
+        across,
+        source,
     )
     sharding = sharding_of(parts)
     plan = replace(plan, warnings=(*plan.warnings, *(() if start is None else start.notes())))

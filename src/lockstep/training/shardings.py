@@ -34,23 +34,28 @@ if TYPE_CHECKING:
     from lockstep.engine.cutting import Cut
     from lockstep.models.blank import Blank
     from lockstep.models.starting_weights import Fit
+    from lockstep.plan.grouping import Grouping
     from lockstep.plan.plan import Plan
 
 
 class OptimizerOf:
     """Makes the optimizer of the parameters that a strategy gives it.
 
+    Args:
+        groups: of the whole model's parameters.
+
     Attributes:
         users: it is one that was handed over, of which nothing is known.
     """
 
-    def __init__(self, config: Config, given: Given) -> None:
+    def __init__(self, config: Config, given: Given, groups: Sequence[Grouping]) -> None:
         self._optim = config.optim
+        self._groups = groups
         self._make = given.optimizer
         self.users = given.optimizer is not None
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        groups = parameter_groups(parameters, self._optim)
+        groups = parameter_groups(parameters, self._optim, self._groups)
         if self._make is None:
             return build_optimizer(self._optim, groups)
         for group in groups:
@@ -64,7 +69,7 @@ class OptimizerOf:
                 "an optimizer that was handed over may look at a parameter's shape, and DeepSpeed gives it flat parts; "
                 "name one in optim.name, or take parallel.strategy: fsdp, or ddp"
             )
-        return build_elementwise(self._optim, parameter_groups(parameters, self._optim))
+        return build_elementwise(self._optim, parameter_groups(parameters, self._optim, self._groups))
 
 
 @dataclass(frozen=True, slots=True)
