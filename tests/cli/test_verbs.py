@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.cli.words import split
+from lockstep.cli.words import size, split
 from lockstep.config.override import Override
 from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
 
@@ -62,6 +62,16 @@ def test_train_without_a_name_takes_the_default(command: Calls) -> None:
     [(_, loaded, recipe, arguments)] = command
     assert (recipe, arguments) == ("stdlib-lm", TrainArguments(trust_remote_code=True))
     assert loaded.config.launch.ranks == "auto"
+
+
+def test_sizes_are_read_as_people_write_them(command: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [size(text) for text in ("80GiB", "80 GB", "24G", "1.5k", "4096", "512b")] == [
+        80 * 2**30, 80 * 10**9, 24 * 2**30, 1536, 4096, 512
+    ]  # fmt: skip
+    assert main(["plan", "digits", "--memory", "2KiB"]) == 7
+    assert command[0][3] == PlanArguments(memory=2048)
+    assert main(["plan", "digits", "--memory", "lots"]) == 2
+    assert "'lots' is not a size above 0; write 80GiB, 80GB or a number of bytes" in capsys.readouterr().err
 
 
 def test_plan_eval_and_generate_hand_over(command: Calls) -> None:

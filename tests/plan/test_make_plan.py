@@ -45,7 +45,7 @@ def test_a_plan_says_what_follows():
 @pytest.mark.parametrize(
     ("memory", "optim", "strategy", "why"),
     [
-        (None, "adamw", "ddp", "how much memory a rank has isn't known here"),
+        (None, "adamw", "ddp", "a rank's memory isn't known here; plan --memory 80GiB says it"),
         (2000, "adamw", "ddp", "the training state takes 648 B of the 1.953 KiB that a rank has"),
         (1000, "adamw", "fsdp", "the training state takes 648 B of the 1000 B that a rank has"),
         (
@@ -61,6 +61,25 @@ def test_auto_takes_what_fits_and_says_why(memory, optim, strategy, why):
     found = make_plan(config(optim={"name": optim}), 2, FACTS, PARAMETERS, Machine(memory=memory))
     assert (found.strategy, found.why) == (strategy, why)
     assert f"auto took {strategy}: {why}" in describe(found)
+
+
+@pytest.mark.parametrize(
+    ("memory", "strategy", "ranks", "says"),
+    [
+        (400, "ddp", 2, "takes 648 B of a rank's memory, which is 400 B: it doesn't fit. To have room for activations, "
+                        "too, fsdp takes 3 ranks like these."),
+        (600, "ddp", 2, "parallel.strategy: fsdp divides it."),
+        (200, "auto", 2, "takes 324 B of a rank's memory, which is 200 B: it doesn't fit. To have room for "
+                         "activations, too, fsdp takes 6 ranks like these."),
+        (648, "ddp", 2, None),
+        (None, "ddp", 2, None),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_warned_of(memory, strategy, ranks, says):
+    found = make_plan(config(parallel={"strategy": strategy}), ranks, FACTS, PARAMETERS, Machine(memory=memory))
+    about = [warning for warning in found.warnings if "doesn't fit" in warning]
+    assert len(about) == (says is not None)
+    assert says is None or about[0].endswith(says)
 
 
 def test_samples_of_a_run_that_ends_within_an_epoch():

@@ -14,6 +14,7 @@ from lockstep.cli.words import (
     ranks,
     read_config,
     short_overrides,
+    size,
     split,
 )
 from lockstep.core.arguments import PlanArguments
@@ -25,6 +26,9 @@ def run(words: Sequence[str]) -> int:
     parser = Parser("plan", summary, CONFIG_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_config(parser)
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="as if started on so many ranks")
+    parser.add_argument(
+        "--memory", type=size, metavar="SIZE", help="that each rank has, such as 80GiB; this machine's otherwise"
+    )
     add_json(parser)
     add_trust(parser)
     add_untested(parser)
@@ -38,4 +42,4 @@ def run(words: Sequence[str]) -> int:
 
     from lockstep.training.command import plan
 
-    return plan(loaded, name, PlanArguments(json=asked.json, trust_remote_code=asked.trust_remote_code))
+    return plan(loaded, name, PlanArguments(asked.json, asked.trust_remote_code, asked.memory))

@@ -136,6 +136,16 @@ def whole(text: str, wanted: str = "a whole number above 0") -> int:
     return int(text)
 
 
+def size(text: str) -> int:
+    """Bytes: 80GiB, 80GB, 24G (GiB, as memory is sold), or a number of them."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0; write 80GiB, 80GB or a number of bytes")
+    number, prefix, binary, byte = found.groups()
+    base = 1000 if byte and not binary else 1024
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
 def step(text: str) -> int:
     """A whole number of 0 or more."""
     return seed(text)

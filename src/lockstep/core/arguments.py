@@ -93,10 +93,12 @@ class PlanArguments:
     """Attributes:
     json: print the plan as a JSON object.
     trust_remote_code: as in training.
+    memory: bytes that each rank has; None: as many as it would have on this machine.
     """
 
     json: bool = False
     trust_remote_code: bool = False
+    memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

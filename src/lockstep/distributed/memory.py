@@ -34,6 +34,17 @@ def memory_of_ranks(device: torch.device, axis: Axis) -> int:
     return _least(device, axis, axis.gather(here).count(here))
 
 
+def memory_here(gpus: int, ranks: int) -> int | None:
+    """What `memory_of_a_rank` would be, were so many ranks started on this machine; None: it is no machine for them.
+
+    Args:
+        gpus: that ranks may use here; 0: they compute on the CPU.
+    """
+    if gpus:
+        return _of_device(torch.device("cuda", 0)) if ranks <= gpus else None
+    return _of_host() // ranks if ranks <= len(os.sched_getaffinity(0)) else None
+
+
 def _least(device: torch.device, axis: Axis, machine_ranks: int) -> int:
     mine = _of_device(device) if device.type == "cuda" else _of_host() // machine_ranks
     return min(cast("list[int]", axis.gather(mine)))

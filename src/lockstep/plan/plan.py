@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config import deepspeed
@@ -139,6 +139,7 @@ def make_plan(
             *_idle(config, strategy, mesh),
         ),
     )
+    made = replace(made, warnings=(*made.warnings, *_too_large(made, machine.memory)))
     if strategy == "deepspeed":
         deepspeed.check(config, derived_for_deepspeed(made))
     return made
@@ -201,7 +202,7 @@ def _chosen(
     pieces = math.prod(degree for degree in (config.parallel.pipeline, config.parallel.tensor) if degree != "auto")
     whole = next(row for row in placements(config, ranks, parameters) if row.strategy == "ddp").total // pieces
     if memory is None:
-        return "ddp", "how much memory a rank has isn't known here"
+        return "ddp", "a rank's memory isn't known here; plan --memory 80GiB says it"
     takes = f"the training state takes {_bytes(whole)} of the {_bytes(memory)} that a rank has"
     if whole <= _SHARE_OF_STATE * memory:
         return "ddp", takes
@@ -221,6 +222,18 @@ def _samples_after(steps: int, epoch_steps: int, epoch_samples: int, global_size
 
 
 # --- warnings -----------------------------------------------------------------------------------------------------
+
+
+def _too_large(plan: Plan, memory: int | None) -> list[str]:
+    if memory is None or plan.placement.total <= memory:
+        return []
+    whole = next(row.total for row in plan.placements if row.strategy == "ddp")
+    ranks = math.ceil(whole / (_SHARE_OF_STATE * memory))
+    remedy = "parallel.strategy: fsdp divides it" if ranks <= plan.ranks else f"fsdp takes {ranks:,} ranks like these"
+    return [
+        f"The training state takes {_bytes(plan.placement.total)} of a rank's memory, which is {_bytes(memory)}: it "
+        f"doesn't fit. To have room for activations, too, {remedy}."
+    ]
 
 
 def _batch_warnings(batch: BatchPlan, facts: DataFacts) -> list[str]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
-from lockstep.launch.devices import choose_ranks
+from lockstep.distributed.memory import memory_here
+from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import RunFolder, is_finished, read_summary
 from lockstep.training.assemble import make_model, open_sources
@@ -199,13 +200,15 @@ def run_config(run: Path) -> Config:
 def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
     """What follows from a config, without starting a process or allocating the model."""
     from lockstep.models.facts import describe_model
-    from lockstep.plan.plan import as_json, describe, make_plan
+    from lockstep.plan.plan import Machine, as_json, describe, make_plan
 
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
     refuse_given(config)
     source, _ = open_sources(config, given)
     parameters = describe_model(config.model, source.facts, trust_remote_code=arguments.trust_remote_code)
-    made = make_plan(config, choose_ranks(config.launch), source.facts, parameters)
+    ranks = choose_ranks(config.launch)
+    memory = arguments.memory or memory_here(0 if config.launch.device == "cpu" else count_gpus(), ranks)
+    made = make_plan(config, ranks, source.facts, parameters, Machine(memory=memory))
     print(json.dumps(as_json(made)) if arguments.json else f"{recipe}\n{describe(made)}")
     return 0
 
