@@ -62,10 +62,13 @@ def test_products_on_four_ranks() -> None:
         assert differences(run, oracle(2)) == [], name
 
 
-def test_pipeline_x_tensor_x_fsdp_on_eight_ranks() -> None:
-    run = recorded(text(tensor=2, pipeline=2, strategy="fsdp"), 8, updates=1)
-    assert run.losses == pytest.approx(oracle().losses[:1], rel=1e-6)
-    assert run.norms == pytest.approx(oracle().norms[:1], rel=1e-5)
+def test_products_on_eight_ranks() -> None:
+    """Pipeline x fsdp, and two replicas of fsdp's."""
+    hybrid = {"data": 2, "fsdp": {"sharding_strategy": "HYBRID_SHARD"}}
+    asked = [text(tensor=2, strategy="fsdp", **further) for further in ({"pipeline": 2}, hybrid)]
+    for run in recorded_all(asked, 8, updates=1):
+        assert run.losses == pytest.approx(oracle().losses[:1], rel=1e-6)
+        assert run.norms == pytest.approx(oracle().norms[:1], rel=1e-5)
 
 
 def test_a_vocabulary_that_nothing_divides() -> None:
