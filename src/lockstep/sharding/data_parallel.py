@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lockstep.sharding.single import Single
+from lockstep.sharding.single import Single, SquaredNorm
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
-    from lockstep.sharding.held import SquaredNorm
 
 
 def over_gpus(model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm, gpus: int) -> Single:

@@ -8,7 +8,7 @@ rank 1   model, gradient ---+-- bucket by bucket --+--> optimizer
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, cast
 
@@ -17,21 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import SharedBuffers
-from lockstep.sharding.held import NO_WINDOW, HeldWhole, SquaredNorm
+from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.config.schema import DDP
     from lockstep.core.protocols import Optimizer
+    from lockstep.core.records import TrainingState
 
 
-class ReplicatedByDDP(HeldWhole):
+class ReplicatedByDDP:
     """Args:
     ranks: of the data axis.
     device: where the model already lies.
     backend: of the collectives; some compressions don't run on some.
     """
+
+    norm_is_whole = True
 
     def __init__(
         self,
@@ -44,10 +48,13 @@ class ReplicatedByDDP(HeldWhole):
         device: torch.device,
         backend: str,
     ) -> None:
-        super().__init__(model, optimizer, squared_norm)
+        self.bare = model
         self.averages_over = ranks
+        self._optimizer = optimizer
+        self._parameters = trainable_parameters(model)
+        self._squared_norm = squared_norm
         self._buffers = SharedBuffers(model)
-        self.module = self._ddp = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             find_unused_parameters=options.find_unused_parameters,
@@ -59,6 +66,10 @@ class ReplicatedByDDP(HeldWhole):
         self._after_discard = _compress(self._ddp, options, backend)
         self._learns_graph = options.static_graph
 
+    @property
+    def module(self) -> nn.Module:
+        return self._ddp
+
     def window(self, last: bool) -> AbstractContextManager[object]:
         if last or self._learns_graph:
             # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients
@@ -67,18 +78,38 @@ class ReplicatedByDDP(HeldWhole):
             return NO_WINDOW
         return self._ddp.no_sync()
 
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        loss.backward(seed)  # type: ignore[no-untyped-call]
+
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
+
+    def squared_norm(self) -> Tensor:
+        return self._squared_norm(gradients(self._parameters))
+
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        super().update(rate, divisor, keep)
+        self._optimizer.update(rate, divisor, keep)
         if self._after_discard is not None and not keep:
             self._after_discard()
 
     def synchronize(self) -> None:
         self._buffers.synchronize()
 
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.bare, wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_gradients(self.bare, wanted)
+
     def close(self) -> None:
         """A DDP module that outlives its group keeps the group: see `Together.close`."""
-        self.module = self.bare
         self._ddp = cast("DistributedDataParallel", None)
+
+    def state(self) -> TrainingState:
+        return live_state(self.bare, self._optimizer)
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, state)
 
 
 def _buffer_option(synchronise: bool) -> dict[str, bool]:

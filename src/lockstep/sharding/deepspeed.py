@@ -31,8 +31,14 @@ from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import FlatShard
 from lockstep.sharding.buffers import SharedBuffers
-from lockstep.sharding.held import NO_WINDOW, HeldWhole, SquaredNorm
-from lockstep.sharding.state import of_model, whole_weights
+from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
+from lockstep.sharding.state import (
+    live_state,
+    of_model,
+    restore_state,
+    whole_gradients,
+    whole_weights,
+)
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
@@ -102,7 +108,7 @@ def _import(device: torch.device) -> Any:
     return deepspeed
 
 
-class ReplicatedByDeepSpeed(HeldWhole):
+class ReplicatedByDeepSpeed:
     """Stage 0: every rank holds everything; DeepSpeed averages the gradients.
 
     Args:
@@ -110,10 +116,15 @@ class ReplicatedByDeepSpeed(HeldWhole):
         optimizer: the one that updates.
     """
 
+    norm_is_whole = True
+
     def __init__(self, engine: Any, model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm) -> None:
-        super().__init__(model, optimizer, squared_norm)
+        self.bare = self.module = model
         self.averages_over = dist.get_world_size()
         self._engine = engine
+        self._optimizer = optimizer
+        self._parameters = trainable_parameters(model)
+        self._squared_norm = squared_norm
         self._buffers = SharedBuffers(model)
         self._reached = _Reached(model)
 
@@ -128,16 +139,31 @@ class ReplicatedByDeepSpeed(HeldWhole):
     def unreached(self) -> list[str]:
         return self._reached.lacking()
 
+    def squared_norm(self) -> Tensor:
+        return self._squared_norm(gradients(self._parameters))
+
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._reached.stop()
-        super().update(rate, divisor, keep)
+        self._optimizer.update(rate, divisor, keep)
 
     def synchronize(self) -> None:
         self._buffers.synchronize()
 
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.bare, wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_gradients(self.bare, wanted)
+
     def close(self) -> None:
         _let_go(self._engine)
         self._engine = None
+
+    def state(self) -> TrainingState:
+        return live_state(self.bare, self._optimizer)
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, state)
 
 
 class DividedByDeepSpeed:

@@ -12,7 +12,7 @@ of the single process. To the outside, parameters and moments are DTensors, whic
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,16 +23,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import SharedBuffers
-from lockstep.sharding.held import NO_WINDOW, HeldInParts, OptimizerOf, SquaredNorm
+from lockstep.sharding.local_parts import trained_parts
+from lockstep.sharding.single import NO_WINDOW, SquaredNorm
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 from lockstep.sharding.unused import UnusedParameters
 from lockstep.sharding.wrapping import units
 
 if TYPE_CHECKING:
     from lockstep.config.schema import FSDP, FSDPPrecision
+    from lockstep.core.protocols import Optimizer
+    from lockstep.core.records import TrainingState
     from lockstep.distributed.place import Place
     from lockstep.plan.mesh import Mesh
     from lockstep.sharding.pieces import Pieces
 
+OptimizerOf = Callable[[Iterable[tuple[str, nn.Parameter]]], "Optimizer"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,11 +72,17 @@ def shard(model: nn.Module, options: FSDP, place: Place, device: torch.device, b
             one.set_modules_to_forward_prefetch([after])
 
 
-class ShardedByFSDP(HeldInParts):
+class ShardedByFSDP:
     """Args:
     model: divided by `shard`, and with its values.
+    optimizer_of: makes the optimizer of named parameters: plain ones, this rank's parts.
+    pieces: who holds what of a model that is cut.
+    whole: give it the DTensors in their place: it is a user's, and may look at shapes.
     find_unused: a rank's samples may leave parameters out that others use.
     """
+
+    averages_over = 1
+    norm_is_whole = False
 
     def __init__(
         self,
@@ -85,19 +96,22 @@ class ShardedByFSDP(HeldInParts):
         whole: bool,
         find_unused: bool = False,
     ) -> None:
-        super().__init__(model, optimizer_of, squared_norm, SharedBuffers(model, place.with_share), pieces, whole=whole)
+        self.bare = self.module = model
         self._root = cast("FSDPModule", model)
         self._replicas = _mesh(place, options).data
+        self._pieces = pieces
+        self._squared_norm = squared_norm
         self._each_micro_batch = options.reduce_every == "micro-batch"
         self._offloaded = options.cpu_offload
+        self._buffers = SharedBuffers(model, place.with_share)
         self._reduces = self._is_last = True
         self._shares_ends = False
+        self._parts = trained_parts(model)
+        self._by_name = {part.name: part for part in self._parts}
+        self._whole = whole
+        self._optimizer = optimizer_of((part.name, part.whole if whole else part.local) for part in self._parts)
         self._unused = UnusedParameters(list(_sharded(model))) if find_unused else None
         model.register_forward_hook(_reshard_unless_training)
-
-    @property
-    def _alike(self) -> int:
-        return self._replicas
 
     def window(self, last: bool) -> AbstractContextManager[object]:
         reduces = last or self._each_micro_batch
@@ -109,20 +123,61 @@ class ShardedByFSDP(HeldInParts):
         return NO_WINDOW
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        super().backward(loss, seed)
+        loss.backward(seed)  # type: ignore[no-untyped-call]
         if self._unused is not None and self._is_last:
             self._unused.clear([part.whole for part in self._parts])
+
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
+
+    def squared_norm(self) -> Tensor:
+        """This rank's share: each of the replicas that hold the same part counts a fraction of it."""
+        self._add_shared()
+        counted = [part for part in self._parts if self._pieces.counts(part.name)]
+        norm = self._squared_norm([part.gradient for part in counted if part.whole.grad is not None])
+        return norm / self._replicas
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         if self._offloaded:  # the update is made by the host, which must know
             divisor, keep = float(divisor), bool(keep)
-        super().update(rate, divisor, keep)
+        if not self._whole:
+            for part in self._parts:
+                part.hand_over()
+        self._optimizer.update(rate, divisor, keep)
 
-    def _reduce(self) -> None:
+    def synchronize(self) -> None:
+        self._buffers.synchronize()
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return self._pieces.whole(whole_weights(self.bare, wanted or self._pieces.several), wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        self._add_shared()
+        return self._pieces.whole(whole_gradients(self.bare, wanted or self._pieces.several), wanted)
+
+    def close(self) -> None:
+        pass
+
+    def state(self) -> TrainingState:
+        return self._pieces.state(live_state(self.bare, self._optimizer, self._shown))
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, self._pieces.own(state), self._fit)
+
+    def _add_shared(self) -> None:
+        """Once an update; at the same point on every rank."""
         if not self._shares_ends:
             return
         self._shares_ends = False
-        self._pieces.add_shared({part.name: part.gradient for part in self._reached})
+        self._pieces.add_shared({part.name: part.gradient for part in self._parts if part.whole.grad is not None})
+
+    def _shown(self, name: str, value: Tensor) -> Tensor:
+        return self._by_name[name].shown(value)
+
+    def _fit(self, name: str, value: Tensor) -> Tensor:
+        part = self._by_name[name]
+        value = part.fit(value)
+        return part.as_whole(value.to(part.local.device)) if self._whole and part.is_like(value) else value
 
 
 # --- making it ----------------------------------------------------------------------------------------------------

@@ -9,29 +9,39 @@ ends the run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.core.errors import GiveUp
-from lockstep.sharding.held import HeldWhole, SquaredNorm
+from lockstep.sharding.single import NO_WINDOW, SquaredNorm, trainable_parameters
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Optimizer
+    from lockstep.core.records import TrainingState
 
 
-class UpdatedInBackward(HeldWhole):
+class UpdatedInBackward:
     """Args:
     optimizer: of all parameters; asked to update while one of them alone has a gradient.
+    squared_norm: of a list of gradients, as one 0-dim tensor.
     """
 
+    averages_over = 1
+    norm_is_whole = True
+
     def __init__(self, model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm) -> None:
-        super().__init__(model, optimizer, squared_norm)
+        self.module = self.bare = model
+        self._optimizer = optimizer
+        self._squared_norm = squared_norm
         self._rate = 0.0
         self._squares: dict[nn.Parameter, Tensor] = {}
-        for parameter in self._parameters:
+        for parameter in trainable_parameters(model):
             parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
     def begin(self, rate: float) -> None:
@@ -43,6 +53,12 @@ class UpdatedInBackward(HeldWhole):
         assert parameter.grad is not None, "the hook comes after the gradient"
         self._squares[parameter] = self._squared_norm([parameter.grad])
         self._optimizer.update(self._rate, 1.0, True)
+
+    def window(self, last: bool) -> AbstractContextManager[object]:
+        return NO_WINDOW
+
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        loss.backward(seed)  # type: ignore[no-untyped-call]
 
     def unreached(self) -> list[str]:
         trained = ((name, one) for name, one in self.bare.named_parameters() if one.requires_grad)
@@ -63,3 +79,22 @@ class UpdatedInBackward(HeldWhole):
                 "a gradient is not finite, and under optim.in_backward it has been applied: the model is spoiled. Go "
                 "on from the last checkpoint with optim.in_backward: false, which discards such updates"
             )
+
+    def synchronize(self) -> None:
+        pass
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.bare, wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """None: they are gone."""
+        return whole_gradients(self.bare, wanted)
+
+    def close(self) -> None:
+        pass
+
+    def state(self) -> TrainingState:
+        return live_state(self.bare, self._optimizer)
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, state)

@@ -22,15 +22,17 @@ import torch
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import Share, share_of
 from lockstep.plan.summation import FixedSum, Node, nodes_of, total
-from lockstep.sharding.held import HeldWhole, SquaredNorm, gradients
+from lockstep.sharding.single import SquaredNorm, gradients, trainable_parameters
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Axis, Optimizer
+    from lockstep.core.records import TrainingState
 
 
-class Invariant(HeldWhole):
+class Invariant:
     """Args:
     axis: the data axis.
     slice_bytes: of the gradient, how much all ranks exchange at a time.
@@ -38,6 +40,9 @@ class Invariant(HeldWhole):
     Raises:
         ConfigError: parameters in another precision than fp32.
     """
+
+    averages_over = 1
+    norm_is_whole = True
 
     def __init__(
         self,
@@ -48,8 +53,11 @@ class Invariant(HeldWhole):
         slice_bytes: int,
     ) -> None:
         _refuse_other_precisions(model)
-        super().__init__(model, optimizer, squared_norm)
+        self.bare = self.module = model
+        self._optimizer = optimizer
+        self._squared_norm = squared_norm
         self._axis = axis
+        self._parameters = trainable_parameters(model)
         self._slots = _saved_slots(model)
         self._buffers = _Buffers(self._parameters, axis.size)
         self._width = max(1, slice_bytes // 4 // axis.size)
@@ -96,13 +104,19 @@ class Invariant(HeldWhole):
         self._terms.put(Node(0, self._next), term)
         self._next += 1
 
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
+
+    def squared_norm(self) -> Tensor:
+        return self._squared_norm(gradients(self._parameters))
+
     def loss_sum(self) -> Tensor:
         """Of the whole update, 0-dim, once the last window is closed."""
         assert self._whole is not None, "the last window closes first"
         return self._whole.loss
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        super().update(rate, divisor, keep)
+        self._optimizer.update(rate, divisor, keep)
         self._let_go()
 
     # --- the sum --------------------------------------------------------------------------------------------------
@@ -138,6 +152,26 @@ class Invariant(HeldWhole):
             self._buffers.give_back(buffer)
         self._terms = FixedSum(self._share.terms, self._add)
         self._whole = None
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        pass
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_weights(self.bare, wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return whole_gradients(self.bare, wanted)
+
+    def close(self) -> None:
+        pass
+
+    def state(self) -> TrainingState:
+        return live_state(self.bare, self._optimizer)
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, state)
 
 
 class _Slot:

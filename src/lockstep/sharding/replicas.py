@@ -9,29 +9,36 @@ counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
-from lockstep.sharding.held import NO_WINDOW, HeldInParts, OptimizerOf, SquaredNorm
+from lockstep.sharding.local_parts import Part, trained_parts
+from lockstep.sharding.single import NO_WINDOW, SquaredNorm
+from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from lockstep.core.protocols import Axis
+    from lockstep.core.protocols import Axis, Optimizer
+    from lockstep.core.records import TrainingState
     from lockstep.sharding.buffers import SharedBuffers
     from lockstep.sharding.pieces import Pieces
 
+OptimizerOf = Callable[[Iterable[tuple[str, nn.Parameter]]], "Optimizer"]
 _BUCKET = 25 * 2**20  # bytes that are sent at a time
 
 
-class Replicas(HeldInParts):
+class Replicas:
     """Args:
     model: this rank's piece.
+    optimizer_of: makes the optimizer of named parameters: plain ones, this rank's parts.
     axis: the ranks that hold the same one.
     """
+
+    averages_over = 1
+    norm_is_whole = False
 
     def __init__(
         self,
@@ -42,20 +49,69 @@ class Replicas(HeldInParts):
         pieces: Pieces,
         buffers: SharedBuffers,
     ) -> None:
-        super().__init__(model, optimizer_of, squared_norm, buffers, pieces)
+        self.bare = self.module = model
+        self._squared_norm = squared_norm
         self._axis = axis
+        self._pieces = pieces
+        self._buffers = buffers
+        self._parts = trained_parts(model)
+        self._by_name = {part.name: part for part in self._parts}
+        self._optimizer = optimizer_of((part.name, part.local) for part in self._parts)
         self._reduced = True
-
-    @property
-    def _alike(self) -> int:
-        return self._axis.size
 
     def window(self, last: bool) -> AbstractContextManager[object]:
         self._buffers.before_forward(last)
         self._reduced = False
         return NO_WINDOW
 
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        loss.backward(seed)  # type: ignore[no-untyped-call]
+
+    def unreached(self) -> list[str]:
+        return without_gradient(self.bare)
+
+    def squared_norm(self) -> Tensor:
+        self._reduce()
+        counted = [part.gradient for part in self._reached if self._pieces.counts(part.name)]
+        return self._squared_norm(counted) / self._axis.size
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        for part in self._parts:
+            part.hand_over()
+        self._optimizer.update(rate, divisor, keep)
+
+    def synchronize(self) -> None:
+        self._buffers.synchronize()
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return self._pieces.whole(whole_weights(self.bare, wanted or self._pieces.several), wanted)
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        self._reduce()
+        return self._pieces.whole(whole_gradients(self.bare, wanted or self._pieces.several), wanted)
+
+    def close(self) -> None:
+        pass
+
+    def state(self) -> TrainingState:
+        return self._pieces.state(live_state(self.bare, self._optimizer, self._shown))
+
+    def restore(self, state: TrainingState) -> None:
+        restore_state(self.bare, self._optimizer, self._pieces.own(state), self._fit)
+
+    @property
+    def _reached(self) -> list[Part]:
+        """Those that a gradient has reached."""
+        return [part for part in self._parts if part.whole.grad is not None]
+
+    def _shown(self, name: str, value: Tensor) -> Tensor:
+        return self._by_name[name].shown(value)
+
+    def _fit(self, name: str, value: Tensor) -> Tensor:
+        return self._by_name[name].fit(value)
+
     def _reduce(self) -> None:
+        """Once an update, when somebody first asks for the whole gradient; at the same point on every rank."""
         if self._reduced:
             return
         self._reduced = True
