@@ -102,6 +102,48 @@ class Between(Chain):
         return self.head(self.norm(hidden))
 
 
+class InPlace(Chain):
+    """Its forward changes what one block has made before the next is given it."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.lift(points) + self.offset
+        for block in self.blocks:
+            hidden, _ = block(hidden=hidden, scale=torch.full((), 0.5))
+            hidden.add_(0.1)
+        return self.head(self.norm(hidden))
+
+
+class InTraining(Chain):
+    """Its forward computes something between two blocks in training alone."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.lift(points) + self.offset
+        for block in self.blocks:
+            hidden, _ = block(hidden=hidden, scale=torch.full((), 0.5))
+            hidden = hidden * 0.5 if self.training else hidden
+        return self.head(self.norm(hidden))
+
+
+class LeavesOut(Chain):
+    """Two of its blocks are never met."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.lift(points) + self.offset
+        for block in self.blocks[:2]:
+            hidden, _ = block(hidden=hidden, scale=torch.full((), 0.5))
+        return self.head(self.norm(hidden))
+
+
+class Keeps(Chain):
+    """What it makes before the blocks is used behind them, too."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = start = self.lift(points) + self.offset
+        for block in self.blocks:
+            hidden, _ = block(hidden=hidden, scale=torch.full((), 0.5))
+        return self.head(self.norm(hidden + start))
+
+
 class Twice(Chain):
     """It goes through each block a second time."""
 

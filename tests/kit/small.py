@@ -5,6 +5,8 @@ config(...) --> lockstep.session --> a millisecond an update
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -135,13 +137,21 @@ def refusal(config: dict[str, Any]) -> str:
     """The message with which a session on this rank refuses the config, at its start or in its first two updates."""
     import lockstep
 
-    try:
-        with lockstep.session(config) as session:
-            for report in lockstep.steps(session):
-                if report.step == 2:
-                    return ""
-    except lockstep.ConfigError as error:
-        return str(error)
+    with contextlib.ExitStack() as stack:
+        if (
+            int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+        ):  # or one rank refuses, and ends, while another still joins it
+            stack.enter_context(in_group())
+            dist.barrier()
+        try:
+            with lockstep.session(config) as session:
+                for report in lockstep.steps(session):
+                    if report.step == 2:
+                        return ""
+        except lockstep.ConfigError as error:
+            return str(error)
+        except RuntimeError as error:  # another rank's refusal, noticed by this one
+            return f"RuntimeError: {error}"
     return ""
 
 

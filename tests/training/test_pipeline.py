@@ -132,6 +132,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         chain("Between", **pipeline(2, "1f1b")),
         "the model's forward computes something between blocks.1 and blocks.2",
     ),
+    "what changes in place between blocks": (
+        chain("InPlace", **pipeline(2, "1f1b")),
+        "the model's forward computes something between blocks.1 and blocks.2",
+    ),
+    "blocks that are left out": (
+        chain("LeavesOut", **pipeline(2, "1f1b")),
+        "norm.weight is defined after the blocks and used before the last of them is met",
+    ),
+    "what was computed before the blocks": (
+        chain("Keeps", **pipeline(2, "1f1b")),
+        "what the model computes with lift.weight, before the blocks, is used after them, where no stage has it",
+    ),
     "blocks that are met twice": (chain("Twice", **pipeline(2, "1f1b")), "blocks.0 is called twice or out of order"),
     "blocks that share": (chain("Repeats", **pipeline(2, "1f1b")), "blocks.3.inner.weight is tied to blocks.0.inner"),
     "no blocks": (small.config(parallel={"strategy": "ddp", "pipeline": 2}), "Net has no repeated blocks"),
@@ -171,6 +183,12 @@ def test_what_can_t_be_done_says_why(name: str) -> None:
     asked, words = REFUSED[name]
     for said in in_world(2, small.refusal, asked):
         assert words in said
+
+
+def test_code_between_blocks_that_runs_in_training_alone_is_noticed_there() -> None:
+    """By the stage that would not know of it; the other one hears of its end."""
+    said = in_world(2, small.refusal, chain("InTraining", **pipeline(2, "1f1b")))
+    assert "the model's forward computes something between blocks.1 and blocks.2" in said[1]
 
 
 def test_a_long_wait_is_warned_of() -> None:

@@ -70,6 +70,8 @@ def run(words: Sequence[str]) -> int:
 def _refuse_overwriting(to: Path | None, force: bool) -> None:
     if to is None:
         return
+    if to.is_dir():
+        raise ConfigError(f"{to} is a folder; --to names the file to write, such as {to / 'run.yaml'}")
     if to.exists() and not force:
         raise ConfigError(f"{to} exists; --force overwrites it")
     if not to.parent.is_dir():

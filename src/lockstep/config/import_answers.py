@@ -273,7 +273,7 @@ def precision(said: Said, facts: Facts) -> Answer:
     switched = next(
         (one for one in map(facts.find, ((word,) for word in _SWITCHES)) if one and one.value is True), None
     )
-    if switched is not None and switched.path != said.path:
+    if switched is not None and switched.path != said.path and not _switches_on(said):
         return not_needed(f"{switched.key} says the arithmetic; parameters at rest are fp32 in any case")
     if isinstance(said.value, bool) and said.word in ("amp", "use_amp", "mixed_precision", "enabled"):
         return _amp(said, facts)
@@ -284,6 +284,11 @@ def precision(said: Said, facts: Facts) -> Answer:
         return NOTHING
     word = said.word if said.word != "enabled" else plain(said.path[-2])
     return renamed({"use_amp": "amp", "bfloat16": "bf16"}.get(word, word), said, facts)
+
+
+def _switches_on(said: Said) -> bool:
+    """One of the two narrow arithmetics."""
+    return said.value is True and plain(said.path[-2 if said.word == "enabled" else -1]) in ("bf16", "bfloat16", "fp16")
 
 
 def _names_one(said: Said | None) -> bool:

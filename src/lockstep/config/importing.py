@@ -74,6 +74,7 @@ def import_file(
         ConfigError: the file can't be read; a sum needs `ranks`; a value, or two together, can't be in our config.
     """
     file = read_foreign(path, kind)
+    _refuse_other_ranks(file, ranks)
     findings = listed(file, ranks)
     over = _overridden(also)
     settings = {key: value for one in findings for key, value in one.answer.settings.items()} | over
@@ -142,6 +143,14 @@ def _overridden(also: Sequence[Override]) -> dict[str, object]:
     if problems:
         raise ConfigError(problems)
     return {".".join(path): to_python(node) for path, node in leaves(tree) if path}
+
+
+def _refuse_other_ranks(file: ForeignFile, ranks: int | None) -> None:
+    said = _ranks_of(file)
+    if None not in (ranks, said) and said != ranks:
+        raise ConfigError(
+            f"{file.path} is for {said} ranks, and --ranks says {ranks}; leave --ranks out, or correct it"
+        )
 
 
 def _ranks_of(file: ForeignFile) -> int | None:

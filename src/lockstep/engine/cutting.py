@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -152,11 +152,16 @@ class Cut:
             ConfigError: the model's blocks are no chain, and can't be cut here.
         """
         span, last = self._spans[stage], len(self._modules) - 1
+        passed: _Passed | None = None
 
         def meet(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal passed
             if index not in span:
-                return _as(self._returns, _given(args, kwargs))
+                passed = _Passed.on(_given(args, kwargs))
+                return _as(self._returns, passed.hidden)
             if index == span[0] and index > 0:
+                if passed is None or not passed.is_still(_given(args, kwargs)):  # a training forward may do more
+                    raise _something_between(self._names[index - 1], self._names[index])
                 args, kwargs = _with(_sent_back(hidden), args, kwargs)
                 Elsewhere.refused = EVERYWHERE
             found = self._calls[index](*args, **kwargs)
@@ -282,6 +287,28 @@ class Cut:
         return hidden.contiguous()
 
 
+class _Passed(NamedTuple):
+    """What a block that lies elsewhere has let through."""
+
+    hidden: Any
+    version: int
+
+    @classmethod
+    def on(cls, hidden: Any) -> _Passed:
+        return cls(hidden, hidden._version if isinstance(hidden, Tensor) else 0)
+
+    def is_still(self, given: object) -> bool:
+        """Whether the next block is given just that, and nothing was done to it in place."""
+        return given is self.hidden and (not isinstance(given, Tensor) or given._version == self.version)
+
+
+def _something_between(before: str, block: str) -> ConfigError:
+    return no_chain(
+        f"the model's forward computes something between {before} and {block}, which neither stage would know of (such "
+        f"as h = h + block(h)); move it into the block, or cut elsewhere by parallel.pipeline_parallel.split"
+    )
+
+
 class _Rehearsal:
     """Args:
     names: of all blocks.
@@ -296,7 +323,7 @@ class _Rehearsal:
         self._returns = returns
         self._zeros = zeros
         self._met = -1
-        self._handed: Tensor | None = None
+        self._handed = _Passed.on(None)
 
     def meet(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index != self._met + 1:
@@ -309,8 +336,8 @@ class _Rehearsal:
         if index == len(self._names) - 1:
             Elsewhere.refused = frozenset(("before",))
         hands_on = index + 1 in self._begins or index == len(self._names) - 1
-        self._handed = self._zeros.clone() if hands_on else given
-        return _as(self._returns, self._handed)
+        self._handed = _Passed.on(self._zeros.clone() if hands_on else given)
+        return _as(self._returns, self._handed.hidden)
 
     def end(self) -> None:
         if self._met != len(self._names) - 1:
@@ -320,12 +347,8 @@ class _Rehearsal:
 
     def _refuse_more_than_handed(self, index: int, given: object, others: list[Any]) -> None:
         block, before = self._names[index], self._names[index - 1]
-        if given is not self._handed:
-            raise no_chain(
-                f"the model's forward computes something between {before} and {block}, which neither stage would know "
-                f"of (such as h = h + block(h)); move it into the block, or cut elsewhere by "
-                f"parallel.pipeline_parallel.split"
-            )
+        if not self._handed.is_still(given):
+            raise _something_between(before, block)
         for other in tree_leaves(others):
             if isinstance(other, Elsewhere):
                 raise no_chain(f"{block} takes more than what {before} made: a tensor made with {other.of}")
@@ -409,7 +432,7 @@ def _named(blocks: Sequence[str], split: Sequence[str], stages: int) -> list[int
             f"{len(split)} names make {len(begins)} stages, but there are {stages}; name those that begin with a block"
         )
     elif begins != sorted(set(begins)):
-        why = f"{', '.join(split)} are not in the order of the model, from its second block on"
+        why = f"{', '.join(split)}: names go in the model's order, from its second block on, {blocks[1]}, each once"
     if why is not None:
         raise ConfigError(Problem("", "parallel.pipeline_parallel.split", why))
     return begins

@@ -38,11 +38,13 @@ class Elsewhere(Tensor):
     Attributes:
         side: of the weights; None: they are tied, and belong to both.
         of: their name.
+        computed: it stands for what is computed with them.
         refused: sides whose weights may not be used now.
     """
 
     side: Side | None = None
     of = ""
+    computed = False
     refused: frozenset[Side | None] = frozenset()
 
     @classmethod
@@ -59,13 +61,18 @@ class Elsewhere(Tensor):
         found = compute(function, types, args, kwargs or {})
         for made in tree_leaves(found):
             if isinstance(made, Elsewhere) and used:
-                made.side, made.of = used[0].side, used[0].of
+                made.side, made.of, made.computed = used[0].side, used[0].of, True
         return found
 
 
 def _used_on_the_other_side(one: Elsewhere) -> str:
     if one.side == "after":
-        return f"{one.of} is defined after the blocks and used before them; define it before them"
+        return (
+            f"{one.of} is defined after the blocks and used before the last of them is met; define it before them, or, "
+            "if the forward leaves blocks out, have it meet each"
+        )
+    if one.computed:
+        return f"what the model computes with {one.of}, before the blocks, is used after them, where no stage has it"
     return f"{one.of} is defined before the blocks and used after them, on another stage; define it after them"
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.distributed.sequences import Division, chunks_of, current, enter
 from lockstep.engine.attention_kernels import (
     Mixed,
@@ -284,14 +284,17 @@ def _of_transformers(
 
 def _refuse_dropout(share: float) -> None:
     if share:
-        raise GiveUp(
-            f"{_KEY}: the model drops {share:g} of its attention, whose weights no rank has together; set that dropout "
-            "to 0 (model.architecture.attention_dropout, attn_pdrop, or attention_probs_dropout_prob)"
+        why = (
+            f"the model drops {share:g} of its attention, whose weights no rank has together; set that dropout to 0 "
+            "(of a model of the transformers library: model.architecture.attention_dropout, attn_pdrop, or "
+            "attention_probs_dropout_prob)"
         )
+        raise ConfigError(Problem("", _KEY, why))
 
 
-def _cant(does: str, takes: str) -> GiveUp:
-    return GiveUp(f"{_KEY}: the model {does}, and ring attention is for {takes}; leave parallel.context out")
+def _cant(does: str, takes: str) -> ConfigError:
+    why = f"the model {does}, and ring attention is for {takes}; leave parallel.context out"
+    return ConfigError(Problem("", _KEY, why))
 
 
 def _configs_with_attention(model: nn.Module) -> list[Any]:

@@ -152,12 +152,22 @@ def _cut_model(parallel: Parallel, strategy: str, ranks: int) -> dict[Axis, int]
         "tensor": parallel.tensor,
     }
     asked = {axis: degree for axis, degree in asked.items() if degree != 1}
+    if strategy == "single":
+        ends = {axis: degree for axis, degree in asked.items() if degree != "auto"}
+        if ends:
+            raise ConfigError([Problem("", f"parallel.{axis}", _for_one_rank(axis, ends)) for axis in ends])
+        return {}
     if asked and strategy not in ("ddp", "fsdp"):
         axis = next(iter(asked))
         why = (
             f"{strategy} doesn't go with parallel.{axis} {asked[axis]}; take ddp or fsdp, or leave parallel.{axis} out"
         )
         raise ConfigError(Problem("", "parallel.strategy", why))
+    cuts = [axis for axis in asked if axis != "context"]
+    if "context" in asked and cuts:
+        where = f"parallel.{cuts[0]} {asked[cuts[0]]}"
+        why = f"{asked['context']}, but sequences can't be divided with {where}; leave one of them out"
+        raise ConfigError(Problem("", "parallel.context", why))
     open_ = [axis for axis, degree in asked.items() if degree == "auto"]
     if len(open_) > 1:
         why = f"auto, and so is parallel.{open_[0]}: only one of them can be what the others leave; give one a number"
@@ -167,6 +177,10 @@ def _cut_model(parallel: Parallel, strategy: str, ranks: int) -> dict[Axis, int]
         others = (degree for degree in (parallel.data, parallel.shard, *cut.values()) if degree != "auto")
         cut[open_[0]] = max(1, ranks // math.prod(others))
     return {axis: degree for axis, degree in cut.items() if degree != 1}
+
+
+def _for_one_rank(axis: Axis, asked: Mapping[Axis, int]) -> str:
+    return f"{asked[axis]}, but there is one rank; write parallel.{axis}: 1, or start {math.prod(asked.values())} ranks"
 
 
 def _hybrid(parallel: Parallel, ranks: int, machine_ranks: int, cut: Mapping[Axis, int]) -> dict[Axis, int]:

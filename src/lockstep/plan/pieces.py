@@ -31,8 +31,6 @@ def _problems(config: Config, strategy: str, mesh: Mesh) -> dict[str, str]:
     where = f"with parallel.{axis} {getattr(mesh, axis)}"
     if config.run.determinism == "invariant":
         found["run.determinism"] = f"invariant needs every rank to compute the whole model; {where} take deterministic"
-    if mesh.context > 1 and mesh.pieces > 1:
-        found["parallel.context"] = f"{mesh.context}, but sequences can't be divided {where}; leave one of them out"
     if mesh.pieces == 1:
         return found
     for name, usual in DDP():

@@ -302,7 +302,8 @@ def _bubble(config: Config, mesh: Mesh, batch: BatchPlan) -> list[str]:
         else ""
     )
     return [
-        f"{mesh.pipeline} stages with {batch.accumulation} micro-batches under {schedule} wait {waits:.0%} of the "
+        f"{mesh.pipeline} stages with {_count(batch.accumulation, 'micro-batch', 'micro-batches')} under {schedule} "
+        f"wait {waits:.0%} of the "
         f"time (the pipeline's bubble){finer}."
     ]
 
@@ -365,8 +366,8 @@ def _steps(plan: Plan) -> str:
     return f"{plan.steps:,} ({plan.epoch_steps:,} an epoch, so {epochs:.4g} epochs)"
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+def _count(number: int, word: str, several: str | None = None) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {several or f'{word}s'}"
 
 
 def _or_unknown(number: int | None) -> str:

@@ -36,7 +36,7 @@ def verify(
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     schedule: Callable[[int, int | None], float] | None = None,
     strategies: str | Sequence[str] = "all",
-    ranks: Sequence[int] = (1, 2, 4),
+    ranks: int | Sequence[int] = (1, 2, 4),
     steps: int = 8,
     precision: Precise = "fp32",
     tamper: Tamper | None = None,
@@ -49,6 +49,7 @@ def verify(
     Args:
         config, model, dataset, collate, objective, optimizer, schedule: as of `lockstep.train`.
         strategies: names, or `all`.
+        ranks: on how many, one number or several.
         steps: updates of each run.
         precision: of forward and backward.
         tamper: called with each session before its first update, but not with the single process's: a fault of your
@@ -64,7 +65,8 @@ def verify(
     given = Given(
         model=model, dataset=dataset, collate=collate, objective=objective, optimizer=optimizer, schedule=schedule
     )
-    outcome, _ = prove(resolved(config, given), given, strategies, ranks, steps, precision, tamper=tamper)
+    numbers = [ranks] if isinstance(ranks, int) else ranks
+    outcome, _ = prove(resolved(config, given), given, strategies, numbers, steps, precision, tamper=tamper)
     return list(outcome.rows)
 
 

@@ -64,7 +64,7 @@ class Checkpointed:
 
 def checkpoint_activations(
     model: nn.Module,
-    blocks: Sequence[type[nn.Module]] | None = None,
+    blocks: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
     every: int = 1,
     *,
     mode: Mode = "full",
@@ -98,7 +98,8 @@ def checkpoint_activations(
     asked = _options(
         mode=mode, every=every, segments=segments, budget=budget, threshold=threshold, look_every=look_every
     )
-    found: Sequence[str] = _of_classes(model, blocks) if blocks is not None else repeated_blocks(model)
+    classes = [blocks] if isinstance(blocks, type) else blocks
+    found: Sequence[str] = _of_classes(model, classes) if classes is not None else repeated_blocks(model)
     if blocks is None and mode == "segments":
         found = blocks_in_line(model, found)
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
