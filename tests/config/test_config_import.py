@@ -435,3 +435,24 @@ def test_no_key_goes_unlisted(values: dict[str, Any], kind: Kind, tmp_path: Path
     assert all(one.answer.settings or one.answer.why for one in found)
     with suppress(ConfigError):  # a config, or what is wrong with it; never anything else
         import_file(file, kind, 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "message"),
+    [
+        (
+            {"num_processes": 4},
+            ["--ranks", "2"],
+            "is for 4 ranks, and --ranks says 2; leave --ranks out, or correct it",
+        ),
+        ({"bf16": True, "fp16": True}, ["--ranks", "2"], "would be lost"),
+        ({"num_processes": 4}, ["--to", ".", "--force"], "is a folder; --to names the file to write"),
+    ],
+)
+def test_contradictions_are_refused(said, words, message, tmp_path, monkeypatch, capsys):
+    from lockstep.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "args.json").write_text(json.dumps(said))
+    assert main(["config", "import", "args.json", *words]) == 2
+    assert message in capsys.readouterr().err
