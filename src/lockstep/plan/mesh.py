@@ -153,9 +153,9 @@ def _cut_model(parallel: Parallel, strategy: str, ranks: int) -> dict[Axis, int]
     }
     asked = {axis: degree for axis, degree in asked.items() if degree != 1}
     if strategy == "single":
-        ends = {axis: degree for axis, degree in asked.items() if degree != "auto"}
-        if ends:
-            raise ConfigError([Problem("", f"parallel.{axis}", _for_one_rank(axis, ends)) for axis in ends])
+        given = {axis: degree for axis, degree in asked.items() if degree != "auto"}
+        if given:
+            raise ConfigError([Problem("", f"parallel.{axis}", _for_one_rank(axis, given)) for axis in given])
         return {}
     if asked and strategy not in ("ddp", "fsdp"):
         axis = next(iter(asked))
