@@ -49,3 +49,24 @@ class Neighbours(Attending):
 
     def _look(self, module: nn.Module, inputs: object, x: Tensor) -> Tensor:
         return x + self.before(F.pad(x.transpose(1, 2), (1, 0))).transpose(1, 2)
+
+
+class UnawareInTraining(Attending):
+    """Takes its own tokens for the first ones while it trains."""
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        return torch.arange(tokens.shape[1]) if self.training else super().positions(tokens)
+
+
+class Jittering(Attending):
+    """Draws in training, for each position, and counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = nn.Buffer(torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.forwards += 1
+        logits = F.dropout(super().forward(tokens), 0.5, self.training)
+        return logits + 1e-3 * torch.rand(logits.shape) if self.training else logits

@@ -273,8 +273,30 @@ def architecture(name: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+def _counted() -> list[float]:
+    """Forwards that a model has counted, after each of two updates of three micro-batches; drawn numbers thereafter."""
+    import random
+
+    with lockstep.session(of("Jittering")) as session:
+        model: Any = session.rooms.sharding.bare
+        found = [float(model.forwards), random.random(), float(torch.rand(()))]
+        for report, _ in zip(lockstep.steps(session), range(2), strict=False):
+            found.append(float(model.forwards) / report.step)
+    random.seed(session.rooms.config.run.seed)
+    return [*found, random.random()]
+
+
+def test_a_rehearsal_leaves_no_trace_and_lets_models_draw() -> None:
+    for forwards, drawn, _, *counted, expected in in_world(2, _counted):
+        assert forwards == 0
+        assert drawn == expected
+        assert len(set(counted)) == 1
+        assert counted[0] > 0
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a model that counts for itself": (of("Unaware"), "place makes something else of a position"),
+    "a model that counts for itself in training": (of("UnawareInTraining"), "place makes something else of a position"),
     "a model that looks aside": (of("Neighbours"), "before makes something else of a position"),
     "dropped attention": (architecture("gpt2", attn_pdrop=0.1), "drops 0.1 of its attention"),
     "a window": (

@@ -122,6 +122,24 @@ def test_divided_experts_in_products() -> None:
         assert differences(run, expected) == []
 
 
+RIGHT = {
+    **dict.fromkeys(("layers.*.query", "layers.*.key", "layers.*.value", "layers.*.up"), "colwise"),
+    **dict.fromkeys(("layers.*.out", "layers.*.down", "table"), "rowwise"),
+    "layers.*.of_heads": "sum_gradient",
+    "head": "colwise_gather_output",
+}
+FUSED = {"layers.*.mixed": "colwise", "layers.*.out": "rowwise"}
+
+
+def planned(changes: dict[str, str | None], of: str = "Decoder", **parallel: Any) -> dict[str, Any]:
+    """By the right plan of a model of a user's own, but for the changes; None: left out."""
+    plan = FUSED if of == "fused" else RIGHT
+    plan = {name: style for name, style in {**plan, **changes}.items() if style is not None}
+    asked = text(**{"tensor": 2, "tensor_parallel": {"plan": plan}, **parallel})
+    model = {"kind": "custom", "target": f"training.tensor_models:{of}"}
+    return {**asked, "model": model, "objective": {"kind": "next-token"}}
+
+
 def own(plan: dict[str, str] | str, **sections: Any) -> dict[str, Any]:
     return small.config(parallel={"strategy": "ddp", "tensor": 2, "tensor_parallel": {"plan": plan}}, **sections)
 
@@ -129,6 +147,27 @@ def own(plan: dict[str, str] | str, **sections: Any) -> dict[str, Any]:
 def test_a_plan_of_a_users_own() -> None:
     run = recorded(own({"inner": "colwise", "head": "rowwise"}), 2)
     assert differences(run, recorded(small.config())) == []
+
+
+def undropped(asked: dict[str, Any]) -> dict[str, Any]:
+    """What is drawn for a rank's own positions, or by a stage, isn't the single process's."""
+    return {**asked, "model": {**asked["model"], "arguments": {"drop": 0.0}}}
+
+
+PLANNED: dict[str, dict[str, Any]] = {
+    "x ddp": {},
+    "x fsdp": {"strategy": "fsdp"},
+    "x pipeline": {"pipeline": 2},
+}
+
+
+def test_a_plan_that_is_rehearsed() -> None:
+    """Under each product; and nothing of a rehearsal is left."""
+    expected = recorded(undropped(planned({}, tensor=1)), updates=2)
+    ways = [undropped(planned({}, **way)) for way in PLANNED.values()]
+    ways.append({**ways[1], "memory": {"activation_checkpointing": {"mode": "full"}}})
+    for run in recorded_all(ways, 4, updates=2):
+        assert differences(run, expected) == []
 
 
 @pytest.mark.parametrize("fault", ["a mean of means", "one swapped sample", "a clip norm of one rank"])
@@ -216,6 +255,32 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "in which the last module, head, is colwise_gather_output",
     ),
+    "weights of own columns": (
+        planned({"layers.*.of_heads": None}),
+        "gradient of layers.1.of_heads.weight is another one where matrices are divided than whole: weights that each "
+        "rank uses for its own columns alone take sum_gradient",
+    ),
+    "weights of all columns": (
+        planned({"layers.*.before": "sum_gradient"}),
+        "gradient of layers.1.before.weight is another one where matrices are divided than whole: sum_gradient is for",
+    ),
+    "three matrices in one": (
+        planned({}, "fused"),
+        "gradient of layers.1.out.weight is another one where matrices are divided than whole, behind layers.0.out "
+        "(rowwise), layers.1.mixed (colwise), layers.1.out (rowwise). A Linear that holds queries, keys and values",
+    ),
+    "columns that are never put together": (
+        planned({"head": "colwise"}),
+        "the loss fails on what the model gives, [2, 18, 32] where matrices are divided and [2, 18, 64] whole",
+    ),
+    "columns that something whole is given": (
+        planned({"layers.*.down": None}),
+        "layers.0.down fails where matrices are divided: mat1 and mat2 shapes cannot be multiplied",
+    ),
+    "positions that something whole is given": (
+        planned({"layers.*.norm": "sequence"}),
+        "fails where matrices are divided: ",
+    ),
     "options of DDP": (text(tensor=2, ddp={"compression": "fp16"}), "leave it out"),
 }
 
@@ -223,6 +288,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_can_t_be_done_says_why(name: str, refusals: dict[str, list[str]]) -> None:
     assert all(REFUSED[name][1] in said for said in refusals[name]), refusals[name]
+
+
+WRONG_ON_FOUR: dict[str, tuple[dict[str, Any], str]] = {
+    "own columns x fsdp": (
+        planned({"layers.*.of_heads": None}, strategy="fsdp"),
+        "layers.1.of_heads.weight is another",
+    ),
+    "own columns x pipeline": (planned({"layers.*.of_heads": None}, pipeline=2), "of_heads.weight is another"),
+    "all columns x fsdp": (planned({"layers.*.norm": "sum_gradient"}, strategy="fsdp"), "norm.weight is another"),
+    "three in one x pipeline": (planned({}, "fused", pipeline=2), "out.weight is another"),
+}
+
+
+def test_a_wrong_plan_is_refused_in_products() -> None:
+    found = in_world(4, _refusals, [asked for asked, _ in WRONG_ON_FOUR.values()])
+    for number, (name, (_, expected)) in enumerate(WRONG_ON_FOUR.items()):
+        assert all(expected in said[number] for said in found), (name, [said[number] for said in found])
 
 
 @pytest.fixture(scope="module")

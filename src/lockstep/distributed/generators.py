@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,31 @@ def restore(saved: Mapping[str, Tensor], rank: int) -> None:
         _waiting[name] = _setter(by_rank, rank)
         if name in _registered:
             _waiting.pop(name)(name, _registered[name])
+
+
+@contextmanager
+def drawn_again(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """What is drawn inside will be drawn again afterwards: from the generators of this process, on the CPU and on
+    `device`, and from those that are registered. Gives what says whether anything was."""
+    ways: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+        *((partial(_kind(one).get, one), partial(_kind(one).put, one)) for one in _registered.values()),
+    ]
+    if device.type == "cuda":
+        ways.append((partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)))
+    before = [get() for get, _ in ways]
+    try:
+        yield lambda: not all(_same(get(), old) for (get, _), old in zip(ways, before, strict=True))
+    finally:
+        for (_, put), old in zip(ways, before, strict=True):
+            put(old)
+
+
+def _same(one: object, other: object) -> bool:
+    states = (state if isinstance(state, Tensor) else _text(state) for state in (one, other))
+    return torch.equal(*states)
 
 
 def _setter(by_rank: Mapping[int, Tensor], rank: int) -> Callable[[str, Generator], None]:

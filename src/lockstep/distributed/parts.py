@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,16 @@ def local(tensor: Tensor) -> Tensor:
     """The live memory that this rank holds of it."""
     found: Tensor = cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
     return found.detach()
+
+
+def as_part_of(whole: Tensor, value: Tensor) -> Tensor:
+    """What belongs to this rank's part of a tensor, as a tensor that is divided like it."""
+    if not is_sharded(whole):
+        return value
+    like = cast("DTensor", whole)
+    return type(like).from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def gathered(tensor: Tensor) -> Tensor:

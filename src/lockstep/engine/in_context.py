@@ -10,21 +10,19 @@ that of its neighbour's first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import Batch
 from lockstep.distributed.sequences import Division, current, filled, places_of
 from lockstep.engine.eager import Eager, call
+from lockstep.engine.rehearsing import beginning, is_by_position, outputs_of_modules, rehearsal
 from lockstep.engine.ring_attention import RingInModel, takes_positions, whole_sequences
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ class Divider:
         self.attention = RingInModel(model)
         self._ring = ring
         self.ranks = ring.size
-        self._targets_of = targets_of
+        self.targets_of = targets_of
         self._tells_positions = takes_positions(model)
 
     def __call__(self, batch: Batch) -> Batch:
@@ -61,7 +59,7 @@ class Divider:
         Raises:
             GiveUp: something in the batch isn't laid out by positions.
         """
-        targets = self._targets_of(batch)
+        targets = self.targets_of(batch)
         if targets.dim() != 2:
             raise GiveUp(
                 f"{_KEY} divides sequences, and the targets of a batch are {list(targets.shape)}, not a row of "
@@ -79,12 +77,6 @@ class Divider:
             given["position_ids"] = division.positions.expand(len(targets), -1)
         own = targets[:, division.positions].masked_fill(places >= length, _NO_TARGET)
         return replace(batch, inputs=given, targets=own)
-
-    def first_positions(self, batch: Batch, most: int) -> Batch:
-        """The same samples, cut off."""
-        length = self._targets_of(batch).shape[1]
-        cut = lambda value: value[:, :most] if is_by_position(value, length) else value  # noqa: E731
-        return replace(batch, inputs=tree_map(cut, batch.inputs), targets=tree_map(cut, batch.targets))
 
     def _real(self, mask: Tensor | None, targets: Tensor) -> Tensor | None:
         """[B, filled]; None: all are."""
@@ -109,30 +101,6 @@ class Divider:
         if isinstance(inputs, tuple):
             return tuple(part(number, value) for number, value in enumerate(inputs))
         return {name: part(name, value) for name, value in inputs.items()}
-
-
-def is_by_position(value: object, length: int) -> bool:
-    """Whether it is a tensor [samples, positions, ...]."""
-    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length
-
-
-@contextmanager
-def _outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """By name, in the order in which they are done; of a module that is called more than once, the last."""
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str, module: nn.Module, inputs: object, outputs: object) -> None:
-        first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
-        if isinstance(first, Tensor) and first.is_floating_point():
-            found.pop(name, None)
-            found[name] = first.detach()
-
-    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: Division) -> str | None:
@@ -193,28 +161,37 @@ class InContext:
         Raises:
             ConfigError: a module makes something else of a position when it doesn't see those around it.
         """
-        batch = self._divider.first_positions(batch, _REHEARSED * self._divider.ranks)
-        model, training = self._divider.model, self._divider.model.training
-        model.eval()
-        try:
-            with torch.no_grad(), _outputs_of_modules(model) as whole:
-                call(model, batch.inputs)
-            with torch.no_grad(), whole_sequences(self._attention), _outputs_of_modules(model) as divided:
-                part = self._divider(batch)
-                division = current()
-                assert division is not None
-                call(model, part.inputs)
-        finally:
-            model.train(training)
-        told = [one for one in axis.gather(_first_apart(whole, divided, division)) if one is not None]
-        if told:
+        model, targets = self._divider.model, self._divider.targets_of(batch)
+        batch = beginning(batch, targets.shape[1], _REHEARSED * self._divider.ranks)
+        with rehearsal(model, targets.device) as drawn:
+            told = self._first_apart(batch, axis)
+            if any(axis.gather(drawn())):  # each rank for its own positions: that says nothing
+                told = None
+        if told is None:
+            with rehearsal(model, targets.device):
+                model.eval()
+                told = self._first_apart(batch, axis)
+        if told is not None:
             why = (
-                f"{told[0]} makes something else of a position in a divided sequence than in a whole one. Layers see "
+                f"{told} makes something else of a position in a divided sequence than in a whole one. Layers see "
                 "this rank's positions alone, but for attention by F.scaled_dot_product_attention or of the "
                 "transformers library; where they are is told by lockstep.positions(), in place of torch.arange(), "
                 "or a forward's `position_ids`. Leave parallel.context out, or change the model"
             )
             raise ConfigError(Problem("", _KEY, why))
+
+    def _first_apart(self, batch: Batch, axis: Axis) -> str | None:
+        """The first module that is, on the first rank that has one."""
+        model = self._divider.model
+        with torch.no_grad(), outputs_of_modules(model) as whole:
+            call(model, batch.inputs)
+        with torch.no_grad(), whole_sequences(self._attention), outputs_of_modules(model) as divided:
+            part = self._divider(batch)
+            division = current()
+            assert division is not None
+            call(model, part.inputs)
+        told = axis.gather(_first_apart(whole, divided, division))
+        return next((one for one in told if isinstance(one, str)), None)
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         with whole_sequences(self._attention):

@@ -131,6 +131,20 @@ class Pipelined:
                 found = self._cut.run(stage, hidden, micro_batch.inputs)
             return self._seeded(found, micro_batch) if stage == self._cut.stages - 1 else found
 
+    def loss_alone(self, stage: int, batch: Batch) -> Tensor:
+        """Something to look at a stage's gradients with, apart from the other stages: it is given noise, and what it
+        hands on is weighed with noise."""
+        noise = torch.Generator().manual_seed(stage)
+        with self._autocast():
+            handed = self._cut.handed(batch.inputs)[stage]
+            given = torch.randn(handed.shape, generator=noise).to(self._device, handed.dtype).requires_grad_()
+            found = self._cut.run(stage, given if stage else None, batch.inputs)
+        if stage == self._cut.stages - 1:
+            return self._objective.loss_sum(found, batch)
+        weights = torch.randn(found.shape, generator=noise).to(self._device)
+        loss: Tensor = (found.float() * (found.float() + weights)).mean()
+        return loss
+
     def _seeded(self, outputs: object, micro_batch: Batch) -> Tensor:
         """What the backward of a micro-batch starts from."""
         loss = self._objective.loss_sum(outputs, micro_batch)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from lockstep.distributed.parts import is_sharded, local
+from lockstep.distributed.parts import as_part_of, is_sharded, local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -68,14 +68,7 @@ class Part:
 
     def as_whole(self, value: Tensor) -> Tensor:
         """What belongs to this part, as what it is a part of."""
-        if not is_sharded(self.whole):
-            return value
-        from torch.distributed.tensor import DTensor  # takes 0.7 s to import
-
-        whole = cast("DTensor", self.whole)
-        return DTensor.from_local(
-            value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        return as_part_of(self.whole, value)
 
 
 def trained_parts(model: nn.Module) -> list[Part]:

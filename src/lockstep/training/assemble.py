@@ -27,7 +27,7 @@ from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
 from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
 from lockstep.models.starting_weights import find_start
-from lockstep.models.transformer import flops_per_token
+from lockstep.models.transformer import Transformer, flops_per_token
 from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
 from lockstep.plan.plan import Machine, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
@@ -103,6 +103,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         names,
         cut,
         across,
+        {} if isinstance(model, Transformer) and config.parallel.tensor_parallel.plan == "auto" else divided,
         source,
     )
     sharding = sharding_of(parts)
@@ -241,7 +242,7 @@ def _tensor_plan(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]
     """How each module is divided, if any is."""
     if mesh.tensor == 1:
         return {}
-    from lockstep.models.transformer import SEQUENCE_PLAN, TENSOR_PLAN, Transformer
+    from lockstep.models.transformer import SEQUENCE_PLAN, TENSOR_PLAN
     from lockstep.transforms.tensor_plans import tensor_plan
 
     options = config.parallel.tensor_parallel

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.data.loader import evaluation_batches
 from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
 from lockstep.distributed.rng import KeyedDraws
-from lockstep.engine.eager import Eager
+from lockstep.engine.eager import Eager, call
 from lockstep.engine.numbered import Numbered
 from lockstep.models.chunked_loss import LossInHead, in_head
 from lockstep.models.objectives import NextToken, Targets
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from lockstep.distributed.ring import Ring
     from lockstep.engine.in_context import InContext
     from lockstep.plan.mesh import Mesh
+
+
+_REHEARSED = 32  # positions of a sequence
 
 
 def computed_objective(config: Config, mesh: Mesh, model: nn.Module, objective: Objective) -> Objective:
@@ -63,7 +66,7 @@ def engine_and_vote(
     if cut is not None:
         from lockstep.engine.pipeline import Pipelined
 
-        engine: Engine = Pipelined(
+        engine = Pipelined(
             sharding,
             objective,
             autocast,
@@ -75,9 +78,11 @@ def engine_and_vote(
             group=place.pipeline_group,
             device=world.device,
         )
+        _rehearse_plan(parts, told, sharding.bare, [partial(engine.loss_alone, stage) for stage in cut.mine])
         return engine, consensus
     if place.ring is not None:
         return _in_context(parts, place.ring, told, objective, sharding), consensus
+    _rehearse_plan(parts, told, sharding.bare, [lambda batch: told.loss_sum(call(sharding.bare, batch.inputs), batch)])
     prepare: Any = {"prepare": objective.show} if isinstance(objective, LossInHead) else {}
     if not isinstance(sharding, Invariant):
         part = place.coordinates["tensor"] if config.parallel.tensor_parallel.sequence_parallel else 0
@@ -85,8 +90,45 @@ def engine_and_vote(
         return Eager(sharding, objective, autocast, draws.set, unheard, **prepare), consensus
     eager = partial(Eager, sharding, objective, autocast, unheard=unheard, **prepare)
     draws = KeyedDraws(config.run.seed, 0, world.device)
-    engine = Numbered(eager, draws.set, partial(parts.plan.batch.share, rank=place.share), sharding.begin)
-    return engine, WithOrderedLoss(consensus, sharding.loss_sum)
+    numbered = Numbered(eager, draws.set, partial(parts.plan.batch.share, rank=place.share), sharding.begin)
+    return numbered, WithOrderedLoss(consensus, sharding.loss_sum)
+
+
+def _rehearse_plan(
+    parts: Parts, told: Objective, model: nn.Module, losses: Sequence[Callable[[Batch], Tensor]]
+) -> None:
+    """Of a plan that isn't ours. All ranks together.
+
+    Args:
+        losses: of the whole model, or of each of this rank's stages.
+
+    Raises:
+        ConfigError: the model doesn't compute as the plan divides it.
+    """
+    across, world = parts.across, parts.world
+    if across is None or not parts.on_trial:
+        return
+    from lockstep.engine.divided_matrices import Rehearsed, rehearse
+    from lockstep.engine.rehearsing import beginning
+    from lockstep.transforms.undivided import undivided  # DTensors take 0.5 s to import
+
+    what = Rehearsed(
+        model,
+        undivided,
+        parts.on_trial,
+        across.alike,
+        across.partial,
+        across.axis,
+        world.axis,
+        world.device,
+    )
+    batch = next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device))
+    batches = [batch]
+    if isinstance(told, NextToken | Targets) and told.language:  # long sequences may not fit where matrices are whole
+        short = beginning(batch, told.targets_of(batch).shape[1], _REHEARSED)
+        batches = [short, batch] if told.count(short) else batches
+    for loss_of in losses:
+        rehearse(what, loss_of, batches)
 
 
 def _in_context(parts: Parts, ring: Ring, objective: Objective, computed: Objective, sharding: Sharding) -> InContext:

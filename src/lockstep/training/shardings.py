@@ -83,6 +83,7 @@ class Parts:
         names: of the tensors of the whole model, in order.
         cut: this rank's stages; None: it has the whole model.
         across: with whom it shares each matrix; None: with nobody.
+        on_trial: how its matrices are divided, by a plan that isn't ours; styles by names of modules.
         source: of the training samples.
     """
 
@@ -98,6 +99,7 @@ class Parts:
     names: Sequence[str]
     cut: Cut | None
     across: Across | None
+    on_trial: Mapping[str, str]
     source: Source
 
     def fill(self) -> None:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from lockstep.transforms.undivided import Undivided
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,6 +52,9 @@ def _forward(
 ) -> Tensor:
     """hidden [N, W], choices [N, k] of all experts, their shares [N, k] -> [N, W]."""
     experts: Any = module
+    if Undivided.now:
+        with _all_of(module, mesh):
+            return forward(hidden, choices, shares)
     number: int = experts.num_experts
     if not any(isinstance(one, DTensor) for one in module.parameters(recurse=False)):
         return forward(hidden, choices.clamp(max=number - 1), shares)  # stand-ins: a pipeline asks for shapes
@@ -64,6 +69,18 @@ def _forward(
 def _on_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """The same on each rank; its gradient is the sum of what the ranks' experts say."""
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+@contextmanager
+def _all_of(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """No choice is another rank's."""
+    experts: Any = module
+    number: int = experts.num_experts
+    experts.num_experts, experts._is_expert_parallel = number * mesh.size(), False
+    try:
+        yield
+    finally:
+        experts.num_experts, experts._is_expert_parallel = number, True
 
 
 @contextmanager

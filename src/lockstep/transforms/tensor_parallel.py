@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lockstep.transforms.tensor_experts import divide_experts
+from lockstep.transforms.undivided import Undivided
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,19 +97,23 @@ def _style(word: str, module: nn.Module) -> ParallelStyle:
     return _STYLES[word]()
 
 
+def _steps_aside(module: Any) -> bool:
+    """Also while something takes the place of the weight: a pipeline's stages do so to see shapes alone."""
+    return Undivided.now or not isinstance(module.weight, DTensor)
+
+
 class _Colwise(ColwiseParallel):
-    """torch's, which steps aside while something takes the place of the weight: a pipeline's stages do so to see shapes
-    alone."""
+    """torch's, which steps aside."""
 
     @staticmethod
     def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
-        if isinstance(module.weight, DTensor):
+        if not _steps_aside(module):
             return ColwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
     @staticmethod
     def _prepare_output_fn(wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:
-        if isinstance(module.weight, DTensor):
+        if not _steps_aside(module):
             return ColwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
@@ -118,15 +123,31 @@ class _Rowwise(RowwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
-        if isinstance(module.weight, DTensor):
+        if not _steps_aside(module):
             return RowwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
     @staticmethod
     def _prepare_output_fn(wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:
-        if isinstance(module.weight, DTensor):
+        if not _steps_aside(module):
             return RowwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)  # type: ignore[no-untyped-call]
         return None
+
+
+class _Sequence(SequenceParallel):
+    """As `_Colwise`."""
+
+    @staticmethod
+    def _prepare_input_fn(wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+        if Undivided.now:
+            return inputs
+        return SequenceParallel._prepare_input_fn(wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _prepare_output_fn(as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:
+        if Undivided.now:
+            return outputs
+        return SequenceParallel._prepare_output_fn(as_local, module, outputs, mesh)  # type: ignore[no-untyped-call]
 
 
 class _FirstInput(PrepareModuleInput):
@@ -141,6 +162,8 @@ class _FirstInput(PrepareModuleInput):
         super().__init__(input_layouts=comes, desired_input_layouts=wanted)
 
     def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        if Undivided.now:
+            return inputs
         first, *others = inputs
         (prepared,) = super()._prepare_input_fn((first,), device_mesh)  # type: ignore[no-untyped-call]
         return prepared, *others
@@ -154,7 +177,7 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: _Rowwise(input_layouts=Replicate()),
     "rowwise_sequence": lambda: _Rowwise(output_layouts=_SEQUENCE, use_local_output=False),
     "shared_input": lambda: _FirstInput(Replicate(), Replicate()),
-    "sequence": SequenceParallel,
+    "sequence": _Sequence,
     "gather_sequence": lambda: _FirstInput(_SEQUENCE, Replicate()),
 }
 

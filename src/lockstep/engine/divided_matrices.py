@@ -1,0 +1,273 @@
+"""Whether a model whose matrices are divided still computes what it did whole; seen on a few samples, beforehand.
+
+    the same samples --> undivided --> outputs of modules, loss, gradients --.
+                    \\-> divided   --> outputs of modules, loss, gradients --+--> the first that differ are named
+
+A plan is words about modules, and whether they are true of a forward is known when it has run: a Linear that holds
+queries, keys and values in one may be cut, but not into whole heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.distributed.parts import as_part_of, gathered, is_sharded, local
+from lockstep.engine.rehearsing import outputs_of_modules, rehearsal
+
+if TYPE_CHECKING:
+    from lockstep.core.protocols import Axis
+    from lockstep.core.records import Batch
+
+_KEY = "parallel.tensor_parallel.plan"
+_LOOKED_AT = 4096  # elements of a gradient
+_NAMED = 3  # words of the plan
+_APART = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+"""Relative, of what rounds so: a wrong plan is off by more than rounding by far."""
+_SEVERAL_IN_ONE = "A Linear that holds queries, keys and values in one isn't divided into pieces of each"
+_NOISE = 1e-3  # of the largest gradient: to some parameters the loss is indifferent
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What is rehearsed.
+
+    Attributes:
+        model: divided.
+        undivided: makes a context in which it computes what it did before.
+        plan: styles, by the names of modules.
+        alike: names of parameters that each rank holds whole.
+        partial: of these, whose gradients are the sums of all ranks'.
+        axis: the ranks that the matrices are divided over.
+        world: all ranks, which agree on what they found.
+        device: of this rank.
+    """
+
+    model: nn.Module
+    undivided: Callable[[nn.Module], AbstractContextManager[object]]
+    plan: Mapping[str, str]
+    alike: frozenset[str]
+    partial: frozenset[str]
+    axis: Axis
+    world: Axis
+    device: torch.device
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Attributes:
+    outputs: of modules, by name, in the order in which they were done; whole, if the forward came to its end.
+    gradients: some elements of this rank's part of each, and its norm behind them, by parameter.
+    inside: names of the modules that the forward is in, from outside in.
+    """
+
+    whole: bool
+    loss: float = 0.0
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    inside: list[str] = field(default_factory=list)
+
+
+def rehearse(what: Rehearsed, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> None:
+    """All ranks together.
+
+    Args:
+        loss_of: a forward, and its loss.
+        batches: of few samples, the same on all ranks; the first that the whole model takes is used.
+
+    Raises:
+        ConfigError: the model's forward doesn't compute as the plan divides it.
+    """
+    loss, evaluated, whole = _whole(what, [partial(loss_of, batch) for batch in batches])
+    divided = _Seen(whole=False)
+    with rehearsal(what.model, what.device):
+        try:
+            _look(what, loss, evaluated, divided)
+        except Failure:
+            raise
+        except Exception as error:  # whatever a forward runs into that is given parts; on all ranks alike
+            raise _refused(_failure(what, whole, divided, error)) from error
+    told = what.world.gather(_difference(what, whole, divided))
+    first = next((one for one in told if isinstance(one, str)), None)
+    if first is not None:
+        raise _refused(first)
+
+
+def _whole(what: Rehearsed, losses: Sequence[Callable[[], Tensor]]) -> tuple[Callable[[], Tensor], bool, _Seen]:
+    """Of the first loss that can be had: it, whether it is an evaluation's, and what is seen of it.
+
+    Modules that draw numbers when they train may do so for a rank's columns alone: that can't be compared.
+    """
+    *short, last = losses
+    for loss_of in short:
+        try:
+            return loss_of, *_trained_or_evaluated(what, loss_of)
+        except Failure:
+            raise
+        except Exception:  # its sequences have to be of one length
+            continue
+    return last, *_trained_or_evaluated(what, last)
+
+
+def _trained_or_evaluated(what: Rehearsed, loss_of: Callable[[], Tensor]) -> tuple[bool, _Seen]:
+    for evaluated in (False, True):
+        seen = _Seen(whole=True)
+        with rehearsal(what.model, what.device) as drawn, what.undivided(what.model):
+            _look(what, loss_of, evaluated, seen)
+            if evaluated or not any(what.world.gather(drawn())):
+                break
+    return evaluated, seen
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(Problem("", _KEY, f"{why}. Change the plan, or take fsdp, which divides any model"))
+
+
+# --- looking ------------------------------------------------------------------------------------------------------
+
+
+def _look(what: Rehearsed, loss_of: Callable[[], Tensor], evaluated: bool, seen: _Seen) -> None:
+    if evaluated:
+        what.model.eval()
+    with outputs_of_modules(what.model) as outputs, _parameters_in_use(what.model, seen.inside) as used:
+        try:
+            loss = loss_of()
+        except Exception:
+            seen.outputs = {name: local(one) for name, one in outputs.items()}
+            raise
+    seen.loss = float(loss.detach())
+    seen.outputs = {name: (gathered(one) if is_sharded(one) else one).cpu() for name, one in outputs.items()}
+    trained = {name: one for name, one in used.items() if one.requires_grad}
+    if not loss.requires_grad or not trained:
+        return
+    hooks = [cast("Any", one).register_hook(partial(_look_at, what, seen, name, one)) for name, one in trained.items()]
+    torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def _parameters_in_use(model: nn.Module, inside: list[str]) -> Iterator[dict[str, Tensor]]:
+    """By their names, each once: those that a forward computes with, as FSDP puts them together for a while."""
+    found: dict[int, tuple[str, Tensor]] = {}
+
+    def enter(name: str, module: nn.Module, inputs: object) -> None:
+        inside.append(name)
+        found.update((id(one), (own, one)) for own, one in module.named_parameters(prefix=name))
+
+    def leave(name: str, module: nn.Module, inputs: object, outputs: object) -> None:
+        inside.pop()
+
+    used: dict[str, Tensor] = {}
+    hooks = [one.register_forward_pre_hook(partial(enter, name)) for name, one in model.named_modules()]
+    hooks += [one.register_forward_hook(partial(leave, name)) for name, one in model.named_modules()]
+    try:
+        yield used
+    finally:
+        used.update(found.values())
+        for hook in hooks:
+            hook.remove()
+
+
+def _look_at(what: Rehearsed, seen: _Seen, name: str, parameter: Any, gradient: Any) -> Tensor:
+    """Gives nothing in its place, so that all of them are never there at once."""
+    if is_sharded(gradient) and gradient.placements != parameter.placements:  # each rank has a summand
+        gradient = gradient.redistribute(placements=parameter.placements)
+    mine = local(gradient)
+    if name in what.partial and not seen.whole:
+        mine = what.axis.sum(mine.clone())
+    flat = mine.reshape(-1)
+    step = flat.numel() // _LOOKED_AT | 1  # odd, so as not to see one column alone
+    seen.gradients[name] = torch.cat([flat[::step], flat.norm()[None]]).float()
+    nothing = torch.zeros((), dtype=mine.dtype, device=mine.device).expand(mine.shape)
+    return as_part_of(gradient, nothing)
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------
+
+
+def _difference(what: Rehearsed, whole: _Seen, divided: _Seen) -> str | None:
+    """What differs first on this rank; None: nothing does, as far as the roughest precision can tell."""
+    if not isfinite(whole.loss):
+        return None
+    rough = max((_APART.get(one.dtype, 0.0) for one in divided.outputs.values()), default=_APART[torch.float32])
+    gradient = _first_apart(whole.gradients, divided.gradients, rough)
+    if gradient is None and abs(whole.loss - divided.loss) <= rough * abs(whole.loss):
+        return None
+    return _of_module(what, whole, divided, rough) or _of_gradient(what, divided, gradient) or _of_loss(whole, divided)
+
+
+def _is_near(one: Tensor, other: Tensor, rough: float, noise: float = 0.0) -> bool:
+    return bool((one - other).float().norm() <= rough * one.float().norm() + noise)
+
+
+def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], rough: float) -> str | None:
+    """The parameter with the first gradient that is, on the way back."""
+    noise = _NOISE * max((float(one[-1]) for one in whole.values()), default=0.0)
+    for name, one in whole.items():
+        other = divided.get(name, torch.zeros_like(one))
+        norms = one[-1], other[-1]
+        if not _is_near(*norms, rough, noise) or not _is_near(one[:-1], other[:-1], rough, noise):
+            return name
+    return None
+
+
+# --- saying it ----------------------------------------------------------------------------------------------------
+
+
+def _of_module(what: Rehearsed, whole: _Seen, divided: _Seen, rough: float) -> str | None:
+    """The first whose outputs are of one shape, so that they should be the same; a rank's columns aren't."""
+    for name, one in divided.outputs.items():
+        there = whole.outputs.get(name)
+        if there is not None and there.shape == one.shape and not _is_near(there, one, rough):
+            return (
+                f"{name or 'the model'} gives something else where matrices are divided than whole"
+                f"{_on_the_way(what, divided, name)}. {_SEVERAL_IN_ONE}"
+            )
+    return None
+
+
+def _of_gradient(what: Rehearsed, divided: _Seen, name: str | None) -> str | None:
+    if name is None:
+        return None
+    said = f"the gradient of {name} is another one where matrices are divided than whole"
+    if name in what.partial:
+        return f"{said}: sum_gradient is for weights that each rank uses for its own columns alone"
+    if name in what.alike:
+        return f"{said}: weights that each rank uses for its own columns alone take sum_gradient"
+    return f"{said}{_on_the_way(what, divided, name.rpartition('.')[0])}. {_SEVERAL_IN_ONE}"
+
+
+def _of_loss(whole: _Seen, divided: _Seen) -> str:
+    return f"the loss is {divided.loss:.6g} where matrices are divided, and {whole.loss:.6g} whole"
+
+
+def _failure(what: Rehearsed, whole: _Seen, divided: _Seen, error: Exception) -> str:
+    said = str(error).strip().partition("\n")[0] or type(error).__name__
+    if divided.inside:
+        name = divided.inside[-1] or "the model"
+        return f"{name} fails where matrices are divided: {said}{_on_the_way(what, divided, name)}"
+    for name, one in reversed(divided.outputs.items()):
+        there = whole.outputs.get(name)
+        if there is not None and there.shape != one.shape:
+            return (
+                f"the loss fails on what {name or 'the model'} gives, {list(one.shape)} where matrices are divided and "
+                f"{list(there.shape)} whole ({said}); colwise_gather_output puts a head's columns together"
+            )
+    return f"the loss fails where matrices are divided: {said}{_on_the_way(what, divided, '')}"
+
+
+def _on_the_way(what: Rehearsed, divided: _Seen, name: str) -> str:
+    """The last words of the plan on the way to a module."""
+    names = list(divided.outputs)
+    done = names[: names.index(name) + 1] if name in names else names
+    words = [f"{one} ({what.plan[one]})" for one in done if one in what.plan][-_NAMED:]
+    return f", behind {', '.join(words)}" if words else ""

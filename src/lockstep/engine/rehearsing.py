@@ -1,0 +1,94 @@
+"""A forward that is made to be looked at, before anything is trained: nothing comes of it.
+
+modes, buffers, generators     as they were before, whatever the forward does to them
+dropout                        left out: what it draws differs between ranks, and says nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from lockstep.core.records import Batch
+from lockstep.distributed.generators import drawn_again
+
+_DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+
+
+@contextmanager
+def rehearsal(model: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Afterwards the model's modes and buffers, and generators, are what they were. Inside nothing is dropped by
+    torch.nn.functional; gives what says whether numbers were drawn nevertheless."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    values = {id(one): one.clone() for _, held in buffers for one in held.values() if one is not None}
+    try:
+        with drawn_again(device) as drawn, _nothing_dropped():
+            yield drawn
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for module, held in buffers:
+                module._buffers.update(held)
+                for one in held.values():
+                    if one is not None:
+                        one.copy_(values[id(one)])
+
+
+@contextmanager
+def _nothing_dropped() -> Iterator[None]:
+    """A mode of torch's functions would do it, were it there when a backward computes blocks again (torch 2.13)."""
+    usual = {name: getattr(F, name) for name in _DROPS}
+    for name in _DROPS:
+        setattr(F, name, _kept)
+    try:
+        yield
+    finally:
+        for name, function in usual.items():
+            setattr(F, name, function)
+
+
+def _kept(input: Tensor, *_unused: object, **_further: object) -> Tensor:  # noqa: A002
+    return input
+
+
+@contextmanager
+def outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """By name, in the order in which they are done; of a module that is called more than once, the last."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, inputs: object, outputs: object) -> None:
+        first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+        if isinstance(first, Tensor) and first.is_floating_point():
+            found.pop(name, None)
+            found[name] = first.detach()
+
+    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def beginning(batch: Batch, length: int, most: int) -> Batch:
+    """The first positions of the same samples.
+
+    Args:
+        length: of the sequences.
+    """
+    cut = lambda value: value[:, :most] if is_by_position(value, length) else value  # noqa: E731
+    return replace(batch, inputs=tree_map(cut, batch.inputs), targets=tree_map(cut, batch.targets))
+
+
+def is_by_position(value: object, length: int) -> bool:
+    """Whether it is a tensor [samples, positions, ...]."""
+    return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length

@@ -1,0 +1,107 @@
+"""Forwards that are made to be looked at: what is compared, and that nothing comes of it."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.records import Batch
+from lockstep.distributed.collectives import Alone
+from lockstep.engine.divided_matrices import Rehearsed, rehearse
+from lockstep.engine.rehearsing import rehearsal
+
+CPU = torch.device("cpu")
+
+
+def batch(points: int) -> Batch:
+    return Batch(inputs=(torch.ones(points, 4),), targets=torch.zeros(points), samples=points, tokens=points)
+
+
+class Other:
+    """Computes something else than before, or doesn't, once it stands for a model that is divided."""
+
+    def __init__(self, model: nn.Module, off: float) -> None:
+        self.model, self.off, self.whole = model, off, False
+        self.given: list[int] = []
+
+    def undivided(self, model: nn.Module) -> nullcontext[None]:
+        self.whole = not self.whole
+        return nullcontext()
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        (points,) = batch.inputs
+        self.given.append(len(points))
+        if len(points) == 1:
+            raise ValueError("takes 4 points")
+        loss: Tensor = F.dropout(self.model(points), 0.5, self.model.training).sum()
+        if self.model.training:
+            loss = loss + torch.rand(())
+        return loss if self.model.training or len(self.given) < 4 else loss * (1 + self.off)
+
+
+def rehearsed(off: float) -> Other:
+    other = Other(nn.Linear(4, 2), off)
+    what = Rehearsed(other.model, other.undivided, {}, frozenset(), frozenset(), Alone(), Alone(), CPU)
+    rehearse(what, other.loss_of, [batch(1), batch(4)])
+    return other
+
+
+def test_what_draws_is_compared_in_evaluation_and_what_takes_one_length_at_that() -> None:
+    assert rehearsed(off=0.0).given == [1, 4, 4, 4]  # too few; drawn; evaluated; and divided
+    with pytest.raises(ConfigError, match=r"the gradient of (weight|bias) is another one"):
+        rehearsed(off=0.01)
+
+
+def test_rounding_isnt_told() -> None:
+    rehearsed(off=1e-5)
+
+
+class Noting(nn.Module):
+    """Changes its buffers, replaces one, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Buffer(torch.zeros(4))
+        self.seen = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.last = x.mean(dim=0)
+        return self.norm(F.dropout(x, 0.5)) + torch.rand(()) + random.random()
+
+
+def test_nothing_is_left_of_a_rehearsal() -> None:
+    model = Noting()
+    model.norm.eval()
+    kept = {name: one.clone() for name, one in model.named_buffers()}
+    memory = {name: one.data_ptr() for name, one in model.named_buffers()}
+    torch.manual_seed(1)
+    random.seed(1)
+    with rehearsal(model, CPU) as drawn:
+        assert not drawn()
+        model.train()
+        model(torch.randn(5, 4))
+        assert drawn()
+    assert (model.training, model.norm.training) == (True, False)
+    assert {name: one.data_ptr() for name, one in model.named_buffers()} == memory
+    assert all(torch.equal(one, kept[name]) for name, one in model.named_buffers())
+    after = torch.rand(()), random.random()
+    torch.manual_seed(1)
+    random.seed(1)
+    assert after == (torch.rand(()), random.random())
+    assert F.dropout(torch.ones(1000), 0.5).eq(0).any()
+
+
+def test_a_rehearsal_that_fails_is_over_too() -> None:
+    model = Noting()
+    with pytest.raises(ValueError, match="Expected more than 1 value"), rehearsal(model, CPU):
+        model(torch.randn(1, 4))
+    assert float(model.seen) == 0
+    assert F.dropout(torch.ones(1000), 0.5).eq(0).any()
