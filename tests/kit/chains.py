@@ -74,6 +74,16 @@ class HeadFirst(Chain):
         self.blocks = blocks
 
 
+class BothSides(Chain):
+    """Adds its offset before the blocks and after them."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.lift(points) + self.offset
+        for block in self.blocks:
+            hidden, _ = block(hidden=hidden, scale=torch.full((), 0.5))
+        return self.head(self.norm(hidden + self.offset))
+
+
 class Skips(Chain):
     """Its blocks also take what came before the first."""
 

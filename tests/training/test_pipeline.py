@@ -82,13 +82,29 @@ def chain(model: str, micro: int = 3, **parallel: Any) -> dict[str, Any]:
     return {**asked, "model": {"kind": "custom", "target": f"kit.chains:{model}"}, **SGD}
 
 
-@pytest.mark.parametrize("model", ["Chain", "unequal", "Turned"])
+@pytest.mark.parametrize("model", ["Chain", "unequal", "Turned", "HeadFirst"])
 def test_models_of_a_users_own(model: str) -> None:
     ways = [*(pipeline(2, schedule) for schedule in SCHEDULES), pipeline(2, "1f1b", strategy="fsdp")]
     configs = [chain(model, **parallel) for parallel in ways]
     expected = recorded(chain(model, strategy="single"))
     for parallel, run in zip(ways, recorded_all(configs, 2), strict=True):
         assert differences(run, expected) == [], parallel
+
+
+OPT = {
+    "model_type": "opt", "vocab_size": 64, "num_hidden_layers": 2, "hidden_size": 24, "word_embed_proj_dim": 24,
+    "num_attention_heads": 2, "ffn_dim": 20, "max_position_embeddings": 32, "dropout": 0.0, "layerdrop": 0.0,
+}  # fmt: skip
+
+
+def test_a_model_whose_last_norm_is_defined_before_its_blocks() -> None:
+    """Of the transformers library, without values at first; its head is tied to the table."""
+    of = family("gpt2")
+    asked = {**config(13, 3, **SGD), **of, "model": {**of["model"], "architecture": OPT}}
+    expected = recorded({**asked, "parallel": {"strategy": "single"}})
+    for strategy in ("ddp", "fsdp"):
+        run = recorded({**asked, "parallel": {"strategy": strategy, **pipeline(2, "1f1b")}}, 2)
+        assert differences(run, expected) == [], strategy
 
 
 def test_running_means() -> None:
@@ -120,9 +136,9 @@ def test_a_planted_fault_is_noticed(fault: str) -> None:
 # --- what it can't do ---------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "weights after the blocks, defined before": (
-        chain("HeadFirst", **pipeline(2, "1f1b")),
-        "norm.weight is defined before the blocks and used after them",
+    "weights on both sides of the blocks": (
+        chain("BothSides", **pipeline(2, "1f1b")),
+        "offset is used before the blocks and after them, on two stages",
     ),
     "blocks that take more": (
         chain("Skips", **pipeline(2, "1f1b")),
@@ -138,7 +154,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "blocks that are left out": (
         chain("LeavesOut", **pipeline(2, "1f1b")),
-        "norm.weight is defined after the blocks and used before the last of them is met",
+        "norm.weight is of what comes after the blocks, and used before the last of them is met",
     ),
     "what was computed before the blocks": (
         chain("Keeps", **pipeline(2, "1f1b")),

@@ -32,6 +32,7 @@ from lockstep.core.records import Inputs
 from lockstep.engine.eager import call
 from lockstep.engine.elsewhere import (
     EVERYWHERE,
+    Around,
     Elsewhere,
     Side,
     leave,
@@ -42,6 +43,7 @@ from lockstep.engine.elsewhere import (
     tied_across,
 )
 from lockstep.engine.sketch import Sketch
+from lockstep.engine.usage import sides_of_use
 from lockstep.plan.stages import Schedule, balanced, owner
 
 Meet = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -91,13 +93,20 @@ class Cut:
         shared: names of parameters that the first and the last stage both have, since they are tied.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], asked: Cutting, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], asked: Cutting, device: torch.device, inputs: Inputs
+    ) -> None:
         """Cuts the model in place, before it is moved to `device` or sharded.
+
+        Args:
+            inputs: of a few samples, on the CPU: on which side of the blocks other modules are used is seen by them.
 
         Raises:
             ConfigError: it can't be cut so.
         """
-        begins = _begins(model, blocks, asked)
+        _refuse_no_chain(model, blocks)
+        around = outside(model, blocks, sides_of_use(model, blocks, inputs))
+        begins = _begins(model, blocks, asked, around)
         self._begins = begins
         self._sketch = Sketch(model, device) if type(model) is nn.Sequential else None
         self.model = model
@@ -117,7 +126,6 @@ class Cut:
         self.blocks = [name for index, name in enumerate(blocks) if index in kept]
         keeps_ends = self.mine[0] == 0, self.mine[-1] == self.stages - 1
         refuse_tied_blocks(model, blocks)
-        around = outside(model, blocks)
         self.shared = tied_across(model, around) if self.owners[0] != self.owners[-1] else []
         self._around = around
         kept_sides = {side for side, keeps in zip(("before", "after"), keeps_ends, strict=True) if keeps}
@@ -403,20 +411,24 @@ def call_forward(model: nn.Module, inputs: Inputs) -> object:
 # --- cutting ------------------------------------------------------------------------------------------------------
 
 
-def _begins(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> list[int]:
+def _refuse_no_chain(model: nn.Module, blocks: Sequence[str]) -> None:
     kind = type(model).__name__
     parents = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
     if len(parents) > 1:
         raise no_chain(f"{kind} has several lists of blocks ({', '.join(parents)}), and stages need one chain")
     if not blocks:
         raise no_chain(f"{kind} has no repeated blocks: no ModuleList or Sequential of two layers of one class or more")
+
+
+def _begins(model: nn.Module, blocks: Sequence[str], asked: Cutting, around: Sequence[Around]) -> list[int]:
     if len(blocks) < asked.stages:
         sum_ = f"{asked.ranks} x {asked.stages_per_rank} = " if asked.stages_per_rank > 1 else ""
-        why = f"{sum_}{asked.stages} stages, but {kind} has {len(blocks)} blocks; take at most that many"
+        has = f"{type(model).__name__} has {len(blocks)} blocks"
+        why = f"{sum_}{asked.stages} stages, but {has}; take at most that many"
         raise ConfigError(Problem("", "parallel.pipeline", why))
     if asked.split is None:
         costs = [_cost(model.get_submodule(name)) for name in blocks]
-        return balanced(costs, asked.stages, _cost_after(model, blocks))
+        return balanced(costs, asked.stages, _cost_after(around))
     return _named(blocks, asked.split, asked.stages)
 
 
@@ -444,8 +456,8 @@ def _cost(module: nn.Module) -> float:
     return float(sum(one.numel() for one in module.parameters() if id(one) not in tables))
 
 
-def _cost_after(model: nn.Module, blocks: Sequence[str]) -> float:
-    after = [module for _, module, side in outside(model, blocks) if side == "after"]
+def _cost_after(around: Sequence[Around]) -> float:
+    after = [module for _, module, side in around if side == "after"]
     return float(sum(one.numel() for module in after for one in module.parameters(recurse=False)))
 
 

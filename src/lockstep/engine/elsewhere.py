@@ -4,8 +4,9 @@
     blocks.0 ...
     norm, head       after     the last stage's
 
-On which side a module lies is told by where it is defined. That it is also used there is seen in the forward: what is
-computed from weights that lie elsewhere is an `Elsewhere`, and a stage that would make use of it says so.
+On which side a module lies is told by where it is used, or, where that isn't known, by where it is defined. That it is
+used there alone is seen in the forward: what is computed from weights that lie elsewhere is an `Elsewhere`, and a stage
+that would make use of it says so.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Elsewhere(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         compute: Any = super().__torch_function__
-        if _only_looks(function):
+        if only_looks(function):
             return compute(function, types, args, kwargs or {})
         used = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Elsewhere)]
         for one in used:
@@ -68,15 +69,18 @@ class Elsewhere(Tensor):
 def _used_on_the_other_side(one: Elsewhere) -> str:
     if one.side == "after":
         return (
-            f"{one.of} is defined after the blocks and used before the last of them is met; define it before them, or, "
-            "if the forward leaves blocks out, have it meet each"
+            f"{one.of} is of what comes after the blocks, and used before the last of them is met; if the forward "
+            "leaves blocks out, have it meet each"
         )
     if one.computed:
         return f"what the model computes with {one.of}, before the blocks, is used after them, where no stage has it"
-    return f"{one.of} is defined before the blocks and used after them, on another stage; define it after them"
+    return (
+        f"{one.of} is used before the blocks and after them, on two stages; two modules may have it, one on each side, "
+        "tied to each other"
+    )
 
 
-def _only_looks(function: Any) -> bool:
+def only_looks(function: Any) -> bool:
     """At shape, device and the like."""
     return getattr(function, "__name__", "") in ("__get__", "size", "dim", "__repr__", "is_floating_point", "detach")
 
@@ -88,16 +92,22 @@ def stand_in(weight: Tensor, device: torch.device, of: str, side: Side | None) -
     return found
 
 
-def outside(model: nn.Module, blocks: Sequence[str]) -> list[Around]:
-    """The modules that are not in blocks."""
+def outside(model: nn.Module, blocks: Sequence[str], used: Mapping[str, Side]) -> list[Around]:
+    """The modules that are not in blocks.
+
+    Args:
+        used: the side on which a forward computes with a parameter.
+    """
     found: list[Around] = []
-    side: Side = "before"
+    defined: Side = "before"
     inside = tuple(f"{block}." for block in blocks)
     for name, module in model.named_modules():
         if f"{name}.".startswith(inside):
-            side = "after"
-        else:
-            found.append(Around(name, module, side))
+            defined = "after"
+            continue
+        names = (f"{name}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False))
+        sides = {used.get(one, defined) for one in names}
+        found.append(Around(name, module, sides.pop() if len(sides) == 1 else defined))
     return found
 
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import adapt_dataset
-from lockstep.data.loader import TrainingLoader
+from lockstep.data.loader import TrainingLoader, evaluation_batches
 from lockstep.data.sources import open_source
 from lockstep.distributed.memory import memory_of_a_rank, peak_of_a_rank
 from lockstep.distributed.place import place_of
@@ -85,7 +86,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     coupled, flops = coupling(model), flops_per_token(model, source.facts)
     transforms = _transforms(config, model, blocks, world)
     model = transform(model, transforms, world.device)
-    cut = _cut(config, plan.mesh, world, model, blocks)
+    cut = _cut(config, plan.mesh, world, model, blocks, source)
     place = place_of(plan.mesh, world)  # what can be refused is refused by now: groups are made by all ranks together
     across = _spread(place, model, divided)
     if config.run.determinism == "invariant":
@@ -275,7 +276,9 @@ def _refuse_for_parts(config: Config, given: Given, objective: Objective) -> Non
         raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
 
 
-def _cut(config: Config, mesh: Mesh, world: World, model: nn.Module, blocks: Sequence[str]) -> Cut | None:
+def _cut(
+    config: Config, mesh: Mesh, world: World, model: nn.Module, blocks: Sequence[str], source: Source
+) -> Cut | None:
     """This rank's stages, if the model is cut into any."""
     if mesh.pipeline == 1:
         return None
@@ -289,7 +292,8 @@ def _cut(config: Config, mesh: Mesh, world: World, model: nn.Module, blocks: Seq
         stages_per_rank=stages_of(options.schedule, options.stages_per_rank),
         split=None if options.split == "auto" else options.split,
     )
-    return Cut(model, blocks_in_line(model, blocks), asked, world.device)
+    sample = next(evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu")))
+    return Cut(model, blocks_in_line(model, blocks), asked, world.device, sample.inputs)
 
 
 def _rate(config: Config, given: Given) -> Rate:
