@@ -271,15 +271,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "columns that are never put together": (
         planned({"head": "colwise"}),
-        "the loss fails on what the model gives, [2, 18, 32] where matrices are divided and [2, 18, 64] whole",
+        "the model gives [2, 18, 32] where matrices are divided, and [2, 18, 64] whole; colwise_gather_output puts",
     ),
     "columns that something whole is given": (
         planned({"layers.*.down": None}),
         "layers.0.down fails where matrices are divided: mat1 and mat2 shapes cannot be multiplied",
     ),
     "positions that something whole is given": (
-        planned({"layers.*.norm": "sequence"}),
-        "fails where matrices are divided: ",
+        planned({**dict.fromkeys(RIGHT), "layers.*.norm": "sequence"}),
+        "layers.0.query fails where matrices are divided: it is given what lies on several ranks",
     ),
     "options of DDP": (text(tensor=2, ddp={"compression": "fp16"}), "leave it out"),
 }

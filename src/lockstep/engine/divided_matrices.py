@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch
 
 _KEY = "parallel.tensor_parallel.plan"
+_MIXED = "mixed torch.Tensor and DTensor"  # in what torch says
 _LOOKED_AT = 4096  # elements of a gradient
 _NAMED = 3  # words of the plan
 _APART = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
@@ -202,7 +203,12 @@ def _difference(what: Rehearsed, whole: _Seen, divided: _Seen) -> str | None:
     gradient = _first_apart(whole.gradients, divided.gradients, rough)
     if gradient is None and abs(whole.loss - divided.loss) <= rough * abs(whole.loss):
         return None
-    return _of_module(what, whole, divided, rough) or _of_gradient(what, divided, gradient) or _of_loss(whole, divided)
+    return (
+        _of_end(whole, divided)
+        or _of_module(what, whole, divided, rough)
+        or _of_gradient(what, divided, gradient)
+        or _of_loss(whole, divided)
+    )
 
 
 def _is_near(one: Tensor, other: Tensor, rough: float, noise: float = 0.0) -> bool:
@@ -252,17 +258,24 @@ def _of_loss(whole: _Seen, divided: _Seen) -> str:
 
 def _failure(what: Rehearsed, whole: _Seen, divided: _Seen, error: Exception) -> str:
     said = str(error).strip().partition("\n")[0] or type(error).__name__
+    if _MIXED in said:
+        said = "it is given what lies on several ranks; gather_sequence, or a style of its own, says how it takes that"
     if divided.inside:
         name = divided.inside[-1] or "the model"
         return f"{name} fails where matrices are divided: {said}{_on_the_way(what, divided, name)}"
-    for name, one in reversed(divided.outputs.items()):
-        there = whole.outputs.get(name)
-        if there is not None and there.shape != one.shape:
-            return (
-                f"the loss fails on what {name or 'the model'} gives, {list(one.shape)} where matrices are divided and "
-                f"{list(there.shape)} whole ({said}); colwise_gather_output puts a head's columns together"
-            )
-    return f"the loss fails where matrices are divided: {said}{_on_the_way(what, divided, '')}"
+    return _of_end(whole, divided) or f"the loss fails where matrices are divided: {said}"
+
+
+def _of_end(whole: _Seen, divided: _Seen) -> str | None:
+    """The last module gives something of another shape."""
+    name, one = next(reversed(divided.outputs.items()), ("", None))
+    there = whole.outputs.get(name)
+    if one is None or there is None or there.shape == one.shape:
+        return None
+    return (
+        f"{name or 'the model'} gives {list(one.shape)} where matrices are divided, and {list(there.shape)} whole; "
+        "colwise_gather_output puts a head's columns together"
+    )
 
 
 def _on_the_way(what: Rehearsed, divided: _Seen, name: str) -> str:
