@@ -27,7 +27,7 @@ def acts(
     ahead: Sequence[str] = (),
 ) -> int:
     """One launch whose rank N plays script[N]; the sum of the exit codes if repeated."""
-    group._GRACE, group._SETTLE = 0.5, 0.2  # a test has less time than a cluster
+    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0  # a test has less time than a cluster
     section_ = Launch(**(section or {}))
     entry = partial(play, list(script))
     folder = Path(logs) if logs else None
@@ -188,6 +188,26 @@ def _reduce(value: str, me: RankEnvironment) -> None:
         assert ones.tolist() == [float(me.world_size)] * 3
 
 
+def _meet(value: str, me: RankEnvironment) -> None:
+    """Joins the others as a run does, for a second at most in each collective; then sums with them without end, after
+    it has slept or stopped itself, or does something else."""
+    import torch
+    import torch.distributed as dist
+
+    from lockstep.distributed.process_group import joined
+
+    what, _, seconds = value.partition(" ")
+    with joined(Launch(timeout=1.0), grouped=True):
+        dist.all_reduce(torch.ones(3))
+        if what == "sleep":
+            time.sleep(float(seconds))
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while what != "receive":
+            dist.all_reduce(torch.ones(3))
+        dist.recv(torch.ones(3), 0)
+
+
 def _raise_slowly(value: str, me: RankEnvironment) -> None:
     """Fails, breaks its connections, and only then comes to say so."""
     import torch.distributed as dist
@@ -240,6 +260,7 @@ _VERBS = {
     "pid": _pid,
     "deaf": _deaf,
     "reduce": _reduce,
+    "meet": _meet,
     "raise-slowly": _raise_slowly,
     "orderly": _orderly,
     "last-words": _last_words,

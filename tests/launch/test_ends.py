@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped
+from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped, Waited
 from lockstep.launch.ends import End, Kind, describe, end_of_exception, end_of_process, end_of_return, first_cause
 from lockstep.launch.rank import run_entry
 
@@ -21,6 +21,7 @@ def _end(kind: Kind, time: float = 0.0, text: str = "") -> End:
     [
         (ConfigError("lr is 0"), Kind.MESSAGE, 2),
         (GiveUp("no disk"), Kind.MESSAGE, 1),
+        (Waited("for rank 1"), Kind.WAITED, 1),
         (Stopped("time is up"), Kind.STOPPED, 130),
         (Paused("time is up"), Kind.PAUSED, 75),
         (KeyboardInterrupt(), Kind.STOPPED, 130),
@@ -71,6 +72,8 @@ def test_processes_that_end_without_a_word(exitcode: int, kind: Kind, text: str)
         ([_end(Kind.TRACEBACK, 2), _end(Kind.MESSAGE, 1)], 1),
         ([_end(Kind.PEER, 2), _end(Kind.PEER, 1)], 1),
         ([_end(Kind.ENDED, 1), _end(Kind.PEER, 2)], 1),
+        ([_end(Kind.PEER, 1), _end(Kind.WAITED, 2), _end(Kind.ENDED, 3)], 1),
+        ([_end(Kind.WAITED, 1), _end(Kind.KILLED, 2)], 1),
         ([_end(Kind.PEER, 1), _end(Kind.STOPPED, 2)], 1),
         ([_end(Kind.DONE, 1), _end(Kind.ENDED, 2)], 1),
     ],
@@ -81,8 +84,17 @@ def test_first_cause_by_kind_then_by_time(ends: list[End], cause: int | None) ->
 
 def test_message_of_all_ranks_names_none() -> None:
     ends = [end_of_exception(ConfigError("lr is 0"), 0.0, None)] * 2
-    assert describe(0, ends) == "lr is 0"
-    assert describe(0, [ends[0], end_of_return(0, 0.0)]) == "rank 0: lr is 0"
+    assert describe(0, ends, 600.0) == "lr is 0"
+    assert describe(0, [ends[0], end_of_return(0, 0.0)], 600.0) == "rank 0: lr is 0"
+
+
+def test_who_was_ended_let_the_others_wait_and_who_came_late_only_if_nobody_was() -> None:
+    waited, early, late = _end(Kind.WAITED, 1), _end(Kind.PEER, 1.1), _end(Kind.PEER, 9)
+    ended = _end(Kind.ENDED, 9)
+    assert describe(0, [waited, early, late], 600.0).startswith("rank 2 did not answer within 600 s (launch.timeout)")
+    assert describe(0, [waited, ended, late], 600.0).startswith("rank 1 did not answer")
+    assert describe(0, [waited, early, early], 600.0).startswith("no rank hangs")
+    assert describe(0, [waited, *[ended] * 11], 600.0).startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not")
 
 
 def test_what_a_failed_entry_held_is_let_go_at_once() -> None:

@@ -45,6 +45,24 @@ ENDS = [
     ("one rank, own code", ["return:5"], 5, [], ["Traceback"]),
 ]
 
+_HANGS = "did not answer within 1 s (launch.timeout), while"
+HANGS = [
+    ("sleeps", ["meet", "meet:sleep 60"], f"rank 1 {_HANGS} rank 0 waited"),
+    ("rank 0 is stopped", ["meet:stop", "meet"], f"rank 0 {_HANGS} rank 1 waited"),
+    ("two of four", ["meet", "meet:sleep 60", "meet", "meet:stop"], f"ranks 1 and 3 {_HANGS} the others waited"),
+    ("late, not hanging", ["meet", "meet", "meet:sleep 4"], f"rank 2 {_HANGS} the others waited"),
+    ("two collectives", ["meet", "meet:receive"], "no rank hangs, and yet a collective took longer than 1 s"),
+]
+
+
+@pytest.mark.parametrize(("script", "said"), [row[1:] for row in HANGS], ids=[row[0] for row in HANGS])
+def test_a_rank_that_hangs_is_named_by_those_that_waited(nursery: Nursery, script: list[str], said: str) -> None:
+    code, _, err = nursery.run("acts", script=script, section={"timeout": 1.0})
+    err = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("note: "))
+    assert code == 1, err
+    assert err.startswith(said)
+    assert err.count("\n") == 1
+
 
 @pytest.mark.parametrize(("script", "code", "said", "unsaid"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS])
 def test_exit_code_and_first_cause(

@@ -24,6 +24,10 @@ class GiveUp(Failure):
     """The run can't go on, and trying again would not help."""
 
 
+class Waited(GiveUp):
+    """Other ranks didn't come to a collective in time: what failed is with them, and they may say nothing of it."""
+
+
 class Distrust(Failure):
     """What was asked to be verified is not right: don't build on it."""
 
@@ -75,3 +79,12 @@ class ConfigError(Failure):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
+
+
+def not_answered(missing: str, waiting: str, seconds: float) -> str:
+    """What people read when `missing` have let `waiting` wait."""
+    return (
+        f"{missing} did not answer within {seconds:g} s (launch.timeout), while {waiting} waited in a collective. If a "
+        "rank hangs, start again and see where (py-spy dump, a debugger); if it is only slow (a data source, a "
+        "compilation), raise launch.timeout"
+    )

@@ -9,10 +9,15 @@ its dataset answers a whole request at once, so nothing is collated sample by sa
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +28,8 @@ from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
 from lockstep.data import noise
 from lockstep.data.order import Indices
+
+_UNTIL_HEARD_S = 1.0
 
 
 class Request(NamedTuple):
@@ -123,15 +130,19 @@ def _from_workers(source: Source, requests: Iterable[Request], workers: Workers)
         generator=torch.Generator().manual_seed(workers.key),
     )
     answers = iter(loader)
-    while True:
-        try:
-            answer = next(answers, None)
-        except RuntimeError as error:  # what torch raises when a worker has died
-            raise _death(error, answerer.busy_with(asked)) from error
-        if answer is None:
-            return
-        asked.popleft()
-        yield _unwrapped(answer)
+    with _deaths_are_named(lambda: answerer.busy_with(asked)):
+        while True:
+            try:
+                answer = next(answers, None)
+            except RuntimeError as error:  # what torch raises when a worker has died
+                raise _death(error, answerer.busy_with(asked)) from error
+            except (OSError, EOFError) as error:  # its end of a pipe is gone
+                time.sleep(_UNTIL_HEARD_S)  # SIGCHLD comes after that, and says more
+                raise _death(error, answerer.busy_with(asked)) from error
+            if answer is None:
+                return
+            asked.popleft()
+            yield _unwrapped(answer)
 
 
 def _remembered(requests: Iterable[Request], asked: deque[Request]) -> Iterator[Request]:
@@ -141,12 +152,45 @@ def _remembered(requests: Iterable[Request], asked: deque[Request]) -> Iterator[
         yield request
 
 
-def _death(error: RuntimeError, busy: Sequence[Request]) -> GiveUp:
+def _death(error: Exception, busy: Sequence[Request]) -> GiveUp:
+    if isinstance(error.__cause__, GiveUp):  # named when it was heard of
+        return error.__cause__
     samples = f" while samples {' or '.join(_list(request.indices) for request in busy)} were fetched" if busy else ""
     return GiveUp(
-        f"a data worker died{samples}: {str(error).strip()}. If it was killed, memory may have run out: try fewer "
+        f"a data worker died{samples}: {str(error).strip(' .')}. If it was killed, memory may have run out: try fewer "
         "data.loader.workers; with 0 the rank fetches itself and shows what happens"
     )
+
+
+_at_work: list[Callable[[], list[Request]]] = []  # what each set of workers is busy with
+
+
+@contextmanager
+def _deaths_are_named(busy: Callable[[], list[Request]]) -> Iterator[None]:
+    """While the block runs, wherever the main thread happens to be: there torch raises, in its handler of SIGCHLD."""
+    heard = signal.getsignal(signal.SIGCHLD)
+    if callable(heard) and not isinstance(heard, _Named) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, _Named(heard))
+    _at_work.append(busy)
+    try:
+        yield
+    finally:
+        _at_work.remove(busy)
+
+
+class _Named:
+    """torch's handler, which torch sets once for all loaders of a process."""
+
+    def __init__(self, heard: Callable[[int, FrameType | None], Any]) -> None:
+        self._heard = heard
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._heard(number, frame)
+        except RuntimeError as error:
+            if not _at_work:  # a user's own workers
+                raise
+            raise _death(error, [request for busy in _at_work for request in busy()]) from error
 
 
 class _Answers(Dataset[Any]):

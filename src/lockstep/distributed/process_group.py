@@ -23,6 +23,7 @@ from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import everyone
 from lockstep.distributed.collectives import Alone, Together
 from lockstep.distributed.host_memory import keep_freed_memory
+from lockstep.distributed.timeouts import waits_at_most
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Launch
@@ -60,6 +61,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     Raises:
         ConfigError: a backend or device that this machine doesn't have.
         GiveUp: the other ranks can't be reached within `launch.timeout`.
+        Waited: they don't come to a collective within it, while the block runs.
     """
     environment = RankEnvironment.read(os.environ)
     device = _device(launch, environment.local_rank)
@@ -76,7 +78,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     _make_group(environment, backend, device, launch.timeout)
     world = _world(environment, device, backend)
     try:
-        with everyone.is_over(world.axis):
+        with waits_at_most(launch.timeout, world.rank), everyone.is_over(world.axis):
             yield world
     finally:
         if isinstance(world.axis, Together):

@@ -6,6 +6,11 @@
 
 A rank that fails breaks its peers' collectives, and theirs may be the first words heard. So causes are ordered by
 kind first (what a broken peer explains comes last), then by time.
+
+    rank 0   ..............waited in vain         a consequence as well: `launch.timeout` is over
+    rank 1   .......................ended by us   the cause, and silent
+
+A rank that hangs says nothing. It is known by what the others say: they have waited, and it hasn't.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 
-from lockstep.core.errors import Failure, Paused, Stopped
+from lockstep.core.errors import Failure, Paused, Stopped, Waited, not_answered
 
 
 class Kind(Enum):
@@ -31,11 +36,12 @@ class Kind(Enum):
     KILLED = "by a signal"
     STOPPED = "asked by somebody other than its launcher"
     PAUSED = "asked by anybody, and all is saved"
+    WAITED = "in a collective, and not all came"
     PEER = "of an error that the end of a peer explains"
     ENDED = "asked or killed by its launcher"
 
 
-_WEIGHT = {Kind.PAUSED: 1, Kind.PEER: 2, Kind.ENDED: 3}  # explained by any that weighs less
+_WEIGHT = {Kind.PAUSED: 1, Kind.WAITED: 2, Kind.PEER: 3, Kind.ENDED: 4}  # explained by any that weighs less
 
 # What gloo, NCCL and torch's store say when it is the other side that went away.
 _PEER_WENT_AWAY = re.compile(
@@ -45,6 +51,8 @@ _PEER_WENT_AWAY = re.compile(
 )
 
 
+_LATE = 2.0  # seconds after the first has waited in vain: whoever then finds the group broken had not been waiting
+_NAMED = 8  # ranks, at most, in a sentence
 _LONGEST = 12_000  # characters of a report, so that it reaches the launcher in one piece
 
 
@@ -80,6 +88,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             return End(Kind.PAUSED, Paused.exit_code, str(error), time)
         case Stopped() | KeyboardInterrupt():
             return End(Kind.STOPPED, Stopped.exit_code, str(error), time)
+        case Waited():
+            return End(Kind.WAITED, error.exit_code, str(error), time)
         case Failure():
             return End(Kind.MESSAGE, error.exit_code, str(error), time)
         case SystemExit(code=int() | None):
@@ -109,19 +119,47 @@ def first_cause(ends: Iterable[End | None]) -> int | None:
     return min(told, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
 
 
-def describe(rank: int, ends: Sequence[End | None]) -> str:
-    """What a person reads about the first cause. A message that all ranks agree on belongs to none of them."""
+def describe(rank: int, ends: Sequence[End | None], timeout: float) -> str:
+    """What a person reads about the first cause. A message that all ranks agree on belongs to none of them.
+
+    Args:
+        timeout: seconds that a collective may take.
+    """
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
     match end.kind:
         case Kind.MESSAGE | Kind.STOPPED | Kind.PAUSED if _all_say(end.text, ends):
             return end.text
+        case Kind.WAITED:
+            return _waiting(ends, end.time, timeout)
         case Kind.TRACEBACK | Kind.PEER if "\n" in end.text:
             return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
         case Kind.CODE | Kind.KILLED | Kind.PEER:
             return f"rank {rank} {end.text}"
         case _:
             return f"rank {rank}: {end.text}" if end.text else ""
+
+
+def _waiting(ends: Sequence[End | None], since: float, timeout: float) -> str:
+    """Who let the others wait: those that had to be ended, or, if there are none, those that came later."""
+    told = [(rank, end) for rank, end in enumerate(ends) if end is not None]
+    missing = [rank for rank, end in told if end.kind is Kind.ENDED]
+    missing = missing or [rank for rank, end in told if end.kind is Kind.PEER and end.time > since + _LATE]
+    if missing:
+        waiting = [rank for rank, _ in told if rank not in missing]
+        return not_answered(_named(missing), _named(waiting) if len(waiting) == 1 else "the others", timeout)
+    return (
+        f"no rank hangs, and yet a collective took longer than {timeout:g} s (launch.timeout). Either not all ranks "
+        "call the same ones in the same order, or one is slow: then raise launch.timeout"
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _NAMED:
+        return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _all_say(text: str, ends: Iterable[End | None]) -> bool:

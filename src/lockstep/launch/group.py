@@ -30,6 +30,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SETTLE = 1.0  # seconds for the other ranks to say how they fail, once one has
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank still unwinding
+_SETTLE_WAITED = 0.1  # of what a collective may take: who began to wait later has waited in vain later
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, when the run has failed anyway
 _SAME_REQUEST = 0.5  # seconds: signals as close as that are one (timeout(1), and shells, send to process and group)
 
@@ -203,15 +204,22 @@ def _foresee(members: Sequence[Member], deadlines: _Deadlines, patience: float) 
     """A rank that has gone, other than by being done, takes the others with it."""
     if deadlines.terminated:
         return
-    kinds = {end.kind for member in members if (end := member.ended or member.reported)}
-    wait = math.inf
+    kinds = [end.kind for member in members if (end := member.ended or member.reported)]
+    deadlines.terminate = min(deadlines.terminate, time.monotonic() + _wait_for(kinds, len(members), patience))
+
+
+def _wait_for(heard: Sequence[Kind], ranks: int, patience: float) -> float:
+    """Seconds for the ranks that have not been heard yet."""
+    kinds = set(heard)
     if kinds & {Kind.MESSAGE, Kind.TRACEBACK, Kind.CODE, Kind.KILLED}:
-        wait = _SETTLE
-    elif Kind.PEER in kinds:
-        wait = _SETTLE_PEER
-    elif kinds & {Kind.STOPPED, Kind.PAUSED}:  # an orderly stop; some have more to write than others
-        wait = patience
-    deadlines.terminate = min(deadlines.terminate, time.monotonic() + wait)
+        return _SETTLE
+    if Kind.WAITED in kinds and len(heard) < ranks - 1:
+        return max(_SETTLE_PEER, _SETTLE_WAITED * patience)
+    if kinds & {Kind.WAITED, Kind.PEER}:
+        return _SETTLE_PEER
+    if kinds & {Kind.STOPPED, Kind.PAUSED}:  # an orderly stop; some have more to write than others
+        return patience
+    return math.inf
 
 
 def _enforce(living: Sequence[Member], deadlines: _Deadlines) -> None:

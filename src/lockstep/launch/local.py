@@ -38,7 +38,7 @@ from lockstep.core.ranks import STORE_FD, RankEnvironment, names_a_rank
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, Kind, describe, first_cause
-from lockstep.launch.group import Member, StopRequests, held_signals, stop_requests, watch
+from lockstep.launch.group import Member, held_signals, stop_requests, watch
 from lockstep.launch.rank import Orders, run_entry, run_rank, sigterm_stops
 
 _LOOPBACK = "127.0.0.1"
@@ -114,7 +114,7 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> in
     log = streams.log_path(logs, 0) if logs else None
     with _environment({**variables, **launch.environment}), streams.doubled(log), sigterm_stops():
         ends = [run_entry(entry)]
-        return _conclude(ends, stopped=False)
+        return _conclude(ends, launch, stopped=False)
 
 
 def _run_ranks(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None) -> int:
@@ -127,27 +127,28 @@ def _run_ranks(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path 
             ends = watch(members, requests, launch.timeout)
         finally:
             _end_all(members)
-        return _finish(ends, requests, logs, logged)
+        code = _conclude(ends, launch, stopped=requests.count > 0)
+        if logs is not None:
+            _point_to_logs(code, logs, logged)
+        return code
 
 
-def _finish(ends: list[End], requests: StopRequests, logs: Path | None, logged: list[int]) -> int:
-    code = _conclude(ends, stopped=requests.count > 0)
-    if logs is not None and code == 0:
+def _point_to_logs(code: int, logs: Path, logged: list[int]) -> None:
+    if code == 0:
         for remark in streams.remarks(logs, logged):
             _tell(remark)
-    elif logs is not None and code == 1:
+    elif code == 1:
         _tell(f"each rank's words are in {logs}")
-    return code
 
 
-def _conclude(ends: list[End], stopped: bool) -> int:
+def _conclude(ends: list[End], launch: Launch, stopped: bool) -> int:
     """Says what ended the run, and returns its exit code."""
     cause = first_cause(ends)
     if cause is None:
         return 0
     if stopped and ends[cause].kind in (Kind.PEER, Kind.ENDED):  # ranks that stop break what binds them
         return Stopped.exit_code
-    if text := describe(cause, ends):
+    if text := describe(cause, ends, launch.timeout):
         _tell(text)
     return ends[cause].code
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.distributed.memory import memory_here
-from lockstep.launch.devices import choose_ranks, count_gpus
+from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import RunFolder, is_finished, read_summary
 from lockstep.training.assemble import make_model, open_sources
@@ -207,7 +207,8 @@ def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
     source, _ = open_sources(config, given)
     parameters = describe_model(config.model, source.facts, trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(config.launch)
-    memory = arguments.memory or memory_here(0 if config.launch.device == "cpu" else count_gpus(), ranks)
+    gpus = 0 if config.launch.device == "cpu" else count_gpus()
+    memory = arguments.memory or memory_here(gpus, count_cores(), ranks)
     made = make_plan(config, ranks, source.facts, parameters, Machine(memory=memory))
     print(json.dumps(as_json(made)) if arguments.json else f"{recipe}\n{describe(made)}")
     return 0

@@ -1,0 +1,63 @@
+"""How long ranks wait for one another, and what is said when they have waited in vain.
+
+launch.timeout --> the group of all ranks       process_group
+               \\-> every group made after it    torch's default, for nobody asks DeviceMesh, FSDP or DeepSpeed
+in vain        --> the backend's RuntimeError --> Waited, one sentence
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from lockstep.core.errors import Failure, Waited, not_answered
+
+# What gloo and torch's store say of a wait that was too long. NCCL's watchdog ends the process, and nothing is raised.
+_IN_VAIN = re.compile(
+    r"Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure"
+    r"|wait timeout after \d+ms"
+)
+
+
+@contextmanager
+def waits_at_most(seconds: float, rank: int) -> Iterator[None]:
+    """All groups that are made while the block runs wait so long, and no longer.
+
+    Raises:
+        Waited: not all ranks came to a collective in that time.
+    """
+    with _default(timedelta(seconds=seconds)):
+        try:
+            yield
+        except Failure:
+            raise
+        except Exception as error:
+            if not _waited_in_vain(error):
+                raise
+            raise Waited(not_answered("another rank", f"rank {rank}", seconds)) from error
+
+
+@contextmanager
+def _default(limit: timedelta) -> Iterator[None]:
+    """torch's own is half an hour, under NCCL ten minutes. The names are private: no call sets it for all groups."""
+    c10d = cast("Any", dist.distributed_c10d)
+    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
+    try:
+        yield
+    finally:
+        c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
+
+
+def _waited_in_vain(error: BaseException | None) -> bool:
+    """Whether it, or what it was raised from, is a wait that was too long."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and _IN_VAIN.search(str(error)):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,65 @@
+"""torch says that a worker has died wherever the main thread happens to be; there, too, people read what to do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+
+import pytest
+from index_sources import IndexSource, make_loader
+from kit.worlds import in_world
+from torch.utils.data import DataLoader
+
+from lockstep.core.errors import GiveUp
+from lockstep.core.progress import Progress
+
+
+def _kill_the_worker() -> None:
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+
+
+def _worker_killed_between_updates(seconds: float) -> str:
+    """What the main thread hears while it is anywhere but in the loader."""
+    loader = make_loader(IndexSource(100), workers=1, shuffle=False)
+    updates = loader.updates(Progress())
+    next(updates)
+    try:
+        _kill_the_worker()
+        time.sleep(seconds)
+        for _ in updates:
+            pass
+    except GiveUp as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("seconds", [10.0, 0.0], ids=["outside of the loader", "inside"])
+def test_a_worker_that_dies_is_named_wherever_the_main_thread_is(seconds: float) -> None:
+    said = in_world(1, _worker_killed_between_updates, seconds)[0]
+    # the second is the loader's own word, if it looks before the signal is heard
+    how = r"\(pid \d+\) is killed by signal: Killed|\(pid\(s\) \d+\) exited unexpectedly"
+    when = r"( while samples .* were fetched)?"  # it may have been at those of later updates
+    assert re.fullmatch(rf"a data worker died{when}: DataLoader worker ({how})\. If it was killed, .*", said)
+
+
+def _users_own_worker_killed() -> str:
+    loader = make_loader(IndexSource(100), workers=1, shuffle=False)
+    next(loader.updates(Progress()))
+    loader.close()
+    answers = iter(DataLoader(range(10), num_workers=1))  # type: ignore[arg-type]
+    next(answers)
+    try:
+        _kill_the_worker()
+        time.sleep(10.0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_workers_that_are_not_the_loaders_are_left_to_their_owner() -> None:
+    assert in_world(1, _users_own_worker_killed)[0].startswith("DataLoader worker (pid ")

@@ -1,0 +1,94 @@
+"""How much memory a rank may use: the machine's, and no more than any control group above it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.distributed.collectives import Alone
+from lockstep.distributed.memory import host_memory, memory_here, memory_of_a_rank, peak_of_a_rank
+from lockstep.distributed.process_group import World
+
+MIB = 1 << 20
+V1, V2 = "memory.limit_in_bytes", "memory.max"
+NO_LIMIT = "9223372036854771712"
+
+
+def _meminfo() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemTotal"].split()[0]) * 1024
+
+
+def _plant(root: Path, groups: str, limits: dict[str, str]) -> Path:
+    for name, text in {"proc/self/cgroup": groups, **limits}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
+
+
+def test_without_control_groups_it_is_the_machines(tmp_path: Path) -> None:
+    assert host_memory(tmp_path) == _meminfo()
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        pytest.param("0::/", {f"sys/fs/cgroup/{V2}": str(64 * MIB)}, 64 * MIB, id="container"),
+        pytest.param("0::/", {f"sys/fs/cgroup/{V2}": "max"}, None, id="container without a limit"),
+        pytest.param(
+            "0::/job.slice/step",
+            {f"sys/fs/cgroup/job.slice/{V2}": str(48 * MIB), f"sys/fs/cgroup/job.slice/step/{V2}": "max"},
+            48 * MIB,
+            id="a group above has one",
+        ),
+        pytest.param(
+            "0::/a/b",
+            {f"sys/fs/cgroup/a/{V2}": str(48 * MIB), f"sys/fs/cgroup/a/b/{V2}": str(32 * MIB)},
+            32 * MIB,
+            id="the least of two",
+        ),
+        pytest.param(
+            "0::/ours", {f"sys/fs/cgroup/another/{V2}": str(32 * MIB)}, None, id="that of another group is not ours"
+        ),
+        pytest.param(
+            "4:cpu,memory:/slurm/job_7\n1:cpuset:/x\n0::/",
+            {f"sys/fs/cgroup/memory/slurm/job_7/{V1}": str(48 * MIB), f"sys/fs/cgroup/memory/{V1}": NO_LIMIT},
+            48 * MIB,
+            id="version 1",
+        ),
+        pytest.param(
+            "4:memory:/docker/0123",
+            {f"sys/fs/cgroup/memory/{V1}": str(48 * MIB)},
+            48 * MIB,
+            id="version 1, a container that sees its name on the host",
+        ),
+        pytest.param("4:memory:/", {f"sys/fs/cgroup/memory/{V1}": NO_LIMIT}, None, id="version 1 without a limit"),
+    ],
+)
+def test_control_groups_leave_less(tmp_path: Path, groups: str, limits: dict[str, str], expected: int | None) -> None:
+    """None: no limit counts."""
+    assert host_memory(_plant(tmp_path, groups, limits)) == (_meminfo() if expected is None else expected)
+
+
+def test_here_it_is_shared_out_among_ranks_that_have_a_core_each() -> None:
+    whole = host_memory()
+    assert 0 < whole <= _meminfo()
+    assert memory_here(gpus=0, cores=4, ranks=1) == whole
+    assert memory_here(gpus=0, cores=4, ranks=3) == whole // 3
+    assert memory_here(gpus=0, cores=4, ranks=5) is None
+
+
+def test_more_ranks_than_gpus_are_for_another_machine() -> None:
+    assert memory_here(gpus=2, cores=64, ranks=3) is None
+
+
+def test_it_is_what_a_rank_that_is_started_finds() -> None:
+    world = World(Alone(), 0, 1, 0, 2, torch.device("cpu"), "none")
+    assert memory_of_a_rank(world) == memory_here(gpus=0, cores=2, ranks=2)
+
+
+def test_a_rank_has_used_what_it_wrote() -> None:
+    held = torch.ones(64 * MIB // 4)
+    assert held.numel() * 4 < peak_of_a_rank(torch.device("cpu")) < _meminfo()

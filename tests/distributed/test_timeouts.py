@@ -1,0 +1,87 @@
+"""Ranks wait for one another so long as was asked, and no longer; one sentence says so then."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from kit.worlds import in_world
+
+from lockstep.config.schema import Launch
+from lockstep.core.errors import GiveUp, Waited
+from lockstep.distributed.process_group import joined
+from lockstep.distributed.timeouts import waits_at_most
+
+_SAID = "another rank did not answer within 1 s (launch.timeout), while rank 0 waited in a collective. "
+
+
+def _sum(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def _two_sums_at_once(group: dist.ProcessGroup) -> None:
+    """Of which the second is told of the first."""
+    works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(2)]
+    time.sleep(2.0)
+    works[1].wait()
+
+
+def _another_group(group: dist.ProcessGroup) -> None:
+    """Its ranks meet in the store."""
+    dist.new_group([0, 1])
+
+
+_WAITS = {"a sum": _sum, "two sums at once": _two_sums_at_once, "making a group": _another_group}
+
+
+def _left_alone(wait: str, own_group: bool) -> tuple[str, float]:
+    """What is said on rank 0, which waits for rank 1, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        with joined(Launch(timeout=1.0), grouped=True) as world:
+            group = dist.new_group([0, 1]) if own_group else dist.group.WORLD
+            assert group is not None
+            _sum(group)
+            began = time.monotonic()
+            if world.rank == 1:
+                time.sleep(5.0)
+            else:
+                _WAITS[wait](group)
+    except Waited as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+@pytest.mark.parametrize("wait", _WAITS)
+def test_a_wait_in_vain_is_one_sentence(wait: str) -> None:
+    said, seconds = in_world(2, _left_alone, wait, False)[0]
+    assert said.startswith(_SAID), said
+    assert 0.9 < seconds < 5.0
+
+
+def test_a_group_made_later_waits_no_longer_than_that_of_all() -> None:
+    """torch would let it wait for half an hour."""
+    said, seconds = in_world(2, _left_alone, "a sum", True)[0]
+    assert said.startswith(_SAID), said
+    assert 0.9 < seconds < 5.0
+
+
+def test_other_errors_stay_what_they_are_and_torchs_default_comes_back() -> None:
+    before = c10d.default_pg_timeout
+    for error in (RuntimeError("boom"), GiveUp("no disk"), ValueError("Timed out waiting 9ms for recv operation")):
+        with pytest.raises(type(error)) as caught, waits_at_most(7.0, rank=0):
+            raise error
+        assert caught.value is error
+    with waits_at_most(7.0, rank=0):
+        assert c10d.default_pg_timeout == timedelta(seconds=7)
+    assert c10d.default_pg_timeout == before
+
+
+def test_what_a_wait_in_vain_has_led_to_is_one_too() -> None:
+    """Pipelines, for one, wrap what a stage raises."""
+    with pytest.raises(Waited, match="while rank 3 waited"), waits_at_most(7.0, rank=3):
+        raise ValueError("stage 1") from RuntimeError("Application timeout caused pair closure")
