@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_is_named_by_those_that_waited(nursery: Nursery, scrip
     code, _, err = nursery.run("acts", script=script, section={"timeout": 1.0})
     err = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("note: "))
     assert code == 1, err
-    assert err.startswith(said)
+    assert err.startswith(f"lockstep: {said}")
     assert err.count("\n") == 1
 
 
@@ -69,7 +69,7 @@ def test_exit_code_and_first_cause(
     nursery: Nursery, script: list[str], code: int, said: list[str], unsaid: list[str]
 ) -> None:
     found, _, err = nursery.run("acts", script=script)
-    err = re.sub(r"Fatal Python error.*?(?=\nrank|\Z)", "", err, flags=re.DOTALL)  # the crash's own stack
+    err = re.sub(r"Fatal Python error.*?(?=\nlockstep|\Z)", "", err, flags=re.DOTALL)  # the crash's own stack
     assert found == code, err
     assert all(err.count(text) == 1 for text in said), err
     assert not any(text in err for text in unsaid), err

@@ -149,7 +149,8 @@ def _conclude(ends: list[End], launch: Launch, stopped: bool) -> int:
     if stopped and ends[cause].kind in (Kind.PEER, Kind.ENDED):  # ranks that stop break what binds them
         return Stopped.exit_code
     if text := describe(cause, ends, launch.timeout):
-        _tell(text)
+        shows_frames = ends[cause].kind in (Kind.TRACEBACK, Kind.PEER) and "\n" in text
+        _tell(text if shows_frames else f"lockstep: {text}")
     return ends[cause].code
 
 
