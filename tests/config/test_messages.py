@@ -147,6 +147,20 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "--evaluation.every: 'often' is not an interval; write a number of steps (100), or '100 steps', '64k samples', "
         "'1M tokens', '5 minutes', '0.5 epochs'",
     ),
+    "a list for a plan": (
+        GOOD,
+        ["parallel.tensor_parallel.plan=[a]", "parallel.deepspeed.config=[a]"],
+        "--parallel.tensor_parallel.plan: ['a'] is not a mapping of names to values, or auto; a plan has a style for "
+        'each pattern of modules\' names: write {"layers.*.query": colwise, "layers.*.out": rowwise}, or auto\n'
+        "--parallel.deepspeed.config: ['a'] is not text, or a mapping of names to values, or null; write the path of a "
+        "JSON file, or what it would hold",
+    ),
+    "a mapping for a style": (
+        GOOD + "parallel: {tensor_parallel: {plan: {str: {a: colwise}, b: rowwise}}}\n",
+        [],
+        "/run.yaml:4:37: parallel.tensor_parallel.plan.str: a mapping is not text; write the style of these modules, "
+        "such as colwise or rowwise",
+    ),
     "a quote that is never closed": (
         GOOD + 'description: "a run\n',
         [],
