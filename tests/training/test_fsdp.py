@@ -97,8 +97,7 @@ def _local(tensor: Any) -> Any:
         ),
         (
             {"parallel": {"strategy": "ddp", "shard": 2}},
-            "parallel.shard: ddp divides nothing; fsdp with FULL_SHARD or HYBRID_SHARD does, or leave parallel.shard "
-            "out",
+            "parallel.shard: ddp divides nothing; fsdp with FULL_SHARD does, or leave parallel.shard out",
         ),
     ],
 )  # fmt: skip
