@@ -7,6 +7,7 @@ import json
 import pytest
 
 from lockstep.cli.main import main
+from lockstep.measuring.command import Measured, line
 
 SMALL = ["--model.layers", "4", "--model.width", "32", "--data.train.length", "64", "--batch.global_size", "4"]
 
@@ -25,6 +26,14 @@ def test_modes_are_measured_beside_none(capfd: pytest.CaptureFixture[str]) -> No
     assert "memory.activation_offload: on the CPU activations are already" in rows["offload"]["why"]
     assert any(line.startswith("| none |") and line.count("1.00") == 2 for line in lines)
     assert "profiler" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("peak", "shown"), [(300, "300 B"), (18_432, "18.0 KiB"), (300_000, "293 KiB"), (5_600_000_000, "5.22 GiB")]
+)
+def test_sizes_read_in_units_of_theirs(peak: int, shown: str) -> None:
+    row = Measured("none", peak, 0, 4.4)
+    assert line(row, row) == f"| none | {shown} | 1.00 | 4.4 | 1.00 |"
 
 
 @pytest.mark.parametrize(
