@@ -114,6 +114,11 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:8:1: gradient_checkpointing_kwargs: activation checkpointing has no such options: it is never "
         "reentrant, and keeps what was drawn; leave it out",
     ),
+    "a switch of another tool that is off": (
+        GOOD + "fp16: no\n",
+        [],
+        "/run.yaml:4:1: fp16: Lockstep's word is precision.compute: write `precision.compute: fp32`",
+    ),
     "no length of the run, or two": (
         "model: {kind: transformer}\ndata: {train: {kind: stdlib-text}}\nrun: {steps: 10, epochs: 2}\n",
         [],

@@ -217,7 +217,7 @@ def _by_word(said: Said, facts: Facts) -> Answer:
 
 
 def _unknown(said: Said, known: Sequence[str]) -> Answer:
-    near = close(said.path[-1], known)
+    near = close(said.path[-1], [word for word in known if word != said.word], cutoff=0.8)
     return Answer("not known", {}, f"did you mean {near}?" if near else "no tool that Lockstep knows has it")
 
 
@@ -237,7 +237,8 @@ _OF_ACCELERATE = ("gradient_accumulation_steps", "gradient_clipping")
 _REASONS_THAT_HOLD = (
     "use_orig_params", "fsdp_use_orig_params", "sync_module_states", "fsdp_sync_module_states", "limit_all_gathers",
     "fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading", "fsdp_limit_all_gathers", "fsdp_state_dict_type",
-    "state_dict_type", "fsdp_version", "gradient_checkpointing_kwargs", "resume_from_checkpoint", "resume", "ckpt_path",
+    "state_dict_type", "fsdp_version", "gradient_checkpointing_kwargs", "resume_from_checkpoint", "resume",
+    "resume_from", "resume_path", "auto_resume", "ckpt_path",
     "overwrite_output_dir", "checkpointing", "enable_checkpointing", "num_nodes", "nnodes", "num_machines",
     "machine_rank", "node_rank",
 )  # fmt: skip
