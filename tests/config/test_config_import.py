@@ -321,6 +321,7 @@ def test_words_are_answered_by_what_they_mean(tmp_path: Path) -> None:
         ({"amp_dtype": "bf16", "use_amp": False}, "not needed", "automatic mixed precision is off"),
         ({"fp16": "O1"}, "not there", "'O1' is not true or false"),
         ({"eval_onyl": True}, "not known", "did you mean eval_only?"),
+        ({"batch": {"global_sise": 3}}, "not known", "did you mean global_size?"),
         ({"dir": "x"}, "not known", "no tool that Lockstep knows has it"),
     ],
 )

@@ -210,7 +210,7 @@ def _by_word(said: Said, facts: Facts) -> Answer:
         return NOTHING if is_off(said.value) else not_needed("the section around it says so")
     found = ways.renamed(word, said, facts)
     if found.standing == "not known":
-        return _unknown(said, _known())
+        return _unknown(said, _known_or_ours())
     if found.standing == "not there" and (is_off(said.value) or word in _REASONS_THAT_HOLD):
         return not_needed(found.why.removesuffix("; leave it out"))
     return found
@@ -268,6 +268,12 @@ def _known() -> tuple[str, ...]:
     tables = (import_words.NOT_NEEDED, import_words.NOT_THERE, import_words.TO_DO, import_words.OWN)
     answered_alone = (word.rpartition(".")[2] for word in ANSWERS)
     return tuple(sorted({*words(), *answered_alone, *(word for table in tables for word in table)}))
+
+
+@cache
+def _known_or_ours() -> tuple[str, ...]:
+    """Among which a misspelt one was meant."""
+    return tuple(sorted({*_known(), *(path[-1] for path in shape.all_keys() if len(path) > 1)}))
 
 
 # --- all together ---------------------------------------------------------------------------------------------------
