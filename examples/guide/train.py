@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 train.py --mode fsdp --model_name gpt2 --output_dir 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,7 @@ def main() -> None:
     try:
         lockstep.train(config(arguments()), name="guide")
     except lockstep.Failure as failure:
-        print(f"train.py: {failure}", file=sys.stderr)
-        sys.exit(failure.exit_code)
+        lockstep.exit_with(failure)
 
 
 if __name__ == "__main__":

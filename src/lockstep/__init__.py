@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.everyone import print_once as print_once
     from lockstep.distributed.generators import register_generator as register_generator
     from lockstep.distributed.sequences import positions as positions
+    from lockstep.launch.torchrun import exit_with as exit_with
     from lockstep.models.facts import count_parameters as count_parameters
     from lockstep.monitor import journal as log
     from lockstep.proof.api import verify as verify
@@ -47,6 +48,7 @@ _HOMES = {
     "checkpoint_activations": "lockstep.training.activation_checkpointing",
     "checkpoints": "lockstep.training.api",
     "count_parameters": "lockstep.models.facts",
+    "exit_with": "lockstep.launch.torchrun",
     "gather": "lockstep.distributed.everyone",
     "import_config": "lockstep.config.importing",
     "positions": "lockstep.distributed.sequences",

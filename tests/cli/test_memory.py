@@ -7,6 +7,7 @@ import json
 import pytest
 
 from lockstep.cli.main import main
+from lockstep.measuring.command import Measured, line
 
 SMALL = ["--model.layers", "4", "--model.width", "32", "--data.train.length", "64", "--batch.global_size", "4"]
 
@@ -22,9 +23,17 @@ def test_modes_are_measured_beside_none(capfd: pytest.CaptureFixture[str]) -> No
     assert rows["full+loss-chunk"]["peak"] < 0.7 * rows["none"]["peak"]
     assert rows["none"]["held"] == rows["full+loss-chunk"]["held"] > 3 * 4 * 40_000
     assert rows["none"]["milliseconds"] > 0
-    assert "activation offload under single was never tested" in rows["offload"]["why"]
+    assert "memory.activation_offload: on the CPU activations are already" in rows["offload"]["why"]
     assert any(line.startswith("| none |") and line.count("1.00") == 2 for line in lines)
     assert "profiler" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("peak", "shown"), [(300, "300 B"), (18_432, "18.0 KiB"), (300_000, "293 KiB"), (5_600_000_000, "5.22 GiB")]
+)
+def test_sizes_read_in_units_of_theirs(peak: int, shown: str) -> None:
+    row = Measured("none", peak, 0, 4.4)
+    assert line(row, row) == f"| none | {shown} | 1.00 | 4.4 | 1.00 |"
 
 
 @pytest.mark.parametrize(

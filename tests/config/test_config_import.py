@@ -263,6 +263,97 @@ def test_accelerate_s_config_is_told_by_its_words(tmp_path: Path) -> None:
     assert set(found.missing) == {"model", "data.train", "run.epochs"}
 
 
+NANOGPT = """
+learning_rate: 6e-4
+max_iters: 600
+lr_decay_iters: 600
+warmup_iters: 20
+min_lr: 6e-5
+decay_lr: True
+eval_interval: 200
+eval_iters: 20
+eval_only: False
+always_save_checkpoint: True
+init_from: scratch
+bias: False
+n_layer: 12
+n_head: 12
+n_embd: 768
+batch_size: 12
+wandb_log: False
+backend: nccl
+checkpoint: {dir: saves, keep: 2, resume_from: null, save_every_n_epochs: 2}
+logging: {level: INFO}
+"""
+
+
+def test_words_are_answered_by_what_they_mean(tmp_path: Path) -> None:
+    file = tmp_path / "nanogpt.yaml"
+    file.write_text(NANOGPT)
+    found = import_file(file, ranks=1)
+    assert found.unanswered == ()
+    for key, value in {
+        "schedule.kind": "cosine", "schedule.final_ratio": 0.1, "run.steps": 600, "evaluation.every": 200,
+        "checkpoint.folder": "saves", "checkpoint.keep_last": 2, "checkpoint.every": "2 epochs",
+    }.items():  # fmt: skip
+        assert found.settings[key] == pytest.approx(value) if isinstance(value, float) else value, key
+    assert "launch.backend" not in found.settings
+    why = {one.key: one.answer.why for one in found.findings}
+    assert why["backend"] == "follows from the device: nccl on GPUs, gloo on the CPU"
+    assert why["lr_decay_iters"] == "the rate falls over the whole run"
+    assert standings(found)["eval_iters"] == "to do"
+
+
+@pytest.mark.parametrize(
+    ("words", "standing", "why"),
+    [
+        ({"lr_decay_iters": 50, "max_iters": 100}, "not there", "the whole run, which is 100 long"),
+        ({"lr_decay_iters": 50}, "to do", "write run.steps, as long"),
+        ({"decay_lr": False}, "taken", ""),
+        ({"decay_lr": "x"}, "not there", "'x' is not true or false"),
+        ({"decay_lr": True, "lr_scheduler_type": "linear"}, "not needed", "lr_scheduler_type says the curve"),
+        ({"init_from": "gpt2-xl"}, "to do", "pretrained: gpt2-xl"),
+        ({"bias": True, "n_layer": 2}, "not there", "transformer has none; write false"),
+        ({"bias": True, "model_name": "resnet18"}, "to do", "a shape of its own"),
+        ({"step_size": 30}, "not there", "a rate that falls in steps is not there"),
+        ({"gradient_checkpointing": "often"}, "not there", "'often' is not true or false"),
+        ({"amp_dtype": "bfloat16"}, "taken", ""),
+        ({"amp_dtype": "bf16", "use_amp": False}, "not needed", "automatic mixed precision is off"),
+        ({"fp16": "O1"}, "not there", "'O1' is not true or false"),
+        ({"eval_onyl": True}, "not known", "did you mean eval_only?"),
+        ({"batch": {"global_sise": 3}}, "not known", "did you mean global_size?"),
+        ({"dir": "x"}, "not known", "no tool that Lockstep knows has it"),
+    ],
+)
+def test_a_value_decides_what_a_word_comes_to(words: dict[str, Any], standing: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(words))
+    first = listed(read_foreign(file, "yaml"), 1)[0].answer
+    assert (first.standing, why in first.why) == (standing, True), first
+
+
+def test_bare_words_mean_what_readers_of_yaml_1_1_hear(tmp_path: Path) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text("fp16: no\nbf16: yes\ngradient_checkpointing: off\nepochs: 1\nmodel: {task: 'no'}\n")
+    found = import_file(file, "yaml", 1)
+    assert found.settings["precision.compute"] == "bf16"
+    assert "memory.activation_checkpointing.mode" not in found.settings
+    assert [one.value for one in found.file.said][-1] == "no"
+    file.write_text("compute_environment: X\ndistributed_type: NO\ndynamo_config: {dynamo_backend: NO}\n")
+    assert import_file(file).settings["parallel.strategy"] == "single"
+    assert "model.compile" not in import_file(file).settings
+
+
+@pytest.mark.parametrize("value", ["yes", 1, "true", []])
+def test_a_switch_of_deepspeed_is_true_or_false(value: object, tmp_path: Path) -> None:
+    narrow = {"fp16": {"enabled": value}, "bf16": {"enabled": True}, "torch_autocast": {"enabled": value}}
+    found = imported(tmp_path, {"train_batch_size": 8, **narrow})
+    shown = f"{value!r} is not true or false"
+    assert [(one.key, one.answer.why) for one in found.unanswered] == [
+        ("fp16.enabled", shown), ("torch_autocast.enabled", shown)
+    ]  # fmt: skip
+
+
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 

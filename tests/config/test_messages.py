@@ -114,6 +114,11 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:8:1: gradient_checkpointing_kwargs: activation checkpointing has no such options: it is never "
         "reentrant, and keeps what was drawn; leave it out",
     ),
+    "a switch of another tool that is off": (
+        GOOD + "fp16: no\n",
+        [],
+        "/run.yaml:4:1: fp16: Lockstep's word is precision.compute: write `precision.compute: fp32`",
+    ),
     "no length of the run, or two": (
         "model: {kind: transformer}\ndata: {train: {kind: stdlib-text}}\nrun: {steps: 10, epochs: 2}\n",
         [],
@@ -146,6 +151,20 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:4:8: optim: Lockstep's word is optim.name: write `optim.name: adamw`\n"
         "--evaluation.every: 'often' is not an interval; write a number of steps (100), or '100 steps', '64k samples', "
         "'1M tokens', '5 minutes', '0.5 epochs'",
+    ),
+    "a list for a plan": (
+        GOOD,
+        ["parallel.tensor_parallel.plan=[a]", "parallel.deepspeed.config=[a]"],
+        "--parallel.tensor_parallel.plan: ['a'] is not a mapping of names to values, or auto; a plan has a style for "
+        'each pattern of modules\' names: write {"layers.*.query": colwise, "layers.*.out": rowwise}, or auto\n'
+        "--parallel.deepspeed.config: ['a'] is not text, or a mapping of names to values, or null; write the path of a "
+        "JSON file, or what it would hold",
+    ),
+    "a mapping for a style": (
+        GOOD + "parallel: {tensor_parallel: {plan: {str: {a: colwise}, b: rowwise}}}\n",
+        [],
+        "/run.yaml:4:37: parallel.tensor_parallel.plan.str: a mapping is not text; write the style of these modules, "
+        "such as colwise or rowwise",
     ),
     "a quote that is never closed": (
         GOOD + 'description: "a run\n',

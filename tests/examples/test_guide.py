@@ -186,6 +186,18 @@ def test_scripts_stop_at_what_is_missing(script: str, place: Path) -> None:
     assert "which mode" in run.stderr or "to be started by sbatch" in run.stderr
 
 
+def test_torchrun_s_report_ends_with_the_sentence(place: Path, tmp_path: Path) -> None:
+    alone = {"MODEL_NAME": "gpt2", "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    process = start(place, "one_node.sh", "ddp", tmp_path / "out", **alone)
+    said, _ = process.communicate(timeout=140)
+    assert process.returncode == 1, "torchrun turns every exit code into it"
+    sentence = "model gpt2 is neither a folder here nor in the cache, and the hub does not answer"
+    assert f"train.py: {sentence}" in said
+    *_, cause, _border = said.strip().splitlines()
+    assert cause.strip().startswith(f"traceback : {sentence}")
+    assert "exitcode  : 2 " in said.rpartition("Root Cause")[2]
+
+
 def test_a_mistake_in_the_config_is_said_without_a_traceback(place: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("batch: {global_sise: 3}\nrun: {steps: 1}\n")
     words = ["--mode", "ddp", "--config", str(tmp_path / "wrong.yaml"), "--model_name", str(place / "model")]

@@ -214,6 +214,19 @@ def test_mistakes_are_found_without_a_process():
         plan(facts=DataFacts(0, None))
 
 
+@pytest.mark.parametrize("untested", [False, True])
+def test_what_is_for_gpus_is_refused_where_ranks_compute_on_the_cpu(untested: bool) -> None:
+    asked = {"memory": {"activation_offload": "cpu"}, "run": {"epochs": 2.0, "allow_untested": untested}}
+    for there, launch in ((Machine(device="cpu"), {}), (Machine(), {"device": "cpu"})):
+        with pytest.raises(ConfigError) as error:
+            make_plan(config(**asked, launch=launch), 1, FACTS, PARAMETERS, there)
+        assert str(error.value) == (
+            "memory.activation_offload: on the CPU activations are already; it is for GPUs: leave it out"
+        )
+    if untested:
+        make_plan(config(**asked), 1, FACTS, PARAMETERS, Machine(device="cuda"))
+
+
 def test_the_description_has_every_number_and_marks_the_strategy():
     text = describe(plan(2, batch={"global_size": 10, "micro_size": 2}))
     lines = text.splitlines()

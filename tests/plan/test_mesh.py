@@ -1,7 +1,11 @@
 """Rank <-> coordinates, for any mesh."""
 
+import re
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.schema import Parallel
@@ -95,6 +99,63 @@ def test_deepspeed_divides_by_all_ranks_or_by_none() -> None:
     with pytest.raises(ConfigError, match=r"zero_stage 2 has one replica; leave parallel\.data out"):
         _mesh_of_zero(4, 2, data=2)
     with pytest.raises(ConfigError, match="deepspeed with zero_stage 0 divides nothing; zero_stage 1, 2 and 3 do"):
+        _mesh_of_zero(4, 0, shard=4)
+    with pytest.raises(ConfigError, match=r"deepspeed with zero_stage 0 divides nothing; leave parallel\.shard out"):
         _mesh_of_zero(4, 0, shard=2)
     with pytest.raises(ConfigError, match="data x shard = 1 x 2 = 2, but there are 4 ranks"):
         _mesh_of_zero(4, 3, shard=2)
+
+
+# --- advice that is followed ----------------------------------------------------------------------------------------
+
+Asked = tuple[int, dict[str, Any]]
+"""Ranks, and the section `parallel`."""
+
+
+def _refusal(asked: Asked) -> str:
+    ranks, section = asked
+    try:
+        mesh = mesh_of(Parallel.model_validate(section), section["strategy"], ranks)
+    except ConfigError as error:
+        return str(error)
+    assert mesh.ranks == ranks
+    return ""
+
+
+def _advised(asked: Asked, said: str) -> Iterator[Asked]:
+    """What was asked, with each number or word that a refusal advises."""
+    ranks, section = asked
+    for starts in re.findall(r"tart ([\d or]+) ranks?", said):
+        yield from ((int(number), section) for number in starts.split(" or "))
+    for axis, degrees in re.findall(r"(\w+) = ([\d or]+) (?:gives|fits)", said):
+        yield from ((ranks, {**section, axis: int(degree)}) for degree in degrees.split(" or "))
+    for sharding in re.findall(r"(_?[A-Z]+_[A-Z_]+\d?)(?:, which has| does| has \d)", said):
+        yield ranks, {**section, "strategy": "fsdp", "fsdp": {"sharding_strategy": sharding}}
+
+
+_degrees = st.fixed_dictionaries(
+    {"strategy": st.sampled_from(["ddp", "fsdp", "deepspeed"])},
+    optional={
+        "data": st.integers(1, 4),
+        "shard": st.integers(1, 4),
+        "fsdp": st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]).map(
+            lambda word: {"sharding_strategy": word}
+        ),
+        "deepspeed": st.integers(0, 3).map(lambda stage: {"zero_stage": stage}),
+        "pipeline": st.sampled_from([1, 2, 3, "auto"]),
+        "tensor": st.sampled_from([1, 2, 3]),
+    },
+)
+
+
+@given(st.tuples(st.integers(1, 12), _degrees))
+@example((4, {"strategy": "fsdp", "shard": 2}))
+@example((9, {"strategy": "fsdp", "shard": 2, "pipeline": 2}))
+@example((9, {"strategy": "fsdp", "data": 2, "fsdp": {"sharding_strategy": "HYBRID_SHARD"}}))
+@settings(max_examples=500)
+def test_what_a_refusal_of_degrees_advises_is_taken(asked: Asked) -> None:
+    said = _refusal(asked)
+    advised = list(_advised(asked, said))
+    assert advised or "but there" not in said
+    for one in advised:
+        assert _refusal(one) == "", (said, one)

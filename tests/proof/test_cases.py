@@ -52,6 +52,22 @@ def test_degrees_are_those_of_the_strategy_and_its_ranks() -> None:
     assert degrees == {("fsdp", "auto", "auto"), ("fsdp-hybrid", 2, "auto")}
 
 
+def test_what_the_config_asks_for_and_no_run_is() -> None:
+    asked = "parallel.pipeline 2, which the config asks for, is not among them"
+    pipeline = {"pipeline": 2}
+    assert planned(["ddp"], [2], parallel=pipeline).missing == f"{asked}: --strategies pipeline-1f1b"
+    assert planned(["ddp", "pipeline-1f1b"], [2], parallel=pipeline).missing is None
+    assert planned(["ddp", "pipeline-1f1b"], [1], parallel=pipeline).missing == asked
+    fsdp = {**pipeline, "strategy": "fsdp"}
+    assert planned(["ddp"], [2], parallel=fsdp).missing == f"{asked}: --strategies pipeline-1f1b+fsdp"
+    no_name = {**fsdp, "tensor": 2}
+    assert planned(["ddp"], [2], parallel=no_name).missing == (
+        "parallel.pipeline 2 with parallel.tensor 2, which the config asks for, is not among them: the nearest is "
+        "--strategies pipeline-1f1b+fsdp"
+    )
+    assert planned(["ddp"], [2], parallel={"strategy": "fsdp", "shard": 2}).missing is None
+
+
 def test_what_would_differ_by_design_is_taken_out_and_said() -> None:
     mixed = {"strategy": "fsdp", "fsdp": {"mixed_precision": {"param_dtype": "bf16"}, "forward_prefetch": True}}
     proof = planned(["fsdp"], [2], parallel=mixed, precision={"compute": "bf16"})

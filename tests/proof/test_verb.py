@@ -59,6 +59,17 @@ def test_a_difference_ends_with_exit_code_3(tmp_path: Path) -> None:
     _needs_no_network(page)
 
 
+def test_what_was_asked_for_and_not_compared_is_said_first_and_last(tmp_path: Path) -> None:
+    words = ["--parallel.pipeline", "2", "--strategies", "ddp", "--ranks", "2", "--steps", "1"]
+    done = verify(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    missing = "parallel.pipeline 2, which the config asks for, is not among them: --strategies pipeline-1f1b"
+    assert lines[1] == f"note: {missing}"
+    assert lines[-2] == f"all 3 runs are the single process's; but {missing}"
+    assert missing in (tmp_path / "runs" / "verify-stdlib-lm.html").read_text()
+
+
 def test_a_wrong_word_is_answered(tmp_path: Path) -> None:
     done = verify("--strategies", "fdsp", cwd=tmp_path)
     assert done.returncode == 2

@@ -78,9 +78,12 @@ def _local(tensor: Any) -> Any:
     ("sections", "says"),
     [
         (
-            {"parallel": fsdp(cpu_offload=True), "run": {"steps": 8, "allow_untested": True}},
-            "parallel.fsdp.cpu_offload: true, but this rank computes on the CPU, where parameters are already; "
-            "it is for GPUs",
+            {"parallel": fsdp(cpu_offload=True)},
+            "parallel.fsdp.cpu_offload: on the CPU parameters are already; it is for GPUs: leave it out",
+        ),
+        (
+            {"memory": {"activation_offload": "cpu"}},
+            "memory.activation_offload: on the CPU activations are already; it is for GPUs: leave it out",
         ),
         (
             {"parallel": fsdp(wrap=["Blok"])},
@@ -97,8 +100,7 @@ def _local(tensor: Any) -> Any:
         ),
         (
             {"parallel": {"strategy": "ddp", "shard": 2}},
-            "parallel.shard: ddp divides nothing; fsdp with FULL_SHARD or HYBRID_SHARD does, or leave parallel.shard "
-            "out",
+            "parallel.shard: ddp divides nothing; fsdp with FULL_SHARD does, or leave parallel.shard out",
         ),
     ],
 )  # fmt: skip

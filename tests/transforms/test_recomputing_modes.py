@@ -21,7 +21,7 @@ from lockstep.models.build import build_model
 from lockstep.models.transformer import Attention, SwiGLU
 from lockstep.transforms.activation_budget import Held, choose
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
-from lockstep.transforms.activation_offload import ActivationsOnHost, OffloadActivations
+from lockstep.transforms.activation_offload import ActivationsOnHost
 from lockstep.transforms.segments import split_into_segments
 
 CPU = torch.device("cpu")
@@ -192,6 +192,30 @@ def test_what_can_not_be_is_refused(asked: dict[str, Any], said: str) -> None:
     assert said in str(refusal.value)
 
 
+@pytest.mark.parametrize("mode", ["full", "selective", "segments", "budget", "adaptive"])
+def test_twice_is_refused(mode: Any) -> None:
+    model = own()
+    lockstep.checkpoint_activations(model, mode=mode)
+    said = r"blocks\.0 is computed again already, by an earlier call; leave one of the two out"
+    for other in (model, copy.deepcopy(model)):
+        with pytest.raises(lockstep.ConfigError, match=said):
+            lockstep.checkpoint_activations(other)
+        with pytest.raises(lockstep.ConfigError, match=r"with blocks\.0\.attention a part of it would be computed thr"):
+            lockstep.checkpoint_activations(other, Attention)
+
+
+def test_a_second_call_may_be_for_other_modules() -> None:
+    model, once = own(), own()
+    lockstep.checkpoint_activations(model, Attention)
+    lockstep.checkpoint_activations(model, SwiGLU)
+    lockstep.checkpoint_activations(once, [Attention, SwiGLU])
+    assert held_for_the_backward(model) == held_for_the_backward(once)
+    with pytest.raises(
+        lockstep.ConfigError, match=r"blocks\.0\.attention is computed again already.* with blocks\.0 a"
+    ):
+        lockstep.checkpoint_activations(model)
+
+
 def test_a_cache_of_keys_is_refused() -> None:
     model = llama()
     model.config.use_cache = True
@@ -296,7 +320,3 @@ def test_weights_and_small_tensors_stay() -> None:
     with hooks:
         torch.tanh(weight(big)).sum()
     assert hooks.bytes == 2 * 300 * 300 * 4, "the input and what tanh returned, not the weight"
-
-
-def test_offload_is_refused_on_the_cpu() -> None:
-    assert "activations lie in the host's memory already" in str(OffloadActivations().refuses(own(2), CPU))

@@ -10,15 +10,20 @@ from pathlib import Path
 from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, step
 from lockstep.core.arguments import ExportArguments
 
+_EPILOG = """\
+Optimizer state is not read, so damage to it is not seen here: `lockstep ckpt verify RUN` reads the whole checkpoint."""
 _FORMATS = ("auto", "safetensors", "torch", "hf")
 
 
 def run(words: Sequence[str]) -> int:
     """Every byte of the model is verified before anything is written."""
-    parser = Parser("export", "Writes the model of a run for other tools: out of a checkpoint, each byte verified.")
+    summary = "Writes the model of a run for other tools: out of a checkpoint, each byte of the model verified."
+    parser = Parser("export", summary, _EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=step, metavar="N", help="the checkpoint of this step; by default the newest")
+    which.add_argument(
+        "--step", type=step, metavar="N", help="the checkpoint of this step; by default the newest whose model verifies"
+    )
     which.add_argument("--best", action="store_true", help="the checkpoint that is best by checkpoint.best")
     parser.add_argument("--to", type=Path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
     parser.add_argument(

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from lockstep.core.errors import ConfigError, Failure, Stopped
+from lockstep.launch.torchrun import tell_torchrun
 
 VERBS = {
     "train": ("train", "train a recipe or a config file"),
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_.code if isinstance(exit_.code, int) else 1
     except Failure as failure:
         _flush()
+        tell_torchrun(failure)
         print(f"lockstep: {_introduced(failure)}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:

@@ -6,10 +6,14 @@ import difflib
 from collections.abc import Iterable
 
 
-def close(word: str, known: Iterable[str]) -> str | None:
-    """The known word that differs least, whatever the case and the kind of dash."""
+def close(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word that differs least, whatever the case and the kind of dash.
+
+    Args:
+        cutoff: share of the signs, from 0 to 1, that both have in common at least.
+    """
     plain = {_plain(item): item for item in known}
-    near = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=cutoff)
     return plain[near[0]] if near else None
 
 

@@ -8,7 +8,8 @@ One problem a key: what a key wants is said once, however many members of a unio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -29,8 +30,18 @@ def problems(error: ValidationError, tree: Table) -> list[Problem]:
     grouped: dict[Path, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False, include_input=False):
         grouped.setdefault(_path(details["loc"], details["type"]), []).append(details)
+    for path in [path for path, group in grouped.items() if _meant_otherwise(path, group, tree, grouped)]:
+        del grouped[path]
     context = _context(tree)
     return [problem for path, group in grouped.items() for problem in _about(path, group, tree, context)]
+
+
+def _meant_otherwise(path: Path, group: list[ErrorDetails], tree: Table, grouped: Mapping[Path, object]) -> bool:
+    """Whether a word would do, too, but a mapping was written, in which something else is wrong."""
+    node, at, _ = _find(tree, path)
+    words_alone = all(details["type"] in ("literal_error", "string_type") for details in group)
+    deeper = any(other[: len(path)] == path and other != path for other in grouped)
+    return words_alone and deeper and at.values is not None and isinstance(node, Table)
 
 
 def _about(path: Path, group: list[ErrorDetails], tree: Table, context: Context) -> list[Problem]:
@@ -84,7 +95,8 @@ def _refused(path: Path, node: Node, at: Shape, context: Context) -> str:
         near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
         return f"{shown(node)} is not a kind of {_thing(path)}{near or '; one of ' + ', '.join(at.kinds)}"
     answer = translate(path[-1], node, context) if at.sections() else absent_value(path[-1], node)
-    hint = instead(".".join(path), node) or _hint(node, at)
+    key = ".".join(path)
+    hint = instead(key, node) or _hint(node, at) or _examples(key)
     return answer or f"{shown(node)} is not {expectation(at)}{hint}"
 
 
@@ -94,6 +106,22 @@ def _hint(node: Node, at: Shape) -> str:
     if isinstance(node, Items) and at.length:
         return f"; it has {len(node.items)}"
     return ""
+
+
+def _examples(key: str) -> str:
+    """Of what has a form of its own."""
+    return next((f"; {example}" for began, example in _EXAMPLES if key.startswith(began)), "")
+
+
+_EXAMPLES = (
+    ("parallel.tensor_parallel.plan.", "write the style of these modules, such as colwise or rowwise"),
+    (
+        "parallel.tensor_parallel.plan",
+        'a plan has a style for each pattern of modules\' names: write {"layers.*.query": colwise, '
+        '"layers.*.out": rowwise}, or auto',
+    ),
+    ("parallel.deepspeed.config", "write the path of a JSON file, or what it would hold"),
+)
 
 
 def _leaf_hint(leaf: Leaf, at: Shape) -> str:
@@ -141,6 +169,8 @@ def _path(loc: Sequence[int | str], kind: str) -> Path:
         elif section and (part in shape.fields(section) or kind == "extra_forbidden"):
             path.append(str(part))
             at = shape.fields(section).get(str(part), shape.ANYTHING)
+        elif at.values and (at.choices or at.text):  # the name of a member, of several that may stand here
+            at = replace(at, choices=(), text=False)
         elif at.values and part != "[key]":
             path.append(str(part))
             at = at.values

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lockstep.config import deepspeed_words
-from lockstep.config.reading import Table, leaves, read_file, to_python
+from lockstep.config.reading import Leaf, Node, Table, leaves, read_file, to_python
 from lockstep.core.errors import ConfigError, Problem
 
 Kind = Literal["yaml", "deepspeed", "trainer", "accelerate"]
@@ -76,8 +76,22 @@ def read_foreign(path: Path, kind: Kind | None) -> ForeignFile:
         raise ConfigError(problems)
     if not tree.entries:
         raise ConfigError(Problem(str(path), "", "says nothing"))
-    said = tuple(Said(way, to_python(node), node.where) for way, node in leaves(tree))
+    said = tuple(Said(way, _as_meant(node), node.where) for way, node in leaves(tree))
     return ForeignFile(path, kind or _kind(tree), said)
+
+
+def _as_meant(node: Node) -> object:
+    """These files are written for readers of YAML 1.1, to whom a bare `no` is false."""
+    if isinstance(node, Leaf) and node.text is not None:
+        return _SWITCHES_OF_YAML_1_1.get(node.text, node.value)
+    return to_python(node)
+
+
+_SWITCHES_OF_YAML_1_1 = {
+    spelt: value
+    for word, value in (("yes", True), ("no", False), ("on", True), ("off", False))
+    for spelt in (word, word.capitalize(), word.upper())
+}
 
 
 def _kind(tree: Table) -> Kind:

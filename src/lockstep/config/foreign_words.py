@@ -106,7 +106,8 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "checkpointing", "enable_checkpointing", "save_strategy",
     ),
     "a run goes on by itself when it is started again with the same run.folder": (
-        "resume_from_checkpoint", "resume", "ckpt_path", "overwrite_output_dir",
+        "resume_from_checkpoint", "resume", "resume_from", "resume_path", "auto_resume", "ckpt_path",
+        "overwrite_output_dir",
     ),
     "write `run.end_with: best`, with `checkpoint.best` naming a metric, such as held-out.loss": (
         "load_best_model_at_end",
@@ -298,7 +299,10 @@ def _compute(value: object, context: Context) -> Meaning:
 
 
 def _switch(arithmetic: str) -> Answer:
-    return lambda value, context: {"precision.compute": "fp32" if value is False else arithmetic}
+    return lambda value, context: {"precision.compute": "fp32" if str(value).lower() in _OFF else arithmetic}
+
+
+_OFF = ("false", "no", "off")
 
 
 def _loss_scale(value: object, context: Context) -> Meaning:

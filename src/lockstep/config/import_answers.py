@@ -229,6 +229,28 @@ def curve(said: Said, facts: Facts) -> Answer:
     return renamed("lr_scheduler_type", said, facts)
 
 
+def decay_length(said: Said, facts: Facts) -> Answer:
+    """Over how many steps, or epochs, the rate falls."""
+    lengths = [value for value in (facts.value(STEPS), facts.value(EPOCHS)) if value is not None]
+    if said.value in lengths:
+        return not_needed("the rate falls over the whole run")
+    if not lengths:
+        return to_do("the rate falls over the whole run: write run.steps, as long")
+    return not_there(f"the rate falls over the whole run, which is {lengths[0]} long; write the same here and there")
+
+
+def decays(said: Said, facts: Facts) -> Answer:
+    """nanoGPT's switch."""
+    first = facts.find(("lr_scheduler_type", "lr_scheduler", "lr_schedule", "scheduler.type", "scheduler.name"))
+    if not isinstance(said.value, bool):
+        return no_switch(said.value)
+    if first is not None:
+        return not_needed(f"{first.key} says the curve")
+    if not said.value:
+        return taken(schedule__kind="constant")
+    return derived("its curve is a cosine", {"schedule.kind": "cosine"})
+
+
 def least_rate(said: Said, facts: Facts) -> Answer:
     peak = facts.value(("learning_rate", "lr", "max_lr", "peak_lr"))
     if said.value in (0, None):
@@ -265,11 +287,15 @@ def betas(said: Said, facts: Facts) -> Answer:
 # --- arithmetic ---------------------------------------------------------------------------------------------------
 
 _SWITCHES = ("bf16", "fp16", "bf16.enabled", "bfloat16.enabled", "fp16.enabled")
-_PRECISIONS = ("mixed_precision", "precision", "use_amp", "amp", "torch_dtype", "dtype")
+_PRECISIONS = ("mixed_precision", "precision", "use_amp", "amp", "torch_dtype", "dtype", "amp_dtype")
 
 
 def precision(said: Said, facts: Facts) -> Answer:
     """A switch that is on decides; then what is said by name."""
+    if said.word in _TRUE_OR_FALSE and not isinstance(said.value, bool):
+        return NOTHING if said.value in (None, "auto") else no_switch(said.value)
+    if _of_amp_that_is_off(said, facts):
+        return not_needed("automatic mixed precision is off")
     switched = next(
         (one for one in map(facts.find, ((word,) for word in _SWITCHES)) if one and one.value is True), None
     )
@@ -283,7 +309,21 @@ def precision(said: Said, facts: Facts) -> Answer:
     if said.value is False:
         return NOTHING
     word = said.word if said.word != "enabled" else plain(said.path[-2])
-    return renamed({"use_amp": "amp", "bfloat16": "bf16"}.get(word, word), said, facts)
+    return renamed({"use_amp": "amp", "bfloat16": "bf16", "amp_dtype": "dtype"}.get(word, word), said, facts)
+
+
+_TRUE_OR_FALSE = ("bf16", "fp16", "bfloat16", "enabled", "use_amp")
+
+
+def no_switch(value: object) -> Answer:
+    return not_there(f"{yaml_like(value)} is not true or false")
+
+
+def _of_amp_that_is_off(said: Said, facts: Facts) -> bool:
+    beside = said.word == "dtype" and len(said.path) > 1 and plain(said.path[-2]) in ("amp", "mixed_precision")
+    if said.word != "amp_dtype" and not beside:
+        return False
+    return facts.value(("use_amp", "amp", "amp.enabled", "mixed_precision.enabled")) is False
 
 
 def _switches_on(said: Said) -> bool:
@@ -304,7 +344,8 @@ def _amp(said: Said, facts: Facts) -> Answer:
         return taken(precision__compute="fp16" if section == "fp16" else "bf16") if said.value else NOTHING
     named = facts.find(("dtype", "amp_dtype", "precision"))
     if not said.value:
-        return NOTHING if named else taken(precision__compute="fp32")
+        elsewhere = named is not None and not _of_amp_that_is_off(named, facts)
+        return NOTHING if elsewhere else taken(precision__compute="fp32")
     if named is not None and _names_one(named):
         return not_needed(f"{named.key} says the arithmetic")
     return derived("bf16 where the processor has it", {"precision.compute": "auto"})
@@ -401,7 +442,7 @@ def offload(said: Said, facts: Facts) -> Answer:
 
 def strategy(said: Said, facts: Facts) -> Answer:
     named = plain(str(said.value))
-    if named in ("no", "none", ""):
+    if named in ("no", "none", "", "false"):
         return NOTHING if facts.kind != "accelerate" else taken(parallel__strategy="single")
     if named in ("multi_gpu", "multi_cpu", "multi_npu", "multi_xpu", "distributeddataparallel"):
         return derived(f"{said.value} is DDP", {"parallel.strategy": "ddp"})
@@ -459,6 +500,17 @@ def _share(key: str, share: float, facts: Facts) -> Answer:
     if isinstance(epochs, int | float):
         return derived(f"{share} of {epochs} epochs", {key: f"{share * epochs:g} epochs"})
     return to_do(f"write {key}: a number of steps, or 1 epoch")
+
+
+def epochs_between(key: str) -> Callable[[Said, Facts], Answer]:
+    """save_every_n_epochs."""
+
+    def answer(said: Said, facts: Facts) -> Answer:
+        if is_off(said.value) and said.value != 1:
+            return NOTHING
+        return Answer("taken", {key: f"{said.value} epoch{'s' * (said.value != 1)}"})
+
+    return answer
 
 
 def eval_strategy(said: Said, facts: Facts) -> Answer:
@@ -584,6 +636,25 @@ def shape_of_model(key: str) -> Callable[[Said, Facts], Answer]:
         return derived("of Lockstep's own transformer", {"model.kind": "transformer", key: said.value})
 
     return answer
+
+
+def biases(said: Said, facts: Facts) -> Answer:
+    if facts.find(MODEL) is not None or facts.find(SHAPE) is None:
+        return shape_of_model("model.dropout")(said, facts)
+    if not said.value:
+        return not_needed("Lockstep's own transformer has none")
+    return not_there("Lockstep's own transformer has none; write false")
+
+
+def begins_from(said: Said, facts: Facts) -> Answer:
+    """nanoGPT's `init_from`: scratch, resume, or a model's name."""
+    if said.value in (None, "scratch"):
+        return not_needed("weights are drawn, unless model.pretrained or model.init_from names some")
+    if said.value == "resume":
+        return not_needed("a run goes on by itself when it is started again with the same run.folder")
+    return to_do(
+        f"write model: {{kind: huggingface, task: causal-lm, pretrained: {said.value}}}, or model.init_from: FILE"
+    )
 
 
 def model_type(said: Said, facts: Facts) -> Answer:

@@ -47,6 +47,8 @@ def answer(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
     first, rest, word = keys[0], keys[1:], said.word
     if said.value == "auto":
         return not_needed("left to HF Trainer there; here it follows from the rest of the config")
+    if said.word == "enabled" and not isinstance(said.value, bool | None):
+        return answers.no_switch(said.value)
     if first == "zero_optimization" and rest:
         return _zero(rest, said, facts)
     if first in _SECTIONS and rest:

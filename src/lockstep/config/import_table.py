@@ -69,12 +69,15 @@ def _compile_option(said: Said, facts: Facts) -> Answer:
 
 
 def _dynamo(said: Said, facts: Facts) -> Answer:
-    return NOTHING if plain(str(said.value)) == "no" else ways.taken(model__compile=True)
+    return NOTHING if plain(str(said.value)) in ("no", "false") else ways.taken(model__compile=True)
 
 
 def _backend(said: Said, facts: Facts) -> Answer:
-    if said.value in ("nccl", "gloo", "auto"):
-        return ways.taken(launch__backend=said.value)
+    named = plain(str(said.value))
+    if named == "nccl":
+        return ways.derived("follows from the device: nccl on GPUs, gloo on the CPU", {})
+    if named in ("gloo", "auto"):
+        return ways.taken(launch__backend=named)
     return not_there("nccl and gloo are")
 
 
@@ -98,9 +101,13 @@ def _split(said: Said, facts: Facts) -> Answer:
 
 
 def _recompute(said: Said, facts: Facts) -> Answer:
-    """A switch; under the key of the section, `enabled`."""
-    if said.value in (None, False):
+    """A switch, or a mode; under the key of the section, `enabled`."""
+    if ways.is_off(said.value):
         return NOTHING
+    if said.value in ("full", "selective"):
+        return ways.taken(memory__activation_checkpointing__mode=said.value)
+    if said.value is not True:
+        return ways.no_switch(said.value)
     return ways.taken(memory__activation_checkpointing__mode="full")
 
 
@@ -121,6 +128,10 @@ ANSWERS: Mapping[str, Answering] = {
     **dict.fromkeys((*ways.STEPS, *ways.EPOCHS, *ways.TOKENS), ways.length),
     **dict.fromkeys((*ways.WARMUP_STEPS, *ways.WARMUP_RATIO), ways.warmup),
     "warmup_epochs": ways.warmup_epochs,
+    **dict.fromkeys(("lr_decay_iters", "lr_decay_steps", "decay_iters", "t_max"), ways.decay_length),
+    "decay_lr": ways.decays,
+    "init_from": ways.begins_from,
+    "bias": ways.biases,
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_schedule", "schedule"), ways.curve),
     **dict.fromkeys(("scheduler.type", "scheduler.name", "lr_scheduler.type", "lr_scheduler.name"), ways.curve),
     **dict.fromkeys(("min_lr", "eta_min", "lr_end", "lr_min", "final_lr"), ways.least_rate),
@@ -141,7 +152,8 @@ ANSWERS: Mapping[str, Answering] = {
         ("max_grad_norm", "gradient_clip_val", "gradient_clipping", "clip_grad_norm", "grad_clip", "clip_grad"), _clip
     ),
     **dict.fromkeys(
-        ("precision", "mixed_precision", "torch_dtype", "dtype", "amp", "use_amp", "fp16", "bf16"), ways.precision
+        ("precision", "mixed_precision", "torch_dtype", "dtype", "amp_dtype", "amp", "use_amp", "fp16", "bf16"),
+        ways.precision,
     ),
     **dict.fromkeys(("fp16.enabled", "bf16.enabled", "mixed_precision.enabled", "amp.enabled"), ways.precision),
     **dict.fromkeys(
@@ -212,10 +224,59 @@ ANSWERS: Mapping[str, Answering] = {
         ("eval_steps", "eval_interval", "eval_every"),
         ways.often("evaluation.every", ("eval_strategy", "evaluation_strategy")),
     ),
-    **dict.fromkeys(("save_steps", "save_interval", "save_every"), ways.often("checkpoint.every", ("save_strategy",))),
+    **dict.fromkeys(
+        (
+            "save_steps",
+            "save_interval",
+            "save_every",
+            "save_every_n_steps",
+            "checkpoint_every",
+            "checkpoint_freq",
+            "checkpoint_frequency",
+            "checkpoint_steps",
+            "ckpt_every",
+            "ckpt_interval",
+            "checkpoint.freq",
+            "checkpoint.frequency",
+        ),
+        ways.often("checkpoint.every", ("save_strategy",)),
+    ),
+    **dict.fromkeys(
+        ("save_every_n_epochs", "save_every_epochs", "checkpoint_every_n_epochs"),
+        ways.epochs_between("checkpoint.every"),
+    ),
+    **dict.fromkeys(
+        ("eval_every_n_epochs", "eval_every_epochs", "val_every_n_epochs"), ways.epochs_between("evaluation.every")
+    ),
+    **dict.fromkeys(
+        (
+            "checkpoint.dir",
+            "checkpoint.directory",
+            "checkpoint.path",
+            "checkpoints.dir",
+            "checkpointing.dir",
+            "checkpoint.save_path",
+            "checkpoint_path",
+        ),
+        lambda said, facts: ways.taken(checkpoint__folder=said.value),
+    ),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy"), ways.eval_strategy),
     "save_strategy": ways.save_strategy,
-    **dict.fromkeys(("save_total_limit", "total_limit", "keep_last_n", "max_checkpoints", "max_to_keep"), _total_limit),
+    **dict.fromkeys(
+        (
+            "save_total_limit",
+            "total_limit",
+            "keep_last_n",
+            "keep_last_k",
+            "keep_latest_k",
+            "max_checkpoints",
+            "max_checkpoints_to_keep",
+            "max_to_keep",
+            "checkpoint.keep",
+            "checkpoints.keep",
+        ),
+        _total_limit,
+    ),
     **dict.fromkeys(
         (
             "logging_steps",
@@ -228,6 +289,11 @@ ANSWERS: Mapping[str, Answering] = {
             "logging.steps",
             "logging.every",
             "logging.interval",
+            "logging.freq",
+            "logging.frequency",
+            "log_every_steps",
+            "print_every",
+            "print_interval",
         ),
         ways.log_every,
     ),
@@ -236,7 +302,20 @@ ANSWERS: Mapping[str, Answering] = {
         ways.often("checkpoint.every", ("save_strategy",)),
     ),
     **dict.fromkeys(
-        ("eval_freq", "eval_frequency", "evaluation.interval", "evaluation.steps"),
+        (
+            "eval_freq",
+            "eval_frequency",
+            "eval_every_n_steps",
+            "evaluation_interval",
+            "evaluation.interval",
+            "evaluation.steps",
+            "val_interval",
+            "val_every",
+            "val_freq",
+            "val_steps",
+            "validation_interval",
+            "validate_every",
+        ),
         ways.often("evaluation.every", ("eval_strategy",)),
     ),
     **dict.fromkeys(("report_to", "logger", "trackers", "log_with", "use_tensorboard", "tensorboard"), ways.trackers),

@@ -24,13 +24,14 @@ _NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "tokens and samples are counted in any case": (
         "include_num_input_tokens_seen", "include_tokens_per_second", "log_throughput",
     ),
-    "messages have no levels here": ("log_level", "log_level_replica", "verbose", "verbosity"),
+    "messages have no levels here": ("log_level", "log_level_replica", "logging.level", "verbose", "verbosity"),
     "a run is called after its recipe and the time; run.folder names its folder": (
         "run_name", "experiment_name", "exp_name", "job_name", "project_name",
     ),
     "metrics.jsonl and TensorBoard are written; other trackers are not there": (
-        "wandb", "use_wandb", "wandb_project", "wandb_entity", "wandb_run_name", "wandb_run_id", "wandb_mode",
-        "wandb_name", "mlflow", "comet", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+        "wandb", "use_wandb", "wandb_log", "wandb_project", "wandb_entity", "wandb_run_name", "wandb_run_id",
+        "wandb_mode", "wandb_name", "mlflow", "comet", "project", "trackio_space_id", "trackio_bucket_id",
+        "trackio_static_space_id",
     ),
     "the hub is never written to": (
         "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push",
@@ -44,6 +45,9 @@ _NOT_NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "a checkpoint holds all that a run needs to go on; `lockstep export` writes the model alone": (
         "save_only_model", "save_safetensors", "save_optimizer", "save_optimizer_state", "save_scheduler",
+    ),
+    "checkpoints come at every checkpoint.every, whatever an evaluation says; checkpoint.best keeps the best besides": (
+        "always_save_checkpoint",
     ),
     "one checkpoint is written by all ranks together": ("save_on_each_node",),
     "signals are always heard: the run saves and leaves with exit code 75": ("enable_jit_checkpoint",),
@@ -60,7 +64,9 @@ _NOT_NEEDED: dict[str, tuple[str, ...]] = {
     "samples are not sorted by length, so no column of lengths is read": ("length_column_name",),
     "buffers are the first rank's when they are saved or judged": ("ddp_broadcast_buffers", "broadcast_buffers"),
     "every gradient is judged, and what isn't finite is discarded": ("debug", "detect_anomaly"),
-    "verbs say what is done: lockstep train, lockstep eval": ("do_train", "do_eval", "do_predict", "do_test", "mode"),
+    "verbs say what is done: lockstep train, lockstep eval": (
+        "do_train", "do_eval", "do_predict", "do_test", "mode", "eval_only", "test_only",
+    ),
     "whoever starts the ranks says it, by environment variables": (
         "local_rank", "rank", "node_rank", "machine_rank", "master_addr", "main_process_ip", "init_method",
         "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "same_network", "main_training_function",
@@ -113,6 +119,9 @@ _NOT_THERE: dict[str, tuple[str, ...]] = {
     ),
     "an average of weights is not there yet": ("ema", "use_ema", "ema_decay", "swa"),
     "a run ends by its length; stopping early is not there yet": ("early_stopping", "early_stopping_patience"),
+    "a rate that falls in steps is not there; schedule.kind is constant, linear, cosine or warmup-stable-decay": (
+        "gamma", "lr_gamma", "step_size", "lr_step_size", "milestones", "lr_milestones",
+    ),
     "only cosine curves of half a period, linear and constant ones are there": ("num_cycles", "power", "lr_end"),
     "AWS SageMaker's launcher is not there": ("ec2_instance_type", "image_uri", "iam_role_name", "sagemaker"),
 }  # fmt: skip
@@ -126,6 +135,10 @@ _TO_DO: dict[str, tuple[str, ...]] = {
     ),
     "write a slice of the split, such as data.train.split: train[:1000]": (
         "max_train_samples", "max_eval_samples", "max_samples", "validation_split_percentage", "train_samples",
+    ),
+    "an evaluation goes over all of its set; for a part write a slice, such as "
+    "data.evaluation.NAME.split: validation[:1000]": (
+        "eval_iters", "val_iters", "eval_batches", "val_batches", "max_eval_batches", "limit_val_batches",
     ),
     "your own Dataset gets it, by data.train.arguments": ("root", "data_root", "transform", "transforms", "augment"),
     "name the column as data.train.label (huggingface), or let your Dataset give the target last": ("label_names",),

@@ -210,14 +210,14 @@ def _by_word(said: Said, facts: Facts) -> Answer:
         return NOTHING if is_off(said.value) else not_needed("the section around it says so")
     found = ways.renamed(word, said, facts)
     if found.standing == "not known":
-        return _unknown(said, _known())
+        return _unknown(said, _known_or_ours())
     if found.standing == "not there" and (is_off(said.value) or word in _REASONS_THAT_HOLD):
         return not_needed(found.why.removesuffix("; leave it out"))
     return found
 
 
 def _unknown(said: Said, known: Sequence[str]) -> Answer:
-    near = close(said.path[-1], known)
+    near = close(said.path[-1], [word for word in known if word != said.word], cutoff=0.8)
     return Answer("not known", {}, f"did you mean {near}?" if near else "no tool that Lockstep knows has it")
 
 
@@ -237,7 +237,8 @@ _OF_ACCELERATE = ("gradient_accumulation_steps", "gradient_clipping")
 _REASONS_THAT_HOLD = (
     "use_orig_params", "fsdp_use_orig_params", "sync_module_states", "fsdp_sync_module_states", "limit_all_gathers",
     "fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading", "fsdp_limit_all_gathers", "fsdp_state_dict_type",
-    "state_dict_type", "fsdp_version", "gradient_checkpointing_kwargs", "resume_from_checkpoint", "resume", "ckpt_path",
+    "state_dict_type", "fsdp_version", "gradient_checkpointing_kwargs", "resume_from_checkpoint", "resume",
+    "resume_from", "resume_path", "auto_resume", "ckpt_path",
     "overwrite_output_dir", "checkpointing", "enable_checkpointing", "num_nodes", "nnodes", "num_machines",
     "machine_rank", "node_rank",
 )  # fmt: skip
@@ -267,6 +268,12 @@ def _known() -> tuple[str, ...]:
     tables = (import_words.NOT_NEEDED, import_words.NOT_THERE, import_words.TO_DO, import_words.OWN)
     answered_alone = (word.rpartition(".")[2] for word in ANSWERS)
     return tuple(sorted({*words(), *answered_alone, *(word for table in tables for word in table)}))
+
+
+@cache
+def _known_or_ours() -> tuple[str, ...]:
+    """Among which a misspelt one was meant."""
+    return tuple(sorted({*_known(), *(path[-1] for path in shape.all_keys() if len(path) > 1)}))
 
 
 # --- all together ---------------------------------------------------------------------------------------------------

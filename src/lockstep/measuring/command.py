@@ -22,6 +22,7 @@ from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
+from lockstep.monitor.figures import size
 from lockstep.training.command import refuse_given
 from lockstep.training.given import Given
 from lockstep.training.job import imports_ahead
@@ -67,7 +68,7 @@ def memory(loaded: Loaded, recipe: str, arguments: MemoryArguments) -> int:
             rows.append(_measured(mode, config, given, ranks, arguments.steps, folder))
             print(line(rows[-1], rows[0]), flush=True)
     if rows[0].held is not None:
-        print(f"\nmodel and optimizer hold {_bytes(rows[0].held)} besides")
+        print(f"\nmodel and optimizer hold {size(rows[0].held)} besides")
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows]), flush=True)
     return 0
@@ -90,11 +91,7 @@ def line(row: Measured, none: Measured) -> str:
         return f"| {row.mode} | {row.why} | | | |"
     of_peak = f"{row.peak / none.peak:.2f}" if none.peak else ""
     of_time = f"{row.milliseconds / none.milliseconds:.2f}" if none.milliseconds else ""
-    return f"| {row.mode} | {_bytes(row.peak)} | {of_peak} | {row.milliseconds:.1f} | {of_time} |"
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+    return f"| {row.mode} | {size(row.peak)} | {of_peak} | {row.milliseconds:.1f} | {of_time} |"
 
 
 def _long_enough(config: Config, steps: int) -> Config:

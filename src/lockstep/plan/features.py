@@ -32,11 +32,13 @@ class Cell:
     standing: cpu: tested there against the single process; none: the strategy has no such option.
     why: it is refused, or untested.
     gpu: where and when it was tested on one: `H200, 2026-11-20, 1a2b3c4`.
+    on_cpu: it is for GPUs alone: what is said to ranks that compute on the CPU.
     """
 
     standing: Standing
     why: str = ""
     gpu: str = ""
+    on_cpu: Problem | None = None
 
     def __str__(self) -> str:
         words = {"cpu": "CPU", "untested": "untested", "refused": "refused", "none": "-"}[self.standing]
@@ -116,13 +118,21 @@ _ZERO = ("zero0", "zero1", "zero2", "zero3")
 _HOOKED = "DeepSpeed's hooks are part of the forward, and have not been tried compiled; write false, or take ddp"
 _WHOLE_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp"
 _PARTS_OF_MATRICES = "it updates whole matrices, of which a rank holds a part; take adamw, or leave parallel.tensor out"
-_NEEDS_GPU = "FSDP2 offloads from a GPU alone, and none was at hand"
+_NEEDS_GPU = Cell(
+    "untested",
+    "FSDP2 offloads from a GPU alone, and none was at hand",
+    on_cpu=Problem("", "parallel.fsdp.cpu_offload", "on the CPU parameters are already; it is for GPUs: leave it out"),
+)
 
 _GATHERED_BLOCK_BY_BLOCK = "FSDP gathers each block around its own call, and a segment is one call; take mode: full"
 _CUT_ELSEWHERE = "a rank has some of the blocks alone, and would choose by itself; take mode: full"
 _NOT_MEASURED = "what a block keeps isn't measured where its matrices are divided; take mode: full"
 _OTHER_TENSORS = "its hooks hand on other tensors than a block has returned; take mode: full"
-_OFFLOADS_FROM_GPUS = "activations are offloaded from a GPU alone, and none was at hand"
+_OFFLOADS_FROM_GPUS = Cell(
+    "untested",
+    "activations are offloaded from a GPU alone, and none was at hand",
+    on_cpu=Problem("", "memory.activation_offload", "on the CPU activations are already; it is for GPUs: leave it out"),
+)
 _REDUCED_FIRST = "gradients are reduced, divided or put together before they are applied; take single, or write false"
 _TARGETS_OF_ONE = "replicas have heads of their own, and nobody tells them their targets; take single, or ddp"
 _PART_OF_HEAD = "each rank has a part of the head alone; take parallel.tensor_parallel.loss_parallel, or leave it out"
@@ -146,7 +156,7 @@ _OTHERWISE: Mapping[tuple[str, str], Cell] = {
     },
     **{(name, "compile"): Cell("refused", _COMPILED_PARTS) for name in _SPREAD},
     **{(name, "offload"): _NONE for name in ("single", "dp", "ddp", "zero0")},
-    **{(name, "offload"): Cell("untested", _NEEDS_GPU) for name in VARIANTS if name.startswith("fsdp")},
+    **{(name, "offload"): _NEEDS_GPU for name in VARIANTS if name.startswith("fsdp")},
     **{
         (name, "checkpointed segments"): Cell("refused", _GATHERED_BLOCK_BY_BLOCK)
         for name in VARIANTS
@@ -160,7 +170,7 @@ _OTHERWISE: Mapping[tuple[str, str], Cell] = {
     },
     **{(name, "checkpointing by budget"): Cell("refused", _NOT_MEASURED) for name in _SPREAD},
     ("zero3", "checkpointed segments"): Cell("refused", _OTHER_TENSORS),
-    **{(name, "activation offload"): Cell("untested", _OFFLOADS_FROM_GPUS) for name in VARIANTS},
+    **{(name, "activation offload"): _OFFLOADS_FROM_GPUS for name in VARIANTS},
     **{(name, "optimizer in backward"): Cell("refused", _REDUCED_FIRST) for name in VARIANTS if name != "single"},
     ("dp", "chunked loss"): Cell("refused", _TARGETS_OF_ONE),
     **{(name, "chunked loss"): Cell("refused", _PART_OF_HEAD) for name in _SPREAD},
@@ -180,19 +190,20 @@ def cell(variant: str, feature: str) -> Cell:
     return min(found, key=lambda one: _WORST_FIRST.index(one.standing))
 
 
-def check_features(config: Config, variant: str, batch: BatchPlan, frozen: int) -> None:
+def check_features(config: Config, variant: str, batch: BatchPlan, frozen: int, device: str | None = None) -> None:
     """Args:
         frozen: parameters that are not trained.
+        device: that ranks compute on, cpu or cuda; None: as the config says, if it does.
 
     Raises:
         ConfigError: what is asked for is refused, or untested and nobody has said that it may be; all at once.
     """
-    problems = list(_problems(config, variant, batch, frozen))
+    problems = list(_problems(config, variant, batch, frozen, on_cpu=(device or config.launch.device) == "cpu"))
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(config: Config, variant: str, batch: BatchPlan, frozen: int) -> Iterator[Problem]:
+def _problems(config: Config, variant: str, batch: BatchPlan, frozen: int, *, on_cpu: bool) -> Iterator[Problem]:
     if config.optim.in_backward and batch.accumulation > 1:
         yield Problem(
             "",
@@ -204,9 +215,11 @@ def _problems(config: Config, variant: str, batch: BatchPlan, frozen: int) -> It
         if not feature.asked(config, batch, frozen):
             continue
         found = cell(variant, feature.name)
-        if found.standing == "refused":
+        if on_cpu and found.on_cpu is not None:
+            yield found.on_cpu
+        elif found.standing == "refused":
             yield Problem("", feature.key, f"{feature.name} doesn't go with {variant}: {found.why}")
-        if found.standing == "untested" and not config.run.allow_untested:
+        elif found.standing == "untested" and not config.run.allow_untested:
             yield Problem(
                 "",
                 feature.key,

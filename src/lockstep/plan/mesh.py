@@ -10,7 +10,7 @@ A group is the set of ranks that differ along one axis alone: above, (0, 1) and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -97,19 +97,26 @@ class Mesh:
         return self.sizes[place], math.prod(self.sizes[place + 1 :])
 
 
-def make_mesh(ranks: int, sizes: Mapping[Axis, int]) -> Mesh:
+def make_mesh(
+    ranks: int, sizes: Mapping[Axis, int], rest: Axis = "data", *, fixed: bool = False, beside: str = ""
+) -> Mesh:
     """The mesh of `ranks` ranks with these axes; `data` takes what the others leave, if it isn't given.
+
+    Args:
+        rest: the axis that another number would do for, first of all.
+        fixed: that somebody has said its number, and it doesn't follow from the ranks.
+        beside: what else could be done, at the end of a sentence.
 
     Raises:
         ConfigError: the axes don't multiply out to the ranks.
     """
-    others = math.prod(size for axis, size in sizes.items() if axis != "data")
+    others = math.prod(size for axis, size in sizes.items() if axis != rest)
     if "data" not in sizes and ranks % others == 0:
         sizes = {**sizes, "data": ranks // others}
     mesh = Mesh(*(sizes.get(axis, 1) for axis in AXES))
     if mesh.ranks == ranks:
         return mesh
-    raise ConfigError(Problem("", "parallel", _does_not_multiply_out(ranks, sizes, mesh.ranks, others)))
+    raise ConfigError(Problem("", "parallel", f"{_sum(ranks, sizes)} {_nearest(ranks, sizes, rest, fixed)}{beside}."))
 
 
 def mesh_of(parallel: Parallel, strategy: str, ranks: int, machine_ranks: int | None = None) -> Mesh:
@@ -125,23 +132,51 @@ def mesh_of(parallel: Parallel, strategy: str, ranks: int, machine_ranks: int | 
     cut = _cut_model(parallel, strategy, ranks)
     sharding = parallel.fsdp.sharding_strategy if strategy == "fsdp" else None
     if sharding in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-        return make_mesh(ranks, _hybrid(parallel, ranks, machine_ranks or ranks, cut))
+        given = (parallel.data != "auto", parallel.shard != "auto")
+        sizes = _hybrid(parallel, ranks, machine_ranks or ranks, cut)
+        return make_mesh(ranks, sizes, "shard" if given == (True, False) else "data", fixed=all(given))
     stage = parallel.deepspeed.zero_stage if strategy == "deepspeed" else 0
     divides = sharding in ("FULL_SHARD", "SHARD_GRAD_OP") or stage > 0
     word = f"fsdp with {sharding}" if sharding else strategy
     word = f"deepspeed with zero_stage {stage}" if strategy == "deepspeed" else word
+    several = _fitting(parallel, ranks, _SEVERAL.get(sharding or "", ()))
     if divides and parallel.data not in ("auto", 1):
-        others = "" if stage else f"HYBRID_SHARD has {parallel.data}, or "
+        others = f"{several} has {parallel.data}, or " if several else ""
         why = f"{word} has one replica; {others}leave parallel.data out"
         raise ConfigError(Problem("", "parallel.data", why))
     if not divides and parallel.shard not in ("auto", 1):
-        others = "zero_stage 1, 2 and 3 do" if strategy == "deepspeed" else "fsdp with FULL_SHARD or HYBRID_SHARD does"
-        why = f"{word} divides nothing; {others}, or leave parallel.shard out"
+        why = f"{word} divides nothing; {_dividing(parallel, strategy, ranks)}leave parallel.shard out"
         raise ConfigError(Problem("", "parallel.shard", why))
-    axis: Axis = "shard" if divides else "data"
-    size = parallel.shard if divides else parallel.data
+    rest: Axis = "shard" if divides else "data"
+    asked = parallel.shard if divides else parallel.data
     left = max(1, ranks // math.prod(cut.values()))
-    return make_mesh(ranks, {"data": 1, axis: left if size == "auto" else size, **cut})
+    sizes = {"data": 1, rest: left if asked == "auto" else asked, **cut}
+    beside = f", or write parallel.fsdp.sharding_strategy: {several}, which has several replicas" if several else ""
+    return make_mesh(ranks, sizes, rest, fixed=asked != "auto", beside=beside)
+
+
+_SEVERAL = {"FULL_SHARD": ("HYBRID_SHARD",), "SHARD_GRAD_OP": ("_HYBRID_SHARD_ZERO2",)}
+"""The same of several replicas."""
+
+
+def _fitting(parallel: Parallel, ranks: int, shardings: Sequence[str]) -> str | None:
+    """The first of these under which fsdp has a mesh of so many ranks."""
+    for sharding in shardings:
+        options = parallel.fsdp.model_copy(update={"sharding_strategy": sharding})
+        try:
+            mesh_of(parallel.model_copy(update={"fsdp": options}), "fsdp", ranks)
+        except ConfigError:
+            continue
+        return sharding
+    return None
+
+
+def _dividing(parallel: Parallel, strategy: str, ranks: int) -> str:
+    """What of its kind divides by as many."""
+    if strategy == "deepspeed":
+        return "zero_stage 1, 2 and 3 do, or " if parallel.shard == ranks else ""
+    fits = _fitting(parallel, ranks, ("FULL_SHARD", "HYBRID_SHARD"))
+    return f"fsdp with {fits} does, or " if fits else ""
 
 
 def _cut_model(parallel: Parallel, strategy: str, ranks: int) -> dict[Axis, int]:
@@ -192,16 +227,34 @@ def _hybrid(parallel: Parallel, ranks: int, machine_ranks: int, cut: Mapping[Axi
     return {"data": parallel.data, "shard": shard, **cut}
 
 
-def _does_not_multiply_out(ranks: int, sizes: Mapping[Axis, int], product: int, others: int) -> str:
-    names = " x ".join(sizes)
-    sum_ = " x ".join(str(size) for size in sizes.values()) + (f" = {product}" if len(sizes) > 1 else "")
-    said = f"{names} = {sum_}, but there {'is 1 rank' if ranks == 1 else f'are {ranks} ranks'}."
+def _sum(ranks: int, sizes: Mapping[Axis, int]) -> str:
+    product = f" = {math.prod(sizes.values())}" if len(sizes) > 1 else ""
+    sum_ = " x ".join(str(size) for size in sizes.values()) + product
+    return f"{' x '.join(sizes)} = {sum_}, but there {'is 1 rank' if ranks == 1 else f'are {ranks} ranks'}."
+
+
+def _nearest(ranks: int, sizes: Mapping[Axis, int], rest: Axis, fixed: bool) -> str:
+    """What would do: another number of one axis, or of ranks."""
+    product = math.prod(sizes.values())
+    others = product // sizes.get(rest, 1)
     if ranks % others == 0:
-        return f"{said} data = {ranks // others} gives {ranks}; or start {product} ranks."
+        return f"{rest} = {ranks // others} gives {ranks}; or start {product} ranks"
+    if fixed:
+        exact = _exact_degree(ranks, sizes)
+        return f"{exact}; or start {product} ranks" if exact else f"Start {product} ranks"
     below, above = ranks // others * others, -(-ranks // others) * others
     starts = f"{below} or {above}" if below else f"{above}"
-    fits = _nearest_degree(ranks, {axis: size for axis, size in sizes.items() if axis != "data"})
-    return f"{said} Whatever data is, it takes a multiple of {others}: {fits}start {starts} ranks."
+    fits = _nearest_degree(ranks, {axis: size for axis, size in sizes.items() if axis != rest})
+    return f"Whatever {rest} is, it takes a multiple of {others}: {fits}start {starts} ranks"
+
+
+def _exact_degree(ranks: int, sizes: Mapping[Axis, int]) -> str:
+    """Of the first axis by which alone it comes to the ranks."""
+    product = math.prod(sizes.values())
+    for axis, size in sizes.items():
+        if size > 1 and ranks % (product // size) == 0:
+            return f"{axis} = {ranks * size // product} gives {ranks}"
+    return ""
 
 
 def _nearest_degree(ranks: int, sizes: Mapping[Axis, int]) -> str:

@@ -82,10 +82,12 @@ class Machine:
     Attributes:
         ranks: on one machine; None: all.
         memory: bytes for each rank's own use; None: unknown, and taken to be enough.
+        device: that ranks compute on, cpu or cuda; None: unknown, unless the config says.
     """
 
     ranks: int | None = None
     memory: int | None = None
+    device: str | None = None
 
 
 def make_plan(
@@ -114,7 +116,7 @@ def make_plan(
     per_sample = facts.tokens_per_sample
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     total = sum(parameter.elements for parameter in parameters)
-    check_features(config, variant, batch, total - trainable)
+    check_features(config, variant, batch, total - trainable, machine.device)
     made = Plan(
         ranks=ranks,
         strategy=strategy,

@@ -47,7 +47,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys of the section `parallel` that make each; what else a user has said there stays as it is."""
 
-_CUTS = ("pipeline", "context", "tensor")
+CUTS = ("pipeline", "context", "tensor")
+"""Axes along which the model or its sequences are cut; names of strategies that do so begin with them."""
 _BY_SHARDING = {one["fsdp"]["sharding_strategy"]: name for name, one in VARIANTS.items() if name.startswith("fsdp")}
 
 
@@ -65,7 +66,7 @@ def variant_of(parallel: Parallel, strategy: str) -> str:
 
 def is_cut(variant: str) -> bool:
     """Whether the model itself is, or its sequences, so that no rank computes all of a sample."""
-    return variant.startswith(_CUTS)
+    return variant.startswith(CUTS)
 
 
 def factors(variant: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ sgd           accumulated, under SGD with momentum: linear in the gradient, wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.plan import check_on_ranks, resolve_strategy
-from lockstep.plan.variants import VARIANTS, is_cut
+from lockstep.plan.variants import CUTS, VARIANTS, factors, is_cut, variant_of
 
 Precise = Literal["fp32", "bf16", "fp16"]
 SINGLE = "single"
@@ -65,6 +65,7 @@ class Proof:
         refused: known before any process is started.
         left_out: strategy and ranks that make no sense together, and why.
         notes: what of the config was set otherwise for the proof.
+    missing: how the config cuts its model or sequences, if no run does, and the strategy to ask for.
     """
 
     references: Mapping[str, Config]
@@ -72,6 +73,7 @@ class Proof:
     refused: tuple[Refused, ...]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
+    missing: str | None = None
 
 
 def chosen(names: str | Sequence[str]) -> list[str]:
@@ -122,7 +124,20 @@ def plan_proof(config: Config, strategies: Sequence[str], ranks: Sequence[int], 
                     found.append(case)
                 else:
                     refused.append(Refused(case, reason))
-    return Proof(references, tuple(found), tuple(refused), tuple(left_out), tuple(notes))
+    missing = _missing(config.parallel, strategies, {case.strategy for case in found})
+    return Proof(references, tuple(found), tuple(refused), tuple(left_out), tuple(notes), missing)
+
+
+def _missing(asked: Parallel, strategies: Sequence[str], run: Collection[str]) -> str | None:
+    cuts = [f"parallel.{axis} {getattr(asked, axis)}" for axis in CUTS if getattr(asked, axis) != 1]
+    name = variant_of(asked, "ddp" if asked.strategy in ("auto", "single", "dp") else asked.strategy)
+    if not cuts or name in run:
+        return None
+    said = f"{' with '.join(cuts)}, which the config asks for, is not among them"
+    if name in VARIANTS:
+        return said if name in strategies else f"{said}: --strategies {name}"
+    nearest = max(VARIANTS, key=lambda one: len({*factors(one)} & {*factors(name)}))
+    return f"{said}: the nearest is --strategies {nearest}"
 
 
 def _cases(base: Config, linear: Config, strategy: str, ranks: int) -> Iterator[Case]:

@@ -28,7 +28,9 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     given = Given(trust_remote_code=arguments.trust_remote_code)
 
     def begin(proof: Proof) -> None:
-        print(f"{recipe}: {introduction(proof, arguments.steps, arguments.precision)}\n\n{head()}", flush=True)
+        lacks = f"\nnote: {proof.missing}" if proof.missing else ""
+        told = introduction(proof, arguments.steps, arguments.precision)
+        print(f"{recipe}: {told}{lacks}\n\n{head()}", flush=True)
 
     outcome, proof = prove(
         loaded.config,
@@ -42,9 +44,10 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     )
     rows = outcome.rows
     remarks = [*outcome.notes, *(f"not run: {one}" for one in proof.left_out)]
-    print(_end(rows, remarks, arguments.precision))
+    said_of_all = verdict(rows, proof.missing)
+    print(_end(rows, remarks, arguments.precision, said_of_all))
     told = Told(recipe, rows, tuple(remarks), arguments.steps, arguments.precision)
-    print(_write(told, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
+    print(_write(told, said_of_all, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
     if arguments.json:
         print(json.dumps([row.as_json() for row in rows]), flush=True)
     return Distrust.exit_code if any(row.passed is False for row in rows) else 0
@@ -58,8 +61,12 @@ def introduction(proof: Proof, steps: int, precision: str) -> str:
     )
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """All in one sentence."""
+def verdict(rows: Sequence[Row], missing: str | None) -> str:
+    """All in one sentence, with what the config asks for and no run was."""
+    return f"{_of_runs(rows)}; but {missing}" if missing else _of_runs(rows)
+
+
+def _of_runs(rows: Sequence[Row]) -> str:
     ran = [row for row in rows if row.passed is not None]
     failed = [row for row in ran if not row.passed]
     refused = len(rows) - len(ran)
@@ -76,9 +83,9 @@ def _show(row: Row) -> None:
     print(line(row), flush=True)
 
 
-def _end(rows: Sequence[Row], remarks: Sequence[str], precision: str) -> str:
+def _end(rows: Sequence[Row], remarks: Sequence[str], precision: str, said_of_all: str) -> str:
     parts = ["", *(f"{story(row)}\n" for row in rows if not row.passed)]
-    parts += [f"{said(precision)}", *(f"note: {remark}" for remark in remarks), "", verdict(rows)]
+    parts += [f"{said(precision)}", *(f"note: {remark}" for remark in remarks), "", said_of_all]
     return "\n".join(parts)
 
 
@@ -92,10 +99,10 @@ def said(precision: str) -> str:
     )
 
 
-def _write(told: Told, path: Path) -> Path:
+def _write(told: Told, said_of_all: str, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, compose(told, verdict(told.rows), said(told.precision)))
+        write_atomically(path, compose(told, said_of_all, said(told.precision)))
     except OSError as error:
         raise GiveUp(f"can't write {path}: {error.strerror or error}") from error
     return path

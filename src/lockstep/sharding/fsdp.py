@@ -48,9 +48,9 @@ def shard(model: nn.Module, options: FSDP, place: Place, device: torch.device, b
         blocks: names of the repeated layers.
 
     Raises:
-        ConfigError: FSDP2 can't divide this model, or not on this device.
+        ConfigError: FSDP2 can't divide this model.
     """
-    _refuse(model, options, device)
+    _refuse(model)
     names = units(model, options, blocks)
     arguments: dict[str, Any] = {
         "mesh": _device_mesh(place, options, device),
@@ -183,10 +183,7 @@ class ShardedByFSDP:
 # --- making it ----------------------------------------------------------------------------------------------------
 
 
-def _refuse(model: nn.Module, options: FSDP, device: torch.device) -> None:
-    if options.cpu_offload and device.type == "cpu":
-        message = "true, but this rank computes on the CPU, where parameters are already; it is for GPUs"
-        raise ConfigError(Problem("", "parallel.fsdp.cpu_offload", message))
+def _refuse(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise ConfigError(

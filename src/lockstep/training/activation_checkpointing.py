@@ -86,9 +86,12 @@ def checkpoint_activations(
         threshold, look_every: of mode adaptive: share of a rank's memory, and calls of `look()` from one look to the
             next.
 
+    A second call is for other modules, which lie in none of the first's.
+
     Raises:
         ConfigError: the model has no such modules, or a cache that they write into; an argument belongs to another
-            mode; or a module keeps running means, which a second forward would count twice.
+            mode; a module is computed again already; or one keeps running means, which a second forward would count
+            twice.
     """
     if getattr(getattr(model, "config", None), "use_cache", False):  # of the transformers library
         raise ConfigError(

@@ -305,7 +305,7 @@ def _rate(config: Config, given: Given) -> Rate:
 
 def _machine(config: Config, world: World) -> Machine:
     memory = memory_of_a_rank(world) if config.parallel.strategy == "auto" else None
-    return Machine(world.machine_ranks, memory)
+    return Machine(world.machine_ranks, memory, world.device.type)
 
 
 def _blank(config: Config, facts: DataFacts, given: Given, world: World, machine: Machine) -> Blank | None:

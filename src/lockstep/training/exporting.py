@@ -1,6 +1,6 @@
 """The model of a run, out of one of its checkpoints, in a form that other tools read.
 
-RUN --> checkpoint: newest that verifies | --step N | --best --> its model's tensors, each byte verified
+RUN --> checkpoint: newest whose model verifies | --step N | --best --> its model's tensors, each byte verified
     --> safetensors    a file, under the model's own names
     --> torch          a state dict that torch.load(weights_only=True) reads
     --> hf             a folder that from_pretrained reads; for this alone the model is built
@@ -103,7 +103,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
 
 
 def _step(place: Place, arguments: ExportArguments) -> int | None:
-    """None: the newest that verifies."""
+    """None: the newest whose model verifies."""
     steps = by_step(place.storage.names())
     if not steps:
         raise ConfigError(f"{place.folder} has no checkpoint")
@@ -147,7 +147,7 @@ def _config_of(place: Place) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A checkpoint's model in memory.
+    """A checkpoint's model in memory; nothing else of the checkpoint was read.
 
     Attributes:
         tensors: under the model's own names, tied ones once.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lockstep.transforms.recomputing import Recompute
+from lockstep.transforms.recomputing import Recompute, replace_forward
 
 Agree = Callable[[object], object]
 """Gives every rank what the first one has. All ranks together."""
@@ -64,7 +64,7 @@ class Budget:
         self._held: dict[str, Held] = {}
         for name in names:
             block = model.get_submodule(name)
-            cast("Any", block).forward = partial(self._call, name, block, block.forward)
+            replace_forward(block, partial(self._call, name, block, block.forward))
 
     def _call(self, name: str, block: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.transforms.activation_budget import Agree, Budget
-from lockstep.transforms.recomputing import Recompute, Switch, Unheard
+from lockstep.transforms.recomputing import Recompute, Switch, Unheard, is_replaced, replace_forward
 from lockstep.transforms.segments import run_in_segments, split_into_segments
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RecomputeBlocks:
                 "give it such a list, name classes in memory.activation_checkpointing.modules, or leave "
                 "memory.activation_checkpointing out"
             )
-        return _inside_of_another(chosen) or _running_means(model, chosen)
+        return _inside_of_another(chosen) or _already(model, chosen) or _running_means(model, chosen)
 
     def apply(self, model: nn.Module) -> nn.Module:
         _APPLY[self._options.mode](self, model, self._chosen(model))
@@ -112,7 +112,7 @@ class RecomputeBlocks:
         for name in chosen:
             block = model.get_submodule(name)
             # A partial of the bound method: a copy of the model has one of its own
-            cast("Any", block).forward = partial(self._recompute, block.forward)
+            replace_forward(block, partial(self._recompute, block.forward))
 
     def _segments(self, model: nn.Module, chosen: Sequence[str]) -> None:
         lists: dict[str, list[str]] = {}
@@ -147,6 +147,21 @@ def _inside_of_another(chosen: Sequence[str]) -> str | None:
         for other in chosen:
             if other.startswith(f"{name}."):
                 return f"{other} lies in {name}, and would be computed three times; name one of their classes"
+    return None
+
+
+def _already(model: nn.Module, chosen: Sequence[str]) -> str | None:
+    """Where a block, what it lies in, or what lies in it was replaced before."""
+    before = [name for name, module in model.named_modules() if is_replaced(module)]
+    for name in chosen:
+        for other in before:
+            if name == other:
+                return f"{name} is computed again already, by an earlier call; leave one of the two out"
+            if name.startswith(f"{other}.") or other.startswith(f"{name}."):
+                return (
+                    f"{other} is computed again already, by an earlier call, and with {name} a part of it would be "
+                    "computed three times; leave one of the two out"
+                )
     return None
 
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Unheard = Callable[[], AbstractContextManager[object]]
@@ -77,6 +78,16 @@ class Recompute:
             return _HEARD, self.unheard()
         first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
         return first, _Together(second, self.unheard())
+
+
+def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
+    """What calls of this block do from now on."""
+    cast("Any", block).forward = forward
+    cast("Any", block)._computed_again = True  # in the block, so that a copy of it has the word, too
+
+
+def is_replaced(block: nn.Module) -> bool:
+    return "_computed_again" in vars(block)
 
 
 def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:

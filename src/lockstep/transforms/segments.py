@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.transforms.recomputing import Recompute
+from lockstep.transforms.recomputing import Recompute, replace_forward
 
 _KEY = "memory.activation_checkpointing.mode"
 
@@ -62,7 +62,7 @@ class _Segment:
         self._recompute = recompute
         self._forget()
         for place, (_, block) in enumerate(blocks):
-            cast("Any", block).forward = partial(self._first if place == 0 else self._later, place)
+            replace_forward(block, partial(self._first if place == 0 else self._later, place))
 
     def left(self) -> list[str]:
         """Blocks that were computed, and that the model hasn't called; forgets them."""

@@ -1,0 +1,45 @@
+"""Why a rank that torchrun has started ended, where torchrun looks for it.
+
+Failure --> its sentence, on stderr
+        --> TORCHELASTIC_ERROR_FILE --> the last lines of torchrun's report        exit code (torchrun's own is 1)
+
+Without that file the report, a screen long, ends with a link, and buries what the ranks have said above it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.core.errors import Failure
+
+
+def tell_torchrun(failure: Failure) -> None:
+    """Does nothing where somebody else has started this process."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    # as torch.distributed.elastic.multiprocessing.errors writes it, without a traceback
+    said = {"message": {"message": str(failure), "extraInfo": {"timestamp": str(int(time.time()))}}}
+    with suppress(OSError):
+        Path(file).write_text(json.dumps(said), encoding="utf-8")
+
+
+def exit_with(failure: Failure) -> NoReturn:
+    """Ends this process with the failure's exit code, and what it says on stderr, without a traceback; under torchrun
+    it comes last in torchrun's report, too.
+
+        try:
+            lockstep.train(...)
+        except lockstep.Failure as failure:
+            lockstep.exit_with(failure)
+    """
+    tell_torchrun(failure)
+    sys.stdout.flush()
+    print(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
+    sys.exit(failure.exit_code)
