@@ -59,6 +59,14 @@ def test_a_difference_ends_with_exit_code_3(tmp_path: Path) -> None:
     _needs_no_network(page)
 
 
+def test_where_all_is_refused_nothing_is_proved(tmp_path: Path) -> None:
+    heads = ["--model.heads", "1", "--model.kv_heads", "1"]
+    done = verify("--strategies", "tensor", "--ranks", "2", "--steps", "2", *heads, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert "nothing was compared; 3 refused" in done.stdout
+    assert "2 doesn't divide the 1 key-value heads" in done.stdout
+
+
 def test_what_was_asked_for_and_not_compared_is_said_first_and_last(tmp_path: Path) -> None:
     words = ["--parallel.pipeline", "2", "--strategies", "ddp", "--ranks", "2", "--steps", "1"]
     done = verify(*words, cwd=tmp_path)

@@ -1,4 +1,5 @@
-"""What the verb verify does: a line a run while it goes, the table, the page; exit code 3 if one isn't the same run."""
+"""What the verb verify does: a line a run while it goes, the table, the page; exit code 3 if one isn't the same run,
+2 if none could be compared."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import Distrust, GiveUp
+from lockstep.core.errors import ConfigError, Distrust, GiveUp
 from lockstep.monitor.folder import write_atomically
 from lockstep.proof.api import prove
 from lockstep.proof.html import Told, compose
@@ -50,7 +51,9 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     print(_write(told, said_of_all, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
     if arguments.json:
         print(json.dumps([row.as_json() for row in rows]), flush=True)
-    return Distrust.exit_code if any(row.passed is False for row in rows) else 0
+    if any(row.passed is False for row in rows):
+        return Distrust.exit_code
+    return 0 if any(row.passed for row in rows) else ConfigError.exit_code
 
 
 def introduction(proof: Proof, steps: int, precision: str) -> str:
