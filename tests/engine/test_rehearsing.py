@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from lockstep.engine.divided_matrices import Rehearsed, rehearse
 from lockstep.engine.rehearsing import rehearsal
 
 CPU = torch.device("cpu")
+Returns = Callable[[Tensor], Any]
 
 
 def batch(points: int) -> Batch:
@@ -26,29 +30,35 @@ def batch(points: int) -> Batch:
 class Other:
     """Computes something else than before, or doesn't, once it stands for a model that is divided."""
 
-    def __init__(self, model: nn.Module, off: float) -> None:
-        self.model, self.off, self.whole = model, off, False
+    def __init__(self, model: nn.Module, off: float, returns: Returns) -> None:
+        self.model, self.off, self.returns = model, off, returns
         self.given: list[int] = []
 
     def undivided(self, model: nn.Module) -> nullcontext[None]:
-        self.whole = not self.whole
         return nullcontext()
 
-    def loss_of(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Any:
         (points,) = batch.inputs
         self.given.append(len(points))
         if len(points) == 1:
             raise ValueError("takes 4 points")
-        loss: Tensor = F.dropout(self.model(points), 0.5, self.model.training).sum()
+        made: Tensor = F.dropout(self.model(points), 0.5, self.model.training)
         if self.model.training:
-            loss = loss + torch.rand(())
-        return loss if self.model.training or len(self.given) < 4 else loss * (1 + self.off)
+            made = made + torch.rand(())
+        made = made if self.model.training or len(self.given) < 4 else made * (1 + self.off)
+        return self.returns(made)
 
 
-def rehearsed(off: float) -> Other:
-    other = Other(nn.Linear(4, 2), off)
+@dataclass
+class Made:
+    first: Tensor
+    cache: list[int]
+
+
+def rehearsed(off: float, returns: Returns = lambda made: made) -> Other:
+    other = Other(nn.Linear(4, 2), off, returns)
     what = Rehearsed(other.model, other.undivided, {}, frozenset(), frozenset(), Alone(), Alone(), CPU)
-    rehearse(what, other.loss_of, [batch(1), batch(4)])
+    rehearse(what, other.forward, [batch(1), batch(4)])
     return other
 
 
@@ -56,6 +66,20 @@ def test_what_draws_is_compared_in_evaluation_and_what_takes_one_length_at_that(
     assert rehearsed(off=0.0).given == [1, 4, 4, 4]  # too few; drawn; evaluated; and divided
     with pytest.raises(ConfigError, match=r"the gradient of (weight|bias) is another one"):
         rehearsed(off=0.01)
+
+
+RETURNS: dict[str, Returns] = {
+    "a tuple": lambda made: (made, None),
+    "a mapping": lambda made: {"words": ["a"], "logits": made},
+    "a dataclass": lambda made: Made(made, [1]),
+}
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_whatever_a_model_returns_is_looked_at(name: str) -> None:
+    rehearsed(0.0, RETURNS[name])
+    with pytest.raises(ConfigError, match="is another one"):
+        rehearsed(0.01, RETURNS[name])
 
 
 def test_rounding_isnt_told() -> None:

@@ -1,7 +1,7 @@
 """Whether a model whose matrices are divided still computes what it did whole; seen on a few samples, beforehand.
 
-    the same samples --> undivided --> outputs of modules, loss, gradients --.
-                    \\-> divided   --> outputs of modules, loss, gradients --+--> the first that differ are named
+    the same samples --> undivided --> outputs of modules, gradients --.
+                    \\-> divided   --> outputs of modules, gradients --+--> the first that differ are named
 
 A plan is words about modules, and whether they are true of a forward is known when it has run: a Linear that holds
 queries, keys and values in one may be cut, but not into whole heads.
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.distributed.parts import as_part_of, gathered, is_sharded, local
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.core.records import Batch
 
+_Forward = Callable[[], object]
 _KEY = "parallel.tensor_parallel.plan"
 _MIXED = "mixed torch.Tensor and DTensor"  # in what torch says
 _LOOKED_AT = 4096  # elements of a gradient
@@ -34,7 +36,7 @@ _NAMED = 3  # words of the plan
 _APART = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 """Relative, of what rounds so: a wrong plan is off by more than rounding by far."""
 _SEVERAL_IN_ONE = "A Linear that holds queries, keys and values in one isn't divided into pieces of each"
-_NOISE = 1e-3  # of the largest gradient: to some parameters the loss is indifferent
+_NOISE = 1e-3  # of the largest gradient: to some parameters outputs are indifferent
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +73,28 @@ class _Seen:
     """
 
     whole: bool
-    loss: float = 0.0
+    weighed: float = 0.0
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     inside: list[str] = field(default_factory=list)
 
 
-def rehearse(what: Rehearsed, loss_of: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> None:
-    """All ranks together.
+def rehearse(what: Rehearsed, forward: Callable[[Batch], object], batches: Sequence[Batch]) -> None:
+    """All ranks together. No objective is asked, which may count how often it is.
 
     Args:
-        loss_of: a forward, and its loss.
+        forward: makes outputs.
         batches: of few samples, the same on all ranks; the first that the whole model takes is used.
 
     Raises:
         ConfigError: the model's forward doesn't compute as the plan divides it.
     """
-    loss, evaluated, whole = _whole(what, [partial(loss_of, batch) for batch in batches])
+    forwards = [partial(forward, batch) for batch in batches]
+    chosen, evaluated, whole = _whole(what, forwards)
     divided = _Seen(whole=False)
     with rehearsal(what.model, what.device):
         try:
-            _look(what, loss, evaluated, divided)
+            _look(what, chosen, evaluated, divided)
         except Failure:
             raise
         except Exception as error:  # whatever a forward runs into that is given parts; on all ranks alike
@@ -102,15 +105,15 @@ def rehearse(what: Rehearsed, loss_of: Callable[[Batch], Tensor], batches: Seque
         raise _refused(first)
 
 
-def _whole(what: Rehearsed, losses: Sequence[Callable[[], Tensor]]) -> tuple[Callable[[], Tensor], bool, _Seen]:
-    """Of the first loss that can be had: it, whether it is an evaluation's, and what is seen of it.
+def _whole(what: Rehearsed, forwards: Sequence[_Forward]) -> tuple[_Forward, bool, _Seen]:
+    """Of the first forward that works: it, whether it is an evaluation's, and what is seen of it.
 
     Modules that draw numbers when they train may do so for a rank's columns alone: that can't be compared.
     """
-    *short, last = losses
-    for loss_of in short:
+    *short, last = forwards
+    for forward in short:
         try:
-            return loss_of, *_trained_or_evaluated(what, loss_of)
+            return forward, *_trained_or_evaluated(what, forward)
         except Failure:
             raise
         except Exception:  # its sequences have to be of one length
@@ -118,11 +121,11 @@ def _whole(what: Rehearsed, losses: Sequence[Callable[[], Tensor]]) -> tuple[Cal
     return last, *_trained_or_evaluated(what, last)
 
 
-def _trained_or_evaluated(what: Rehearsed, loss_of: Callable[[], Tensor]) -> tuple[bool, _Seen]:
+def _trained_or_evaluated(what: Rehearsed, forward: _Forward) -> tuple[bool, _Seen]:
     for evaluated in (False, True):
         seen = _Seen(whole=True)
         with rehearsal(what.model, what.device) as drawn, what.undivided(what.model):
-            _look(what, loss_of, evaluated, seen)
+            _look(what, forward, evaluated, seen)
             if evaluated or not any(what.world.gather(drawn())):
                 break
     return evaluated, seen
@@ -135,24 +138,37 @@ def _refused(why: str) -> ConfigError:
 # --- looking ------------------------------------------------------------------------------------------------------
 
 
-def _look(what: Rehearsed, loss_of: Callable[[], Tensor], evaluated: bool, seen: _Seen) -> None:
+def _look(what: Rehearsed, forward: _Forward, evaluated: bool, seen: _Seen) -> None:
     if evaluated:
         what.model.eval()
     with outputs_of_modules(what.model) as outputs, _parameters_in_use(what.model, seen.inside) as used:
         try:
-            loss = loss_of()
+            sum_ = _weighed(forward())
         except Exception:
             seen.outputs = {name: local(one) for name, one in outputs.items()}
             raise
-    seen.loss = float(loss.detach())
+    seen.weighed = float(sum_.detach())
     seen.outputs = {name: (gathered(one) if is_sharded(one) else one).cpu() for name, one in outputs.items()}
     trained = {name: one for name, one in used.items() if one.requires_grad}
-    if not loss.requires_grad or not trained:
+    if not sum_.requires_grad or not trained:
         return
     hooks = [cast("Any", one).register_hook(partial(_look_at, what, seen, name, one)) for name, one in trained.items()]
-    torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    torch.autograd.grad(sum_, list(trained.values()), allow_unused=True)
     for hook in hooks:
         hook.remove()
+
+
+def _weighed(outputs: object) -> Tensor:
+    """A number that each element of what a forward has made changes otherwise, wherever it lies in it."""
+    if is_dataclass(outputs):
+        outputs = [getattr(outputs, one.name) for one in fields(outputs)]
+    leaves = tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
+    found = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point() and one.numel()]
+    noise, total = torch.Generator().manual_seed(0), torch.zeros(())
+    for one in found:
+        whole: Tensor = (cast("Any", one).full_tensor() if is_sharded(one) else one).float()
+        total = total.to(whole.device) + (whole * (whole + torch.randn(whole.shape, generator=noise).to(whole))).mean()
+    return total
 
 
 @contextmanager
@@ -197,17 +213,17 @@ def _look_at(what: Rehearsed, seen: _Seen, name: str, parameter: Any, gradient: 
 
 def _difference(what: Rehearsed, whole: _Seen, divided: _Seen) -> str | None:
     """What differs first on this rank; None: nothing does, as far as the roughest precision can tell."""
-    if not isfinite(whole.loss):
+    if not isfinite(whole.weighed):
         return None
     rough = max((_APART.get(one.dtype, 0.0) for one in divided.outputs.values()), default=_APART[torch.float32])
     gradient = _first_apart(whole.gradients, divided.gradients, rough)
-    if gradient is None and abs(whole.loss - divided.loss) <= rough * abs(whole.loss):
+    if gradient is None and abs(whole.weighed - divided.weighed) <= rough * abs(whole.weighed):
         return None
     return (
         _of_end(whole, divided)
         or _of_module(what, whole, divided, rough)
         or _of_gradient(what, divided, gradient)
-        or _of_loss(whole, divided)
+        or "the model gives something else where matrices are divided than whole"
     )
 
 
@@ -252,10 +268,6 @@ def _of_gradient(what: Rehearsed, divided: _Seen, name: str | None) -> str | Non
     return f"{said}{_on_the_way(what, divided, name.rpartition('.')[0])}. {_SEVERAL_IN_ONE}"
 
 
-def _of_loss(whole: _Seen, divided: _Seen) -> str:
-    return f"the loss is {divided.loss:.6g} where matrices are divided, and {whole.loss:.6g} whole"
-
-
 def _failure(what: Rehearsed, whole: _Seen, divided: _Seen, error: Exception) -> str:
     said = str(error).strip().partition("\n")[0] or type(error).__name__
     if _MIXED in said:
@@ -263,7 +275,7 @@ def _failure(what: Rehearsed, whole: _Seen, divided: _Seen, error: Exception) ->
     if divided.inside:
         name = divided.inside[-1] or "the model"
         return f"{name} fails where matrices are divided: {said}{_on_the_way(what, divided, name)}"
-    return _of_end(whole, divided) or f"the loss fails where matrices are divided: {said}"
+    return f"what the model gives can't be put together where matrices are divided: {said}"
 
 
 def _of_end(whole: _Seen, divided: _Seen) -> str | None:

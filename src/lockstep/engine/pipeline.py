@@ -81,7 +81,7 @@ class Pipelined:
     ) -> None:
         """See `core.protocols.Engine`. Losses are known on the last stage's rank; the others announce none."""
         micro_batches = batch.micro_batches
-        with self._autocast():
+        with self._autocast(), self._unheard():
             handed = [self._cut.handed(micro_batch.inputs) for micro_batch in micro_batches]
         order, stages = self._order(len(micro_batches), handed[0])
         for stage in stages:
@@ -131,19 +131,13 @@ class Pipelined:
                 found = self._cut.run(stage, hidden, micro_batch.inputs)
             return self._seeded(found, micro_batch) if stage == self._cut.stages - 1 else found
 
-    def loss_alone(self, stage: int, batch: Batch) -> Tensor:
-        """Something to look at a stage's gradients with, apart from the other stages: it is given noise, and what it
-        hands on is weighed with noise."""
+    def alone(self, stage: int, batch: Batch) -> object:
+        """What a stage makes apart from the others, given noise: to be looked at."""
         noise = torch.Generator().manual_seed(stage)
         with self._autocast():
             handed = self._cut.handed(batch.inputs)[stage]
             given = torch.randn(handed.shape, generator=noise).to(self._device, handed.dtype).requires_grad_()
-            found = self._cut.run(stage, given if stage else None, batch.inputs)
-        if stage == self._cut.stages - 1:
-            return self._objective.loss_sum(found, batch)
-        weights = torch.randn(found.shape, generator=noise).to(self._device)
-        loss: Tensor = (found.float() * (found.float() + weights)).mean()
-        return loss
+            return self._cut.run(stage, given if stage else None, batch.inputs)
 
     def _seeded(self, outputs: object, micro_batch: Batch) -> Tensor:
         """What the backward of a micro-batch starts from."""
@@ -174,7 +168,8 @@ class Pipelined:
     def _through(self, inputs: Inputs) -> Any:
         """This rank's stages, one after the other; of the last one the model's outputs."""
         cut, outputs = self._cut, None
-        handed = cut.handed(inputs)
+        with self._unheard():
+            handed = cut.handed(inputs)
         for stage in cut.mine:
             given = None
             if stage > 0:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
@@ -78,11 +78,11 @@ def engine_and_vote(
             group=place.pipeline_group,
             device=world.device,
         )
-        _rehearse_plan(parts, told, sharding.bare, [partial(engine.loss_alone, stage) for stage in cut.mine])
+        _rehearse_plan(parts, told, sharding.bare, [partial(engine.alone, stage) for stage in cut.mine])
         return engine, consensus
     if place.ring is not None:
         return _in_context(parts, place.ring, told, objective, sharding), consensus
-    _rehearse_plan(parts, told, sharding.bare, [lambda batch: told.loss_sum(call(sharding.bare, batch.inputs), batch)])
+    _rehearse_plan(parts, told, sharding.bare, [lambda batch: call(sharding.bare, batch.inputs)])
     prepare: Any = {"prepare": objective.show} if isinstance(objective, LossInHead) else {}
     if not isinstance(sharding, Invariant):
         part = place.coordinates["tensor"] if config.parallel.tensor_parallel.sequence_parallel else 0
@@ -95,12 +95,12 @@ def engine_and_vote(
 
 
 def _rehearse_plan(
-    parts: Parts, told: Objective, model: nn.Module, losses: Sequence[Callable[[Batch], Tensor]]
+    parts: Parts, told: Objective, model: nn.Module, forwards: Sequence[Callable[[Batch], object]]
 ) -> None:
     """Of a plan that isn't ours. All ranks together.
 
     Args:
-        losses: of the whole model, or of each of this rank's stages.
+        forwards: of the whole model, or of each of this rank's stages.
 
     Raises:
         ConfigError: the model doesn't compute as the plan divides it.
@@ -125,10 +125,10 @@ def _rehearse_plan(
     batch = next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device))
     batches = [batch]
     if isinstance(told, NextToken | Targets) and told.language:  # long sequences may not fit where matrices are whole
-        short = beginning(batch, told.targets_of(batch).shape[1], _REHEARSED)
-        batches = [short, batch] if told.count(short) else batches
-    for loss_of in losses:
-        rehearse(what, loss_of, batches)
+        batches.insert(0, beginning(batch, told.targets_of(batch).shape[1], _REHEARSED))
+    with unheard():
+        for forward in forwards:
+            rehearse(what, forward, batches)
 
 
 def _in_context(parts: Parts, ring: Ring, objective: Objective, computed: Objective, sharding: Sharding) -> InContext:
@@ -150,7 +150,8 @@ def _in_context(parts: Parts, ring: Ring, objective: Objective, computed: Object
         prepare,
     )
     engine = InContext(eager, divider)
-    engine.rehearse(next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device)), world.axis)
+    with unheard():
+        engine.rehearse(next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device)), world.axis)
     return engine
 
 
