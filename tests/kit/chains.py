@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import lockstep
 
 TENSOR_PLAN = {
     "lift": "colwise_gather_output",
@@ -72,6 +76,20 @@ class HeadFirst(Chain):
         del self.head, self.blocks
         self.head = head
         self.blocks = blocks
+
+
+class Telling(Chain):
+    """Logs means of what it computes before, in and after its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, module in (("before", self.lift), ("in", self.blocks[1]), ("after", self.norm)):
+            module.register_forward_hook(partial(self._tell, name))
+
+    def _tell(self, name: str, module: nn.Module, given: object, made: Any) -> None:
+        values = made[0] if isinstance(made, tuple) else made
+        if self.training:
+            lockstep.log.mean(name, values.detach().sum(), values.numel())
 
 
 class BothSides(Chain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,24 @@ def test_dropout_trains() -> None:
 
 RULES = [{"match": ["head.*"], "lr_scale": 0.5}, {"match": ["lift.*"], "weight_decay": 0.0}]
 """Of which each stage has some parameters."""
+
+
+def _told(asked: dict[str, Any], folder: Path) -> None:
+    lockstep.train({**asked, "run": {"steps": 4, "folder": str(folder)}, "monitor": {"every": 4, "progress": "none"}})
+
+
+def _logged(folder: Path) -> Any:
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return next(line["logged"] for line in lines if "logged" in line)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_what_a_model_logs_is_told_by_the_stage_that_computes_it(schedule: str, tmp_path: Path) -> None:
+    in_world(1, _told, chain("Telling", strategy="single"), tmp_path / "alone")
+    in_world(2, _told, chain("Telling", **pipeline(2, schedule)), tmp_path / "cut")
+    alone, cut = (_logged(tmp_path / name) for name in ("alone", "cut"))
+    assert cut == pytest.approx(alone, rel=1e-5)
+    assert alone.keys() == {"before", "in", "after"}
 
 
 def test_rules_are_the_whole_models() -> None:

@@ -18,7 +18,7 @@ nothing besides that is made from weights that lie elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple, cast
@@ -42,6 +42,7 @@ from lockstep.engine.elsewhere import (
     stand_in,
     tied_across,
 )
+from lockstep.engine.judging import Unheard
 from lockstep.engine.sketch import Sketch
 from lockstep.engine.usage import sides_of_use
 from lockstep.plan.stages import Schedule, balanced, owner
@@ -94,18 +95,27 @@ class Cut:
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[str], asked: Cutting, device: torch.device, inputs: Inputs
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        asked: Cutting,
+        device: torch.device,
+        inputs: Inputs,
+        unheard: Unheard,
     ) -> None:
         """Cuts the model in place, before it is moved to `device` or sharded.
 
         Args:
             inputs: of a few samples, on the CPU: on which side of the blocks other modules are used is seen by them.
+            unheard: makes the context in which what user code logs is no data.
 
         Raises:
             ConfigError: it can't be cut so.
         """
         _refuse_no_chain(model, blocks)
-        around = outside(model, blocks, sides_of_use(model, blocks, inputs))
+        with unheard():
+            around = outside(model, blocks, sides_of_use(model, blocks, inputs))
+        self._unheard = unheard
         begins = _begins(model, blocks, asked, around)
         self._begins = begins
         self._sketch = Sketch(model, device) if type(model) is nn.Sequential else None
@@ -161,6 +171,7 @@ class Cut:
         """
         span, last = self._spans[stage], len(self._modules) - 1
         passed: _Passed | None = None
+        others = ExitStack()  # what comes before the stage's own blocks is another one's to tell
 
         def meet(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal passed
@@ -172,12 +183,15 @@ class Cut:
                     raise _something_between(self._names[index - 1], self._names[index])
                 args, kwargs = _with(_sent_back(hidden), args, kwargs)
                 Elsewhere.refused = EVERYWHERE
+                others.close()
             found = self._calls[index](*args, **kwargs)
             if index == span[-1] and index < last:
                 raise _Left(self._handed_on(found))
             return found
 
-        with self._meeting(meet, EVERYWHERE if stage == 0 else frozenset()):
+        with others, self._meeting(meet, EVERYWHERE if stage == 0 else frozenset()):
+            if stage > 0:
+                others.enter_context(self._unheard())
             return call(self.model, inputs)
 
     def handed(self, inputs: Inputs) -> list[Hidden]:
@@ -245,9 +259,9 @@ class Cut:
 
     @contextmanager
     def _only_looking(self) -> Iterator[None]:
-        """No forward inside counts: nothing is drawn, and no running mean changes."""
+        """No forward inside counts: nothing is drawn or logged, and no running mean changes."""
         modes = [(module, module.training) for module in self.model.modules()]
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+        with self._unheard(), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             self.model.eval()
             try:
                 yield

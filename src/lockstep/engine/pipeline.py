@@ -81,7 +81,7 @@ class Pipelined:
     ) -> None:
         """See `core.protocols.Engine`. Losses are known on the last stage's rank; the others announce none."""
         micro_batches = batch.micro_batches
-        with self._autocast(), self._unheard():
+        with self._autocast():
             handed = [self._cut.handed(micro_batch.inputs) for micro_batch in micro_batches]
         order, stages = self._order(len(micro_batches), handed[0])
         for stage in stages:
@@ -168,8 +168,7 @@ class Pipelined:
     def _through(self, inputs: Inputs) -> Any:
         """This rank's stages, one after the other; of the last one the model's outputs."""
         cut, outputs = self._cut, None
-        with self._unheard():
-            handed = cut.handed(inputs)
+        handed = cut.handed(inputs)
         for stage in cut.mine:
             given = None
             if stage > 0:

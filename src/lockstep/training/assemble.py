@@ -293,7 +293,7 @@ def _cut(
         split=None if options.split == "auto" else options.split,
     )
     sample = next(evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu")))
-    return Cut(model, blocks_in_line(model, blocks), asked, world.device, sample.inputs)
+    return Cut(model, blocks_in_line(model, blocks), asked, world.device, sample.inputs, unheard)
 
 
 def _rate(config: Config, given: Given) -> Rate:
