@@ -36,7 +36,8 @@ _NAMED = 3  # words of the plan
 _APART = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 """Relative, of what rounds so: a wrong plan is off by more than rounding by far."""
 _SEVERAL_IN_ONE = "A Linear that holds queries, keys and values in one isn't divided into pieces of each"
-_NOISE = 1e-3  # of the largest gradient: to some parameters outputs are indifferent
+_NOISE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+"""Of the largest gradient: to some parameters outputs are indifferent, and theirs is the rounding of others'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +216,9 @@ def _difference(what: Rehearsed, whole: _Seen, divided: _Seen) -> str | None:
     """What differs first on this rank; None: nothing does, as far as the roughest precision can tell."""
     if not isfinite(whole.weighed):
         return None
-    rough = max((_APART.get(one.dtype, 0.0) for one in divided.outputs.values()), default=_APART[torch.float32])
-    gradient = _first_apart(whole.gradients, divided.gradients, rough)
+    kinds = {one.dtype for one in divided.outputs.values()} or {torch.float32}
+    rough = max(_APART.get(kind, 0.0) for kind in kinds)
+    gradient = _first_apart(whole.gradients, divided.gradients, rough, max(_NOISE.get(kind, 0.0) for kind in kinds))
     if gradient is None and abs(whole.weighed - divided.weighed) <= rough * abs(whole.weighed):
         return None
     return (
@@ -231,9 +233,9 @@ def _is_near(one: Tensor, other: Tensor, rough: float, noise: float = 0.0) -> bo
     return bool((one - other).float().norm() <= rough * one.float().norm() + noise)
 
 
-def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], rough: float) -> str | None:
+def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], rough: float, noise: float) -> str | None:
     """The parameter with the first gradient that is, on the way back."""
-    noise = _NOISE * max((float(one[-1]) for one in whole.values()), default=0.0)
+    noise *= max((float(one[-1]) for one in whole.values()), default=0.0)
     for name, one in whole.items():
         other = divided.get(name, torch.zeros_like(one))
         norms = one[-1], other[-1]

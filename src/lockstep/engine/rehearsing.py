@@ -30,7 +30,7 @@ def rehearsal(model: nn.Module, device: torch.device) -> Iterator[Callable[[], b
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     values = {id(one): one.clone() for _, held in buffers for one in held.values() if one is not None}
     try:
-        with drawn_again(device) as drawn, _nothing_dropped():
+        with drawn_again(device) as drawn, _nothing_dropped(), _in_full_precision():
             yield drawn
     finally:
         for module, training in modes:
@@ -58,6 +58,22 @@ def _nothing_dropped() -> Iterator[None]:
 
 def _kept(input: Tensor, *_unused: object, **_further: object) -> Tensor:  # noqa: A002
     return input
+
+
+@contextmanager
+def _in_full_precision() -> Iterator[None]:
+    """Products of fp32 matrices on GPUs, whose factors may be rounded to TF32: small differences are to show."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 @contextmanager
