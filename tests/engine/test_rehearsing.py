@@ -94,9 +94,14 @@ class Noting(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.last = nn.Buffer(torch.zeros(4))
         self.seen = nn.Buffer(torch.zeros(()))
+        self.calls, self._means, self.of = 0, list[float](), torch.zeros(4)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
+        self.calls += 1
+        self._means.append(1.0)
+        self.of += 1
+        self.lately = x
         self.last = x.mean(dim=0)
         return self.norm(F.dropout(x, 0.5)) + torch.rand(()) + random.random()
 
@@ -116,6 +121,7 @@ def test_nothing_is_left_of_a_rehearsal() -> None:
     assert (model.training, model.norm.training) == (True, False)
     assert {name: one.data_ptr() for name, one in model.named_buffers()} == memory
     assert all(torch.equal(one, kept[name]) for name, one in model.named_buffers())
+    assert (model.calls, model._means, model.of.tolist(), "lately" in vars(model)) == (0, [], [0] * 4, False)
     after = torch.rand(()), random.random()
     torch.manual_seed(1)
     random.seed(1)

@@ -70,3 +70,17 @@ class Jittering(Attending):
             self.forwards += 1
         logits = F.dropout(super().forward(tokens), 0.5, self.training)
         return logits + 1e-3 * torch.rand(logits.shape) if self.training else logits
+
+
+class Changing(Attending):
+    """What it computes depends on how often it was called while it trained, and on what it was given before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self._lengths = 0, list[int]()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self._lengths.append(tokens.shape[1])
+        return super().forward(tokens) * (1 + 0.1 * self.calls + 0.01 * len(self._lengths))

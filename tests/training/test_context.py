@@ -273,6 +273,12 @@ def architecture(name: str, **changes: Any) -> dict[str, Any]:
     }
 
 
+def test_a_model_that_counts_its_calls_is_not_rehearsed_into_another() -> None:
+    asked = of("Changing")
+    expected = recorded({**asked, "parallel": {"strategy": "ddp"}, "batch": {"global_size": 13, "micro_size": 3}})
+    assert differences(recorded(asked, 2), expected) == []
+
+
 def _counted() -> list[float]:
     """Forwards that a model has counted, after each of two updates of three micro-batches; drawn numbers thereafter."""
     import random

@@ -152,6 +152,14 @@ def undropped(asked: dict[str, Any]) -> dict[str, Any]:
     return {**asked, "model": {**asked["model"], "arguments": {"drop": 0.0}}}
 
 
+def test_a_model_that_counts_its_calls_is_not_rehearsed_into_another() -> None:
+    counting = {"kind": "custom", "target": "training.context_models:Changing"}
+    plan = {"plan": {"head": "colwise_gather_output"}}
+    asked = {**text(tensor=2, tensor_parallel=plan), "model": counting, "objective": {"kind": "next-token"}}
+    expected = recorded({**asked, "parallel": {"strategy": "ddp"}}, updates=3)
+    assert differences(recorded(asked, 2, updates=3), expected) == []
+
+
 def test_a_plan_that_is_rehearsed() -> None:
     """Also where blocks are computed again, or lie in stages; nothing of a rehearsal is left."""
     expected = recorded(undropped(planned({}, tensor=1)), updates=2)

@@ -43,6 +43,7 @@ from lockstep.engine.elsewhere import (
     tied_across,
 )
 from lockstep.engine.judging import Unheard
+from lockstep.engine.rehearsing import unchanged
 from lockstep.engine.sketch import Sketch
 from lockstep.engine.usage import sides_of_use
 from lockstep.plan.stages import Schedule, balanced, owner
@@ -259,15 +260,11 @@ class Cut:
 
     @contextmanager
     def _only_looking(self) -> Iterator[None]:
-        """No forward inside counts: nothing is drawn or logged, and no running mean changes."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        with self._unheard(), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+        """No forward inside counts: nothing is drawn or logged, and no running mean, or anything else, changes."""
+        forked = torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
+        with self._unheard(), unchanged(self.model), forked:
             self.model.eval()
-            try:
-                yield
-            finally:
-                for module, training in modes:
-                    module.training = training
+            yield
 
     @contextmanager
     def _without_weights(self) -> Iterator[None]:

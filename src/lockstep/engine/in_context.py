@@ -22,7 +22,7 @@ from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import Batch
 from lockstep.distributed.sequences import Division, current, filled, places_of
 from lockstep.engine.eager import Eager, call
-from lockstep.engine.rehearsing import beginning, is_by_position, outputs_of_modules, rehearsal
+from lockstep.engine.rehearsing import beginning, is_by_position, outputs_of_modules, rehearsal, unchanged
 from lockstep.engine.ring_attention import RingInModel, takes_positions, whole_sequences
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class InContext:
     def _first_apart(self, batch: Batch, axis: Axis) -> str | None:
         """The first module that is, on the first rank that has one."""
         model = self._divider.model
-        with torch.no_grad(), outputs_of_modules(model) as whole:
+        with torch.no_grad(), unchanged(model), outputs_of_modules(model) as whole:
             call(model, batch.inputs)
         with torch.no_grad(), whole_sequences(self._attention), outputs_of_modules(model) as divided:
             part = self._divider(batch)

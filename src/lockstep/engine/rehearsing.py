@@ -6,10 +6,13 @@ dropout                        left out: what it draws differs between ranks, an
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +22,60 @@ from torch.utils._pytree import tree_map
 from lockstep.core.records import Batch
 from lockstep.distributed.generators import drawn_again
 
+_OF_TORCH = {*vars(nn.Module()), "forward", "_call_impl"} - {"training"}
 _DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
 
 
 @contextmanager
 def rehearsal(model: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Afterwards the model's modes and buffers, and generators, are what they were. Inside nothing is dropped by
-    torch.nn.functional; gives what says whether numbers were drawn nevertheless."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    values = {id(one): one.clone() for _, held in buffers for one in held.values() if one is not None}
+    """Afterwards the model and the generators are what they were. Inside nothing is dropped by torch.nn.functional;
+    gives what says whether numbers were drawn nevertheless."""
+    with unchanged(model), drawn_again(device) as drawn, _nothing_dropped(), _in_full_precision():
+        yield drawn
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards its modules have the modes, buffers and attributes that they had; what these hold in turn is another
+    matter, but for plain containers."""
+    before = [(module, dict(_attributes(module)), dict(module._buffers)) for module in model.modules()]
+    values = {id(one): _copied(one) for _, *held in before for of in held for one in of.values()}
     try:
-        with drawn_again(device) as drawn, _nothing_dropped(), _in_full_precision():
-            yield drawn
+        yield
     finally:
-        for module, training in modes:
-            module.training = training
         with torch.no_grad():
-            for module, held in buffers:
-                module._buffers.update(held)
-                for one in held.values():
-                    if one is not None:
-                        one.copy_(values[id(one)])
+            for module, attributes, buffers in before:
+                for name in _attributes(module).keys() - attributes.keys():
+                    del module.__dict__[name]
+                module.__dict__.update(attributes)
+                module._buffers.update(buffers)
+                for one in (*attributes.values(), *buffers.values()):
+                    _put_back(one, values[id(one)])
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What user code keeps in a module, and its mode."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+def _copied(value: Any) -> Any:
+    """What it holds now; None: it can't come to hold something else, or nobody knows."""
+    if type(value) is Tensor:  # nothing that stands in for one
+        return value.detach().clone()
+    return copy(value) if type(value) in (list, dict, set, deque) else None
+
+
+def _put_back(value: Any, before: Any) -> None:
+    if before is None:
+        return
+    if isinstance(value, Tensor):
+        value.detach().copy_(before)
+        return
+    value.clear()
+    if isinstance(value, dict | set):
+        value.update(before)
+    else:
+        value.extend(before)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.engine.eager import call
 from lockstep.engine.elsewhere import Side, only_looks
-from lockstep.engine.rehearsing import is_by_position
+from lockstep.engine.rehearsing import is_by_position, unchanged
 
 if TYPE_CHECKING:
     from lockstep.core.records import Inputs
@@ -38,16 +38,12 @@ def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> dic
         inputs: of a few samples, on the CPU.
     """
     met = _Met(len(blocks))
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        with torch.random.fork_rng([]), _stood_in_for(model, met), _first_for_all(model, blocks, met):
+        with torch.random.fork_rng([]), unchanged(model), _stood_in_for(model, met), _first_for_all(model, blocks, met):
             model.eval()
             call(model, _few_tokens(inputs))
     except Exception:  # whatever a forward makes of zeros
         return {}
-    finally:
-        for module, training in modes:
-            module.training = training
     return {name: side for name, sides in met.used.items() for side in sides if len(sides) == 1 and side is not None}
 
 
