@@ -66,3 +66,25 @@ class Decoder(nn.Module):
 
 def fused() -> Decoder:
     return Decoder(Fused)
+
+
+def tied(drop: float) -> Decoder:
+    model = Decoder(drop=drop)
+    model.head.weight = model.table.weight
+    return model
+
+
+def by_keyword() -> Decoder:
+    """Calls its head so."""
+    model = Decoder()
+    head = model.head
+
+    def forward(tokens: Tensor) -> Tensor:
+        x = model.table(tokens)
+        for layer in model.layers:
+            x = layer(x)
+        logits: Tensor = head(input=model.norm(x))
+        return logits
+
+    model.forward = forward  # type: ignore[method-assign]
+    return model

@@ -142,6 +142,14 @@ def own(plan: dict[str, str] | str, **sections: Any) -> dict[str, Any]:
     return small.config(parallel={"strategy": "ddp", "tensor": 2, "tensor_parallel": {"plan": plan}}, **sections)
 
 
+@pytest.mark.parametrize("named", [{"head": "colwise_gather_output"}, {"table": "rowwise"}])
+def test_a_table_and_a_head_that_are_tied_are_divided_together(named: dict[str, str]) -> None:
+    plan = {**dict.fromkeys(RIGHT), **named}
+    asked = undropped(planned(plan, "tied"))
+    expected = recorded({**asked, "parallel": {"strategy": "ddp"}}, updates=2)
+    assert differences(recorded(asked, 2, updates=2), expected) == []
+
+
 def test_a_plan_of_a_users_own() -> None:
     run = recorded(own({"inner": "colwise", "head": "rowwise"}), 2)
     assert differences(run, recorded(small.config())) == []
@@ -265,7 +273,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "three matrices in one": (
         planned({}, "fused"),
         "gradient of layers.1.out.weight is another one where matrices are divided than whole, behind layers.0.out "
-        "(rowwise), layers.1.mixed (colwise), layers.1.out (rowwise). A Linear that holds queries, keys and values",
+        "(rowwise), layers.1.mixed (colwise), layers.1.out (rowwise). One reason may be a Linear that holds several",
+    ),
+    "a plan of nothing": (own({}), "it divides no matrix; name some"),
+    "a plan of norms": (planned({**dict.fromkeys(RIGHT), "layers.*.norm": "sum_gradient"}), "it divides no matrix"),
+    "a style of matrices on a block": (
+        planned({"layers.*": "colwise"}),
+        "layers.0: colwise is for Linear and Embedding modules, not for a Block; in it are norm, query, key, value",
+    ),
+    "a style of norms on a block": (
+        planned({"layers.*": "sequence"}),
+        "layers.0: sequence is for a module with weights of its own, such as a norm, not for a Block; in it are norm",
+    ),
+    "sequences that no style divides": (
+        planned({}, tensor_parallel={"plan": RIGHT, **SEQUENCE}),
+        "sequence_parallel: true, but no style of the plan divides a sequence",
+    ),
+    "sequences that nobody asked for": (
+        planned({"layers.*.norm": "sequence"}),
+        "sequence_parallel: false, but the plan divides sequences (layers.0.norm: sequence); write true",
+    ),
+    "an input by keyword": (
+        planned({}, "by_keyword"),
+        "head fails where matrices are divided: it is called with its input by keyword; hand it over by position",
     ),
     "columns that are never put together": (
         planned({"head": "colwise"}),
@@ -276,7 +306,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "layers.0.down fails where matrices are divided: mat1 and mat2 shapes cannot be multiplied",
     ),
     "positions that something whole is given": (
-        planned({**dict.fromkeys(RIGHT), "layers.*.norm": "sequence"}),
+        planned({}, tensor_parallel={"plan": {"layers.*.norm": "sequence", "head": "colwise"}, **SEQUENCE}),
         "layers.0.query fails where matrices are divided: it is given what lies on several ranks",
     ),
     "options of DDP": (text(tensor=2, ddp={"compression": "fp16"}), "leave it out"),

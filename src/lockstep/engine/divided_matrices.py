@@ -9,6 +9,7 @@ queries, keys and values in one may be cut, but not into whole heads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -35,7 +36,10 @@ _LOOKED_AT = 4096  # elements of a gradient
 _NAMED = 3  # words of the plan
 _APART = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 """Relative, of what rounds so: a wrong plan is off by more than rounding by far."""
-_SEVERAL_IN_ONE = "A Linear that holds queries, keys and values in one isn't divided into pieces of each"
+_SEVERAL_IN_ONE = (
+    "One reason may be a Linear that holds several matrices in one (queries, keys and values; gate and up), which "
+    "isn't divided into pieces of each"
+)
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """Of the largest gradient: to some parameters outputs are indifferent, and theirs is the rounding of others'."""
 
@@ -95,7 +99,8 @@ def rehearse(what: Rehearsed, forward: Callable[[Batch], object], batches: Seque
     divided = _Seen(whole=False)
     with rehearsal(what.model, what.device):
         try:
-            _look(what, chosen, evaluated, divided)
+            with _torch_silent():
+                _look(what, chosen, evaluated, divided)
         except Failure:
             raise
         except Exception as error:  # whatever a forward runs into that is given parts; on all ranks alike
@@ -104,6 +109,18 @@ def rehearse(what: Rehearsed, forward: Callable[[Batch], object], batches: Seque
     first = next((one for one in told if isinstance(one, str)), None)
     if first is not None:
         raise _refused(first)
+
+
+@contextmanager
+def _torch_silent() -> Iterator[None]:
+    """torch tells of a product that doesn't fit by its log, too: a screen long, on each rank."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _whole(what: Rehearsed, forwards: Sequence[_Forward]) -> tuple[_Forward, bool, _Seen]:
@@ -179,14 +196,18 @@ def _parameters_in_use(model: nn.Module, inside: list[str]) -> Iterator[dict[str
 
     def enter(name: str, module: nn.Module, inputs: object) -> None:
         inside.append(name)
+
+    def note(name: str, module: nn.Module, inputs: object) -> None:
         found.update((id(one), (own, one)) for own, one in module.named_parameters(prefix=name))
 
     def leave(name: str, module: nn.Module, inputs: object, outputs: object) -> None:
         inside.pop()
 
     used: dict[str, Tensor] = {}
-    hooks = [one.register_forward_pre_hook(partial(enter, name)) for name, one in model.named_modules()]
-    hooks += [one.register_forward_hook(partial(leave, name)) for name, one in model.named_modules()]
+    modules = list(model.named_modules())
+    hooks = [one.register_forward_pre_hook(partial(enter, name), prepend=True) for name, one in modules]
+    hooks += [one.register_forward_pre_hook(partial(note, name)) for name, one in modules]
+    hooks += [one.register_forward_hook(partial(leave, name)) for name, one in modules]
     try:
         yield used
     finally:
@@ -266,7 +287,7 @@ def _of_gradient(what: Rehearsed, divided: _Seen, name: str | None) -> str | Non
     if name in what.partial:
         return f"{said}: sum_gradient is for weights that each rank uses for its own columns alone"
     if name in what.alike:
-        return f"{said}: weights that each rank uses for its own columns alone take sum_gradient"
+        return f"{said}: weights that each rank uses for its own columns alone take sum_gradient, in a module of theirs"
     return f"{said}{_on_the_way(what, divided, name.rpartition('.')[0])}. {_SEVERAL_IN_ONE}"
 
 

@@ -73,7 +73,10 @@ def _used_on_the_other_side(one: Elsewhere) -> str:
             "leaves blocks out, have it meet each"
         )
     if one.computed:
-        return f"what the model computes with {one.of}, before the blocks, is used after them, where no stage has it"
+        return (
+            f"what the model computes with {one.of} before the blocks, or of what an earlier block gives, is used "
+            "after the last of them, where no stage has it"
+        )
     return (
         f"{one.of} is used before the blocks and after them, on two stages; two modules may have it, one on each side, "
         "tied to each other"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Show = Callable[[Row], None]
 _PATIENCE_S = 30.0
-_FAILED, _NOTES, _CRASHED, _LOGS = "failed", "notes.json", "crashed", "logs-"
+_FAILED, _NOTES, _CRASHED, _LOGS, _WHY = "failed", "notes.json", "crashed", "logs-", "why.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,10 @@ def conduct(
         code = launch(entry, 1, config.launch, None, apart=True, ahead=imports_ahead(config))
         _stop_if_asked(code)
         if code == ConfigError.exit_code:
-            raise ConfigError("the single process, which all others are compared with, can't be run as asked")
+            raise ConfigError(f"the single process, which all others are compared with, can't be run: {_why(folder)}")
         if code:
-            raise GiveUp(f"the single process, which all others are compared with, ended with exit code {code}")
+            why = _why(folder) or f"exit code {code}"
+            raise GiveUp(f"the single process, which all others are compared with, failed: {why}")
         notes = json.loads((folder / _NOTES).read_text())
         rows: dict[int, Row] = {}
         for one in proof.refused:
@@ -152,10 +153,16 @@ def _crashed(orders: Orders, case: Case, code: int) -> Row:
     (orders.folder / _CRASHED).touch()
     words = sorted(orders.folder.glob(f"{case.number}.{_FAILED}-*"), key=lambda path: path.stat().st_mtime)
     reason = words[0].read_text() if words else f"a rank ended with exit code {code}, and said nothing"
-    row = not_run(case, "crashed", reason)
+    row = not_run(case, "refused" if code == ConfigError.exit_code else "crashed", reason)
     if orders.show is not None:
         orders.show(row)
     return row
+
+
+def _why(folder: Path) -> str:
+    """What the single process has said; nothing: it couldn't."""
+    file = folder / _WHY
+    return file.read_text() if file.exists() else ""
 
 
 def _stop_if_asked(code: int) -> None:
@@ -191,10 +198,14 @@ def refer(references: Mapping[str, Config], given: Given, folder: Path, steps: i
     from lockstep.training.job import opened
 
     notes: list[str] = []
-    with joined(next(iter(references.values())).launch, grouped=True):
-        for name, config in references.items():
-            with opened(config, _own(given)) as session:
-                notes = record(session, folder / name, steps)
+    try:
+        with joined(next(iter(references.values())).launch, grouped=True):
+            for name, config in references.items():
+                with opened(config, _own(given)) as session:
+                    notes = record(session, folder / name, steps)
+    except Failure as failure:
+        (folder / _WHY).write_text(str(failure))
+        raise
     (folder / _NOTES).write_text(json.dumps(notes))
     return 0
 

@@ -102,12 +102,19 @@ def _steps_aside(module: Any) -> bool:
     return Undivided.now or not isinstance(module.weight, DTensor)
 
 
+def _refuse_keywords(inputs: tuple[object, ...]) -> None:
+    """torch's styles look at inputs that come by position alone."""
+    if not inputs:
+        raise TypeError("it is called with its input by keyword; hand it over by position")
+
+
 class _Colwise(ColwiseParallel):
     """torch's, which steps aside."""
 
     @staticmethod
     def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
         if not _steps_aside(module):
+            _refuse_keywords(inputs)
             return ColwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
@@ -124,6 +131,7 @@ class _Rowwise(RowwiseParallel):
     @staticmethod
     def _prepare_input_fn(given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
         if not _steps_aside(module):
+            _refuse_keywords(inputs)
             return RowwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
         return None
 
@@ -141,6 +149,7 @@ class _Sequence(SequenceParallel):
     def _prepare_input_fn(wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
         if Undivided.now:
             return inputs
+        _refuse_keywords(inputs)
         return SequenceParallel._prepare_input_fn(wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -164,6 +173,7 @@ class _FirstInput(PrepareModuleInput):
     def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
         if Undivided.now:
             return inputs
+        _refuse_keywords(inputs)
         first, *others = inputs
         (prepared,) = super()._prepare_input_fn((first,), device_mesh)  # type: ignore[no-untyped-call]
         return prepared, *others

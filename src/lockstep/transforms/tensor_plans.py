@@ -37,6 +37,7 @@ STYLES: Mapping[str, str] = {
     "sum_gradient": "whole weights that each rank uses for its own heads; their gradients are summed",
 }
 """The words of a plan, and what is divided by each."""
+_DIVIDES = ("colwise", "rowwise")  # a matrix; so styles begin that do
 _SAME_AS = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
@@ -67,7 +68,10 @@ def tensor_plan(
     else:
         patterns = dict(ours) if ours is not None else _huggingface(model, options)
     found = _resolved(model, patterns)
-    _add_tied_embeddings(model, found)
+    _refuse_other_modules(model, found)
+    if not isinstance(options.plan, str):
+        _refuse_half_sequences(options, found)
+    _add_tied(model, found)
     if options.loss_parallel:
         _divide_logits(model, found)
     problems = [Problem("", "parallel.tensor", why) for why in _indivisible(model, found, degree)]
@@ -141,14 +145,46 @@ def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     return {name: found[name] for name in names if name in found}
 
 
-def _add_tied_embeddings(model: nn.Module, plan: dict[str, str]) -> None:
-    """A table that a divided head shares is divided with it."""
-    divided = {
-        id(model.get_submodule(name).weight) for name, style in plan.items() if style.startswith(("colwise", "rowwise"))
-    }
+def _refuse_other_modules(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raises ConfigError: a style is for another kind of module, or nothing is divided at all."""
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        kind = type(module).__name__
+        if style.startswith(_DIVIDES) and not isinstance(module, nn.Linear | nn.Embedding):
+            why = f"{name}: {style} is for Linear and Embedding modules, not for a {kind}{_inside(module)}"
+            raise ConfigError(Problem("", f"{KEY}.plan", why))
+        if style == "sequence" and any("." in own for own, _ in module.named_parameters()):
+            why = f"{name}: sequence is for a module with weights of its own, such as a norm, not for a {kind}"
+            raise ConfigError(Problem("", f"{KEY}.plan", f"{why}{_inside(module)}"))
+    if not any(style.startswith(_DIVIDES) or style == "experts" for style in plan.values()):
+        why = "it divides no matrix; name some, as in {'layers.*.up': colwise, 'layers.*.down': rowwise}, or leave "
+        raise ConfigError(Problem("", f"{KEY}.plan", f"{why}parallel.tensor out"))
+
+
+def _inside(module: nn.Module) -> str:
+    """Of what a module is made, for those who meant that."""
+    names = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters(False))]
+    return f"; in it are {', '.join(names[:4])}" if names else ""
+
+
+def _refuse_half_sequences(options: TensorParallel, plan: Mapping[str, str]) -> None:
+    """Raises ConfigError: what is asked for and what the styles of a user's own plan do are two things."""
+    first = next((f"{name}: {style}" for name, style in plan.items() if "sequence" in style), None)
+    key = f"{KEY}.sequence_parallel"
+    if options.sequence_parallel and first is None:
+        why = "true, but no style of the plan divides a sequence (sequence, rowwise_sequence, gather_sequence)"
+        raise ConfigError(Problem("", key, f"{why}; write false"))
+    if first is not None and not options.sequence_parallel:
+        raise ConfigError(Problem("", key, f"false, but the plan divides sequences ({first}); write true"))
+
+
+def _add_tied(model: nn.Module, plan: dict[str, str]) -> None:
+    """A table and a head that share their weights are divided together."""
+    divided = {id(model.get_submodule(name).weight) for name, style in plan.items() if style.startswith(_DIVIDES)}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Embedding) and name not in plan and id(module.weight) in divided:
-            plan[name] = "rowwise"
+        if name in plan or not isinstance(module, nn.Linear | nn.Embedding) or id(module.weight) not in divided:
+            continue
+        plan[name] = "rowwise" if isinstance(module, nn.Embedding) else "colwise_gather_output"
 
 
 def _divide_logits(model: nn.Module, plan: dict[str, str]) -> None:
@@ -184,13 +220,7 @@ def _evenly(module: nn.Module, style: str) -> int:
     """What must be divided without a rest; 0: nothing."""
     if style in ("shared_input", "sequence", "gather_sequence", "sum_gradient"):
         return 0
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        raise ConfigError(
-            Problem(
-                "", f"{KEY}.plan", f"{style} is for Linear and Embedding modules, not for a {type(module).__name__}"
-            )
-        )
-    if isinstance(module, nn.Embedding):
+    if not isinstance(module, nn.Linear):
         return 0
     return {"colwise": module.out_features, "rowwise": module.in_features, "rowwise_sequence": module.in_features}.get(
         style, 0
