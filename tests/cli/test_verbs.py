@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.commands import run_lockstep
 
 from lockstep.cli.main import main
 from lockstep.cli.words import size, split
@@ -156,3 +157,23 @@ def test_config_schema_is_a_json_schema(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["config", "schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema["properties"]["run"] == {"$ref": "#/$defs/Run"}
+
+
+CUTS = [
+    (("--ranks", "8", "--parallel.pipeline", "8"), "8 stages, but Transformer has 4 blocks; take at most that many"),
+    (
+        ("--ranks", "2", "--parallel.pipeline", "2", "--parallel.pipeline_parallel.split", "[blocks.9]"),
+        "the model has no block 'blocks.9'; there are blocks.0, blocks.1",
+    ),
+    (
+        ("--ranks", "2", "--parallel.tensor", "2", "--parallel.tensor_parallel.plan", "{blocks.*.foo: colwise}"),
+        "no module of the model is called blocks.*.foo",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), CUTS)
+def test_plan_knows_what_a_model_can_be_cut_into(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = run_lockstep("plan", "stdlib-lm", "--model.layers", "4", *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr

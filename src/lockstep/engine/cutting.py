@@ -422,6 +422,17 @@ def call_forward(model: nn.Module, inputs: Inputs) -> object:
 # --- cutting ------------------------------------------------------------------------------------------------------
 
 
+def refuse_to_cut(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> None:
+    """As far as the modules tell.
+
+    Raises:
+        ConfigError: it can't be cut so.
+    """
+    _refuse_no_chain(model, blocks)
+    _begins(model, blocks, asked, outside(model, blocks, {}))
+    refuse_tied_blocks(model, blocks)
+
+
 def _refuse_no_chain(model: nn.Module, blocks: Sequence[str]) -> None:
     kind = type(model).__name__
     parents = dict.fromkeys(name.rpartition(".")[0] for name in blocks)

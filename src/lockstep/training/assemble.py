@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Objective, Source, Transform
     from lockstep.distributed.place import Place
     from lockstep.distributed.process_group import World
-    from lockstep.engine.cutting import Cut
+    from lockstep.engine.cutting import Cut, Cutting
     from lockstep.models.blank import Blank
     from lockstep.plan.mesh import Mesh
 
@@ -178,6 +178,19 @@ def make_objective(config: Config, facts: DataFacts, given: Given) -> Objective:
     return build_objective(config.objective, config.model, facts)
 
 
+def refuse_cuts(config: Config, mesh: Mesh, model: nn.Module) -> None:
+    """As far as can be told without a forward.
+
+    Raises:
+        ConfigError: the model can't be divided so.
+    """
+    _tensor_plan(config, mesh, model)
+    if mesh.pipeline > 1:
+        from lockstep.engine.cutting import refuse_to_cut
+
+        refuse_to_cut(model, blocks_in_line(model, repeated_blocks(model)), _cutting(config, mesh, 0))
+
+
 # --- single parts -------------------------------------------------------------------------------------------------
 
 
@@ -282,18 +295,24 @@ def _cut(
     """This rank's stages, if the model is cut into any."""
     if mesh.pipeline == 1:
         return None
-    from lockstep.engine.cutting import Cut, Cutting
+    from lockstep.engine.cutting import Cut
+
+    asked = _cutting(config, mesh, mesh.coordinates(world.rank)["pipeline"])
+    sample = next(evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu")))
+    return Cut(model, blocks_in_line(model, blocks), asked, world.device, sample.inputs, unheard)
+
+
+def _cutting(config: Config, mesh: Mesh, rank: int) -> Cutting:
+    from lockstep.engine.cutting import Cutting
 
     options = config.parallel.pipeline_parallel
-    asked = Cutting(
-        rank=mesh.coordinates(world.rank)["pipeline"],
+    return Cutting(
+        rank=rank,
         ranks=mesh.pipeline,
         schedule=options.schedule,
         stages_per_rank=stages_of(options.schedule, options.stages_per_rank),
         split=None if options.split == "auto" else options.split,
     )
-    sample = next(evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu")))
-    return Cut(model, blocks_in_line(model, blocks), asked, world.device, sample.inputs, unheard)
 
 
 def _rate(config: Config, given: Given) -> Rate:

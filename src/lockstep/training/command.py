@@ -20,7 +20,7 @@ from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import RunFolder, is_finished, read_summary
-from lockstep.training.assemble import make_model, open_sources
+from lockstep.training.assemble import make_model, open_sources, refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.given import Given
 from lockstep.training.job import Job, imports_ahead, opened, run_job
@@ -199,17 +199,19 @@ def run_config(run: Path) -> Config:
 
 def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
     """What follows from a config, without starting a process or allocating the model."""
-    from lockstep.models.facts import describe_model
+    from lockstep.models.build import sketch_model
+    from lockstep.models.facts import parameter_facts
     from lockstep.plan.plan import Machine, as_json, describe, make_plan
 
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
     refuse_given(config)
     source, _ = open_sources(config, given)
-    parameters = describe_model(config.model, source.facts, trust_remote_code=arguments.trust_remote_code)
+    model = sketch_model(config.model, source.facts, trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(config.launch)
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
     memory = arguments.memory or memory_here(gpus, count_cores(), ranks)
-    made = make_plan(config, ranks, source.facts, parameters, Machine(memory=memory))
+    made = make_plan(config, ranks, source.facts, parameter_facts(model), Machine(memory=memory))
+    refuse_cuts(config, made.mesh, model)
     print(json.dumps(as_json(made)) if arguments.json else f"{recipe}\n{describe(made)}")
     return 0
 
