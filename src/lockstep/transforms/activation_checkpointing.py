@@ -88,8 +88,8 @@ class RecomputeBlocks:
         if not chosen:
             return (
                 f"a {type(model).__name__} has no repeated blocks: a ModuleList or Sequential of layers of one class; "
-                "give it such a list, name classes in memory.activation_checkpointing.modules, or leave "
-                "memory.activation_checkpointing out"
+                "give it such a list, name classes (in a config memory.activation_checkpointing.modules, in Python "
+                "blocks=[...]), or leave activation checkpointing out"
             )
         return _inside_of_another(chosen) or _already(model, chosen) or _running_means(model, chosen)
 
@@ -171,7 +171,7 @@ def _running_means(model: nn.Module, chosen: Sequence[str]) -> str | None:
             if isinstance(module, _CHANGED_BY_FORWARD) and module.track_running_stats:
                 return (
                     f"{name} keeps running means, which a second forward would count twice; take a norm without "
-                    "them, such as group norm, or leave memory.activation_checkpointing out"
+                    "them, such as group norm, or leave activation checkpointing out"
                 )
     return None
 
