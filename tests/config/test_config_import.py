@@ -183,6 +183,16 @@ def test_a_deepspeed_json_becomes_a_config_that_deepspeed_takes(tmp_path: Path) 
     assert plain["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
 
 
+def test_nothing_follows_from_the_absence_of_what_is_left_to_auto(tmp_path: Path) -> None:
+    open_ = {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}
+    optimizer = {"type": "AdamW", "params": {"weight_decay": "auto"}}
+    found = imported(
+        tmp_path, {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": optimizer} | open_
+    )
+    assert [key for key in standings(found) if key.startswith("(")] == ["(scheduler)"]
+    assert not found.settings.keys() & {"optim.clip_norm", "precision.compute", "optim.weight_decay"}
+
+
 def test_the_words_that_are_compared_are_those_of_the_comparison() -> None:
     import inspect
 

@@ -300,7 +300,8 @@ def _defaults(facts: Facts, findings: Sequence[Finding]) -> Iterator[Finding]:
     """What the file leaves to its tool, and ours would do otherwise."""
     said = {key for one in findings for key in one.answer.settings}
     for word, key, settings in _DEFAULTS.get(facts.kind, ()):
-        if key not in said and not (key == "run.epochs" and _has(dict.fromkeys(said, 1), key)):
+        lengthy = key == "run.epochs" and _has(dict.fromkeys(said, 1), key)
+        if key not in said and not lengthy and not _left_open(word, facts):
             why = f"not in the file; the default of {NAMES[facts.kind]}"
             yield Finding(f"({word})", "", ways.derived(why, settings))
     if facts.kind == "trainer" and not said & {"batch.global_size", "batch.micro_size"}:
@@ -309,6 +310,12 @@ def _defaults(facts: Facts, findings: Sequence[Finding]) -> Iterator[Finding]:
         yield from _unsaid_by_deepspeed(facts, findings)
     if facts.kind == "yaml" and "parallel.strategy" not in said:
         yield from _strategy_of_sections(facts)
+
+
+def _left_open(words: str, facts: Facts) -> bool:
+    """Whether one of these is in the file, as `auto`."""
+    keys = {f"{word}{end}" for word in words.split(", ") for end in ("", ".enabled", ".type")}
+    return any(one.value == "auto" and ".".join(map(plain, one.path)) in keys for one in facts.said)
 
 
 def _default_batch(facts: Facts) -> Finding:
@@ -324,7 +331,7 @@ def _default_batch(facts: Facts) -> Finding:
 def _unsaid_by_deepspeed(facts: Facts, findings: Sequence[Finding]) -> Iterator[Finding]:
     settings = {key: value for one in findings for key, value in one.answer.settings.items()}
     name = "optimizer.params.weight_decay"
-    if "optim.name" in settings and "optim.weight_decay" not in settings:
+    if "optim.name" in settings and "optim.weight_decay" not in settings and not _left_open(name, facts):
         why = "not in the file; DeepSpeed's default"
         yield Finding(f"({name})", "", ways.derived(why, {"optim.weight_decay": 0.0}))
     if settings.get("optim.weight_decay"):
