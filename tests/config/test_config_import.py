@@ -193,6 +193,23 @@ def test_nothing_follows_from_the_absence_of_what_is_left_to_auto(tmp_path: Path
     assert not found.settings.keys() & {"optim.clip_norm", "precision.compute", "optim.weight_decay"}
 
 
+@pytest.mark.parametrize(
+    ("params", "standing"),
+    [
+        ({"warmup_num_steps": 10}, "to do"),
+        ({"warmup_num_steps": "auto"}, "to do"),
+        ({}, "to do"),
+        ({"warmup_num_steps": 0}, None),
+        ({"warmup_num_steps": 10, "warmup_type": "linear"}, None),
+    ],
+)
+def test_a_warm_up_whose_curve_is_left_to_deepspeed_is_to_do(
+    params: dict[str, Any], standing: str | None, tmp_path: Path
+) -> None:
+    found = imported(tmp_path, {"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": params}})
+    assert standings(found).get("(scheduler.params.warmup_type)") == standing
+
+
 def test_the_words_that_are_compared_are_those_of_the_comparison() -> None:
     import inspect
 

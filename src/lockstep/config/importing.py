@@ -337,9 +337,15 @@ def _unsaid_by_deepspeed(facts: Facts, findings: Sequence[Finding]) -> Iterator[
     if settings.get("optim.weight_decay"):
         why = "DeepSpeed's optimizer decays every parameter that it is given"
         yield Finding(f"({name})", "", ways.derived(why, {"optim.decay": "all"}))
-    if settings.get("schedule.warmup_steps") and facts.find(("warmup_type",)) is None:
-        why = "not in the file, which is log to DeepSpeed; warm-ups are linear here"
-        yield Finding("(scheduler.params.warmup_type)", "", not_needed(why))
+    if "schedule.kind" in settings and _warms_up_by_default(facts):
+        why = 'not in the file, and DeepSpeed\'s default is "log"; warm-ups are linear here'
+        yield Finding("(scheduler.params.warmup_type)", "", to_do(why))
+
+
+def _warms_up_by_default(facts: Facts) -> bool:
+    """Whether DeepSpeed's scheduler warms up, and nobody says in which curve."""
+    says_the_curve = any(one.word == "warmup_type" for one in facts.said)
+    return facts.has_section("scheduler") and not says_the_curve and facts.value(("warmup_num_steps",)) != 0
 
 
 def _strategy_of_sections(facts: Facts) -> Iterator[Finding]:
