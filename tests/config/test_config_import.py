@@ -18,7 +18,7 @@ from lockstep.cli.main import main
 from lockstep.config import deepspeed_words, foreign_words, import_words
 from lockstep.config.foreign_files import Kind, read_foreign
 from lockstep.config.import_table import ANSWERS
-from lockstep.config.importing import Imported, import_file, listed, nested
+from lockstep.config.importing import Imported, import_config, import_file, listed, nested
 from lockstep.config.loading import load
 from lockstep.config.reading import leaves, read_file
 from lockstep.core.errors import ConfigError
@@ -387,6 +387,21 @@ def test_a_switch_of_deepspeed_is_true_or_false(value: object, tmp_path: Path) -
 def test_a_sum_without_its_ranks_asks_for_them(tmp_path: Path) -> None:
     assert "--ranks N" in said(tmp_path, {"batch_size": 4, "epochs": 1}, ranks=None)
     assert "--ranks N" in said(tmp_path, {"output_dir": "o", "save_steps": 1}, ranks=None)
+
+
+def test_in_python_the_ranks_are_those_that_were_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("batch_size: 2\ngradient_accumulation_steps: 2\nepochs: 1\n")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="say how many it was made for: ranks=N"):
+        import_config(file)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert import_config(file)["batch"] == {"global_size": 16, "micro_size": 2}
+    assert import_config(file, ranks=2)["batch"] == {"global_size": 8, "micro_size": 2}
+    file.write_text("batch_size: 2\nepochs: 1\nworld_size: 3\n")
+    assert import_config(file)["batch"] == {"global_size": 6, "micro_size": 2}
+    with pytest.raises(ConfigError, match="is for 3 ranks, and ranks says 2; leave ranks out"):
+        import_config(file, ranks=2)
 
 
 def test_a_value_that_cannot_be_is_said_at_its_place(tmp_path: Path) -> None:
