@@ -417,6 +417,21 @@ def test_what_contradicts_is_not_there(tmp_path: Path) -> None:
     assert "2 x 2 x 8 = 32" in product.unanswered[0].answer.why
 
 
+@pytest.mark.parametrize(
+    ("whole", "ranks", "why"),
+    [
+        (16, 3, "16 / (2 micro-batches x 3 ranks) is no whole number of samples; ranks that divide it: 2 or 4"),
+        (16, 9, "is no whole number of samples; ranks that divide it: 8"),
+        (15, 3, "2 micro-batches don't divide 15, on however many ranks"),
+    ],
+)
+def test_a_batch_that_the_ranks_do_not_divide_is_not_rounded(whole: int, ranks: int, why: str, tmp_path: Path) -> None:
+    words = {"train_batch_size": whole, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    found = imported(tmp_path, words, ranks=ranks)
+    assert [(one.key, why in one.answer.why) for one in found.unanswered] == [("gradient_accumulation_steps", True)]
+    assert imported(tmp_path, words | {"train_batch_size": 2 * ranks}, ranks=ranks).settings["batch.micro_size"] == 1
+
+
 def test_a_pickle_is_never_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "training_args.bin"
     file.write_bytes(pickle.dumps(_Planted(tmp_path / "ran")))

@@ -10,7 +10,6 @@ together, of which one decides.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,8 +157,20 @@ def _accumulation(said: Said, whole: int | None, micro: int | None, steps: int, 
         return to_do(f"write batch.global_size: {steps} x samples of a micro-batch x ranks")
     if facts.ranks is None:
         raise NeedsRanks(f"{whole} samples / ({said.value} micro-batches x ranks) is a micro-batch")
-    size = math.ceil(whole / (steps * facts.ranks))
-    return derived(f"{whole} / ({steps} micro-batches x {facts.ranks} ranks)", {"batch.micro_size": size})
+    sum_ = f"{whole} / ({steps} micro-batches x {facts.ranks} ranks)"
+    if whole % (steps * facts.ranks):
+        return not_there(f"{sum_} is no whole number of samples; {_fitting_ranks(whole, steps, facts.ranks)}")
+    return derived(sum_, {"batch.micro_size": whole // (steps * facts.ranks)})
+
+
+def _fitting_ranks(whole: int, steps: int, ranks: int) -> str:
+    """The nearest that divide it, as the end of a sentence."""
+    if whole % steps:
+        return f"{steps} micro-batches don't divide {whole}, on however many ranks"
+    share = whole // steps
+    fewer = next(number for number in range(min(ranks, share), 0, -1) if share % number == 0)
+    more = next((number for number in range(ranks + 1, min(share, 4 * ranks) + 1) if share % number == 0), None)
+    return f"ranks that divide it: {fewer}{f' or {more}' if more else ''}"
 
 
 # --- length, warm-up, schedule --------------------------------------------------------------------------------------
