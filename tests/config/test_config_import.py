@@ -314,6 +314,30 @@ logging: {level: INFO}
 """
 
 
+@pytest.mark.parametrize("ranks", [None, 1, 2])
+def test_nanogpt_s_accumulation_is_that_of_all_ranks(ranks: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "nanogpt.yaml"
+    file.write_text(NANOGPT + "gradient_accumulation_steps: 4\n")
+    found = import_file(file, ranks=ranks)
+    assert (found.settings["batch.global_size"], found.settings["batch.micro_size"]) == (48, 12)
+    why = {one.key: one.answer.why for one in found.findings}
+    assert "nanoGPT divides them by the ranks" in why["batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"batch_size": 2}, {"batch_size": "2 samples of each rank x 1 micro-batches x 4 ranks"}),
+        ({"batch_size": 2, "train_batch_size": 8}, {"batch_size": "of each rank", "train_batch_size": "of all ranks"}),
+    ],
+)
+def test_whose_a_script_s_batch_size_is_taken_to_be_is_said(
+    words: dict[str, Any], why: dict[str, str], tmp_path: Path
+) -> None:
+    found = imported(tmp_path, words, "yaml", ranks=4)
+    assert {one.key: one.answer.why for one in found.findings} == why
+
+
 def test_words_are_answered_by_what_they_mean(tmp_path: Path) -> None:
     file = tmp_path / "nanogpt.yaml"
     file.write_text(NANOGPT)
