@@ -456,6 +456,19 @@ def test_a_batch_that_the_ranks_do_not_divide_is_not_rounded(whole: int, ranks: 
     assert imported(tmp_path, words | {"train_batch_size": 2 * ranks}, ranks=ranks).settings["batch.micro_size"] == 1
 
 
+def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero = {"zero_optimization": {"stage": 2, "offload_param": True}, "zero_optimisation": {}}
+    (tmp_path / "ds.json").write_text(json.dumps({"scheduler": [], "steps_per_print": "often", **zero}))
+    words = ["config", "import", str(tmp_path / "ds.json")]
+    lost = ("scheduler", "zero_optimization.offload_param", "zero_optimisation")
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert [key for key in ("steps_per_print", *lost) if f": {key}: " not in told] == []
+    assert main([*words, "--lenient"]) == 2
+    told = capsys.readouterr().err
+    assert [key for key in ("steps_per_print", *lost) if f": {key}: " in told] == ["steps_per_print"]
+
+
 def test_a_pickle_is_never_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "training_args.bin"
     file.write_bytes(pickle.dumps(_Planted(tmp_path / "ran")))

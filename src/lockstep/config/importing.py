@@ -59,35 +59,53 @@ class Imported:
     @property
     def unanswered(self) -> tuple[Finding, ...]:
         """What the run would lack."""
-        return tuple(one for one in self.findings if one.answer.standing in ("not there", "not known"))
+        return _lost(self.findings)
+
+
+def _lost(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    return tuple(one for one in findings if one.answer.standing in ("not there", "not known"))
 
 
 _ASKS_THE_SHELL, _ASKS_PYTHON = "--ranks N", "ranks=N"
 
 
 def import_file(
-    path: Path, kind: Kind | None = None, ranks: int | None = None, also: Sequence[Override] = ()
+    path: Path,
+    kind: Kind | None = None,
+    ranks: int | None = None,
+    also: Sequence[Override] = (),
+    lenient: bool = False,
 ) -> Imported:
     """Args:
         kind: None: as the file's words tell.
         ranks: on which it was meant to run.
         also: further settings, which win.
+        lenient: what is not there or not known is no mistake beside others.
 
     Raises:
-        ConfigError: the file can't be read; a sum needs `ranks`; a value, or two together, can't be in our config.
+        ConfigError: the file can't be read; a sum needs `ranks`; a value, or two together, can't be in our config,
+            with what is not there or not known besides.
     """
-    return _imported(read_foreign(path, kind), ranks, also)
+    return _imported(read_foreign(path, kind), ranks, also, lenient=lenient)
 
 
 def _imported(
-    file: ForeignFile, ranks: int | None, also: Sequence[Override] = (), asks: str = _ASKS_THE_SHELL
+    file: ForeignFile,
+    ranks: int | None,
+    also: Sequence[Override] = (),
+    asks: str = _ASKS_THE_SHELL,
+    lenient: bool = False,
 ) -> Imported:
     _refuse_other_ranks(file, ranks, asks)
     findings = listed(file, ranks, asks)
     over = _overridden(also)
     settings = {key: value for one in findings for key, value in one.answer.settings.items()} | over
     missing = {key: how for key, how in _NECESSARY.items() if not _has(settings, key)}
-    _check(settings, missing, {key: one for one in findings for key in one.answer.settings if key not in over}, over)
+    by_key = {key: one for one in findings for key in one.answer.settings if key not in over}
+    try:
+        _check(settings, missing, by_key, over)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *([] if lenient else map(_problem, _lost(findings)))]) from None
     return Imported(file, findings, settings, missing)
 
 
@@ -107,7 +125,7 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     file = read_foreign(Path(path), None)
     found = _imported(file, ranks or _ranks_of(file) or _ranks_started(), asks=_ASKS_PYTHON)
     if found.unanswered:
-        raise ConfigError([Problem(one.where, one.key, one.answer.why) for one in found.unanswered])
+        raise ConfigError([*map(_problem, found.unanswered)])
     return nested(found.settings)
 
 
@@ -428,6 +446,10 @@ def _check(
         validate(nested(whole))
     except ConfigError as error:
         raise ConfigError([_placed(problem, by_key, over) for problem in error.problems]) from None
+
+
+def _problem(one: Finding) -> Problem:
+    return Problem(one.where, one.key, one.answer.why)
 
 
 def _placed(problem: Problem, by_key: Mapping[str, Finding], over: Collection[str]) -> Problem:
