@@ -18,7 +18,7 @@ from lockstep.cli.main import main
 from lockstep.config import deepspeed_words, foreign_words, import_words
 from lockstep.config.foreign_files import Kind, read_foreign
 from lockstep.config.import_table import ANSWERS
-from lockstep.config.importing import Imported, import_file, listed, nested
+from lockstep.config.importing import Imported, import_config, import_file, listed, nested
 from lockstep.config.loading import load
 from lockstep.config.reading import leaves, read_file
 from lockstep.core.errors import ConfigError
@@ -183,6 +183,33 @@ def test_a_deepspeed_json_becomes_a_config_that_deepspeed_takes(tmp_path: Path) 
     assert plain["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
 
 
+def test_nothing_follows_from_the_absence_of_what_is_left_to_auto(tmp_path: Path) -> None:
+    open_ = {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}
+    optimizer = {"type": "AdamW", "params": {"weight_decay": "auto"}}
+    found = imported(
+        tmp_path, {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": optimizer} | open_
+    )
+    assert [key for key in standings(found) if key.startswith("(")] == ["(scheduler)"]
+    assert not found.settings.keys() & {"optim.clip_norm", "precision.compute", "optim.weight_decay"}
+
+
+@pytest.mark.parametrize(
+    ("params", "standing"),
+    [
+        ({"warmup_num_steps": 10}, "to do"),
+        ({"warmup_num_steps": "auto"}, "to do"),
+        ({}, "to do"),
+        ({"warmup_num_steps": 0}, None),
+        ({"warmup_num_steps": 10, "warmup_type": "linear"}, None),
+    ],
+)
+def test_a_warm_up_whose_curve_is_left_to_deepspeed_is_to_do(
+    params: dict[str, Any], standing: str | None, tmp_path: Path
+) -> None:
+    found = imported(tmp_path, {"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": params}})
+    assert standings(found).get("(scheduler.params.warmup_type)") == standing
+
+
 def test_the_words_that_are_compared_are_those_of_the_comparison() -> None:
     import inspect
 
@@ -287,6 +314,30 @@ logging: {level: INFO}
 """
 
 
+@pytest.mark.parametrize("ranks", [None, 1, 2])
+def test_nanogpt_s_accumulation_is_that_of_all_ranks(ranks: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "nanogpt.yaml"
+    file.write_text(NANOGPT + "gradient_accumulation_steps: 4\n")
+    found = import_file(file, ranks=ranks)
+    assert (found.settings["batch.global_size"], found.settings["batch.micro_size"]) == (48, 12)
+    why = {one.key: one.answer.why for one in found.findings}
+    assert "nanoGPT divides them by the ranks" in why["batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ({"batch_size": 2}, {"batch_size": "2 samples of each rank x 1 micro-batches x 4 ranks"}),
+        ({"batch_size": 2, "train_batch_size": 8}, {"batch_size": "of each rank", "train_batch_size": "of all ranks"}),
+    ],
+)
+def test_whose_a_script_s_batch_size_is_taken_to_be_is_said(
+    words: dict[str, Any], why: dict[str, str], tmp_path: Path
+) -> None:
+    found = imported(tmp_path, words, "yaml", ranks=4)
+    assert {one.key: one.answer.why for one in found.findings} == why
+
+
 def test_words_are_answered_by_what_they_mean(tmp_path: Path) -> None:
     file = tmp_path / "nanogpt.yaml"
     file.write_text(NANOGPT)
@@ -362,6 +413,21 @@ def test_a_sum_without_its_ranks_asks_for_them(tmp_path: Path) -> None:
     assert "--ranks N" in said(tmp_path, {"output_dir": "o", "save_steps": 1}, ranks=None)
 
 
+def test_in_python_the_ranks_are_those_that_were_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("batch_size: 2\ngradient_accumulation_steps: 2\nepochs: 1\n")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="say how many it was made for: ranks=N"):
+        import_config(file)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert import_config(file)["batch"] == {"global_size": 16, "micro_size": 2}
+    assert import_config(file, ranks=2)["batch"] == {"global_size": 8, "micro_size": 2}
+    file.write_text("batch_size: 2\nepochs: 1\nworld_size: 3\n")
+    assert import_config(file)["batch"] == {"global_size": 6, "micro_size": 2}
+    with pytest.raises(ConfigError, match="is for 3 ranks, and ranks says 2; leave ranks out"):
+        import_config(file, ranks=2)
+
+
 def test_a_value_that_cannot_be_is_said_at_its_place(tmp_path: Path) -> None:
     assert "theirs.json:1:19: learning_rate: optim.lr: 'fast' is not a number" in said(
         tmp_path, {"learning_rate": "fast", "epochs": 1}
@@ -373,6 +439,34 @@ def test_what_contradicts_is_not_there(tmp_path: Path) -> None:
     assert [(one.key, "keep one of the two" in one.answer.why) for one in found.unanswered] == [("optimizer.lr", True)]
     product = imported(tmp_path, {"train_batch_size": 10, "micro_batch_size": 2, "gradient_accumulation_steps": 2})
     assert "2 x 2 x 8 = 32" in product.unanswered[0].answer.why
+
+
+@pytest.mark.parametrize(
+    ("whole", "ranks", "why"),
+    [
+        (16, 3, "16 / (2 micro-batches x 3 ranks) is no whole number of samples; ranks that divide it: 2 or 4"),
+        (16, 9, "is no whole number of samples; ranks that divide it: 8"),
+        (15, 3, "2 micro-batches don't divide 15, on however many ranks"),
+    ],
+)
+def test_a_batch_that_the_ranks_do_not_divide_is_not_rounded(whole: int, ranks: int, why: str, tmp_path: Path) -> None:
+    words = {"train_batch_size": whole, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    found = imported(tmp_path, words, ranks=ranks)
+    assert [(one.key, why in one.answer.why) for one in found.unanswered] == [("gradient_accumulation_steps", True)]
+    assert imported(tmp_path, words | {"train_batch_size": 2 * ranks}, ranks=ranks).settings["batch.micro_size"] == 1
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero = {"zero_optimization": {"stage": 2, "offload_param": True}, "zero_optimisation": {}}
+    (tmp_path / "ds.json").write_text(json.dumps({"scheduler": [], "steps_per_print": "often", **zero}))
+    words = ["config", "import", str(tmp_path / "ds.json")]
+    lost = ("scheduler", "zero_optimization.offload_param", "zero_optimisation")
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert [key for key in ("steps_per_print", *lost) if f": {key}: " not in told] == []
+    assert main([*words, "--lenient"]) == 2
+    told = capsys.readouterr().err
+    assert [key for key in ("steps_per_print", *lost) if f": {key}: " in told] == ["steps_per_print"]
 
 
 def test_a_pickle_is_never_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

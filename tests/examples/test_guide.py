@@ -85,7 +85,7 @@ def start(place: Path, script: str, mode: str, output: Path, **variables: str) -
         "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "MODEL_NAME": str(place / "model"),
-        "CONFIG": str(place / MODES[mode]),
+        "CONFIG": str(place / MODES.get(mode, "none")),
         "OUTPUT_DIR": str(output),
         **variables,
     }
@@ -159,6 +159,17 @@ if [[ $1 == train ]]; then shift; set -- config check "${{@:1:2}}" "${{@:5}}"; f
     )  # fmt: skip
     said, _ = process.communicate(timeout=60)
     assert (process.returncode, said.splitlines()[-1]) == (0, "ok"), said
+
+
+def test_the_own_launcher_s_mode_is_the_strategy(place: Path, tmp_path: Path) -> None:
+    """Of a config that says none; a mode that there isn't is named."""
+    command(tmp_path, "lockstep", 'echo "$@"')
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    said, _ = start(place, "own_launcher.sh", "fsdp", tmp_path / "out", PATH=path).communicate(timeout=60)
+    assert f"train {place / 'fsdp.yaml'} --ranks 2 --parallel.strategy fsdp" in said
+    wrong = start(place, "own_launcher.sh", "foo", tmp_path / "out", PATH=path, CONFIG="")
+    said, _ = wrong.communicate(timeout=60)
+    assert (wrong.returncode, "no mode foo; which mode: ddp, fsdp or deepspeed" in said) == (2, True), said
 
 
 def test_slurm_tells_each_node_where_to_meet(place: Path, tmp_path: Path) -> None:

@@ -4,6 +4,10 @@
 set -euo pipefail
 
 mode=${1:?which mode: ddp, fsdp or deepspeed}
+if [[ ! $mode =~ ^(ddp|fsdp|deepspeed)$ ]]; then
+    echo "own_launcher.sh: there is no mode $mode; which mode: ddp, fsdp or deepspeed" >&2
+    exit 2
+fi
 shift
 guide=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 output=${OUTPUT_DIR:-runs/guide-$mode}
@@ -19,6 +23,7 @@ fi
 
 lockstep train "${files[@]}" \
     --ranks "${RANKS:-2}" \
+    --parallel.strategy "$mode" \
     --model.pretrained "${MODEL_NAME:-gpt2}" \
     --run.folder "$output" \
     --run.seed "${SEED:-42}" \

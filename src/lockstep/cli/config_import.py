@@ -53,7 +53,7 @@ def run(words: Sequence[str]) -> int:
 
     from lockstep.config.importing import import_file
 
-    imported = import_file(asked.file, asked.kind, asked.ranks, overrides)
+    imported = import_file(asked.file, asked.kind, asked.ranks, overrides, asked.lenient)
     if asked.json:
         print(json.dumps(_as_json(imported), indent=2))
     else:

@@ -10,7 +10,6 @@ together, of which one decides.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,12 +130,32 @@ def batch(said: Said, facts: Facts) -> Answer:
     if said.word in ACCUMULATION_HERE:
         return _accumulation(said, whole, micro, steps, facts)
     if whole is not None or not isinstance(said.value, int):
-        return taken(batch__micro_size=said.value)
+        return Answer("taken", {"batch.micro_size": said.value}, "of each rank" if _guessed(facts) else "")
+    if _of_nanogpt(facts):
+        why = f"{said.value} samples x {steps} micro-batches of all ranks together: nanoGPT divides them by the ranks"
+        return derived(why, {"batch.global_size": said.value * steps, "batch.micro_size": said.value})
     if facts.ranks is None:
         raise NeedsRanks(f"{said.value} samples x {steps} micro-batches x ranks is the global batch")
     total = said.value * steps * facts.ranks
-    sum_ = f"{said.value} samples x {steps} micro-batches x {facts.ranks} ranks"
+    sum_ = f"{said.value} samples of each rank x {steps} micro-batches x {facts.ranks} ranks"
     return derived(sum_, {"batch.global_size": total, "batch.micro_size": said.value})
+
+
+def _guessed(facts: Facts) -> bool:
+    """Whether a script of its own could mean a size of each rank, or of all."""
+    return facts.kind == "yaml"
+
+
+def _of_nanogpt(facts: Facts) -> bool:
+    """By its words. Where it leaves out the accumulation, nanoGPT's default would be meant, which forks change."""
+    words = {one.word for one in facts.said}
+    return facts.kind == "yaml" and "gradient_accumulation_steps" in words and len(words & _NANOGPT) >= 3
+
+
+_NANOGPT = {
+    "always_save_checkpoint", "block_size", "decay_lr", "eval_iters", "init_from", "lr_decay_iters", "max_iters",
+    "n_embd", "wandb_log", "warmup_iters",
+}  # fmt: skip
 
 
 def _whole(value: object, micro: int | None, steps: int, facts: Facts) -> Answer:
@@ -144,7 +163,7 @@ def _whole(value: object, micro: int | None, steps: int, facts: Facts) -> Answer
     if said_all and micro is not None and facts.ranks is not None and micro * steps * facts.ranks != value:
         product = f"{micro} x {steps} x {facts.ranks} = {micro * steps * facts.ranks}"
         return not_there(f"micro-batch x accumulation x ranks is {product}; correct one of the four")
-    return taken(batch__global_size=value)
+    return Answer("taken", {"batch.global_size": value}, "of all ranks" if _guessed(facts) else "")
 
 
 def _accumulation(said: Said, whole: int | None, micro: int | None, steps: int, facts: Facts) -> Answer:
@@ -158,8 +177,20 @@ def _accumulation(said: Said, whole: int | None, micro: int | None, steps: int, 
         return to_do(f"write batch.global_size: {steps} x samples of a micro-batch x ranks")
     if facts.ranks is None:
         raise NeedsRanks(f"{whole} samples / ({said.value} micro-batches x ranks) is a micro-batch")
-    size = math.ceil(whole / (steps * facts.ranks))
-    return derived(f"{whole} / ({steps} micro-batches x {facts.ranks} ranks)", {"batch.micro_size": size})
+    sum_ = f"{whole} / ({steps} micro-batches x {facts.ranks} ranks)"
+    if whole % (steps * facts.ranks):
+        return not_there(f"{sum_} is no whole number of samples; {_fitting_ranks(whole, steps, facts.ranks)}")
+    return derived(sum_, {"batch.micro_size": whole // (steps * facts.ranks)})
+
+
+def _fitting_ranks(whole: int, steps: int, ranks: int) -> str:
+    """The nearest that divide it, as the end of a sentence."""
+    if whole % steps:
+        return f"{steps} micro-batches don't divide {whole}, on however many ranks"
+    share = whole // steps
+    fewer = next(number for number in range(min(ranks, share), 0, -1) if share % number == 0)
+    more = next((number for number in range(ranks + 1, min(share, 4 * ranks) + 1) if share % number == 0), None)
+    return f"ranks that divide it: {fewer}{f' or {more}' if more else ''}"
 
 
 # --- length, warm-up, schedule --------------------------------------------------------------------------------------

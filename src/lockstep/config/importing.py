@@ -59,27 +59,53 @@ class Imported:
     @property
     def unanswered(self) -> tuple[Finding, ...]:
         """What the run would lack."""
-        return tuple(one for one in self.findings if one.answer.standing in ("not there", "not known"))
+        return _lost(self.findings)
+
+
+def _lost(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    return tuple(one for one in findings if one.answer.standing in ("not there", "not known"))
+
+
+_ASKS_THE_SHELL, _ASKS_PYTHON = "--ranks N", "ranks=N"
 
 
 def import_file(
-    path: Path, kind: Kind | None = None, ranks: int | None = None, also: Sequence[Override] = ()
+    path: Path,
+    kind: Kind | None = None,
+    ranks: int | None = None,
+    also: Sequence[Override] = (),
+    lenient: bool = False,
 ) -> Imported:
     """Args:
         kind: None: as the file's words tell.
         ranks: on which it was meant to run.
         also: further settings, which win.
+        lenient: what is not there or not known is no mistake beside others.
 
     Raises:
-        ConfigError: the file can't be read; a sum needs `ranks`; a value, or two together, can't be in our config.
+        ConfigError: the file can't be read; a sum needs `ranks`; a value, or two together, can't be in our config,
+            with what is not there or not known besides.
     """
-    file = read_foreign(path, kind)
-    _refuse_other_ranks(file, ranks)
-    findings = listed(file, ranks)
+    return _imported(read_foreign(path, kind), ranks, also, lenient=lenient)
+
+
+def _imported(
+    file: ForeignFile,
+    ranks: int | None,
+    also: Sequence[Override] = (),
+    asks: str = _ASKS_THE_SHELL,
+    lenient: bool = False,
+) -> Imported:
+    _refuse_other_ranks(file, ranks, asks)
+    findings = listed(file, ranks, asks)
     over = _overridden(also)
     settings = {key: value for one in findings for key, value in one.answer.settings.items()} | over
     missing = {key: how for key, how in _NECESSARY.items() if not _has(settings, key)}
-    _check(settings, missing, {key: one for one in findings for key in one.answer.settings if key not in over}, over)
+    by_key = {key: one for one in findings for key in one.answer.settings if key not in over}
+    try:
+        _check(settings, missing, by_key, over)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *([] if lenient else map(_problem, _lost(findings)))]) from None
     return Imported(file, findings, settings, missing)
 
 
@@ -90,26 +116,31 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     what becomes of each key.
 
     Args:
-        ranks: on which it was meant to run, where a sum needs it.
+        ranks: on which it was meant to run, where a sum needs it. None: as many as the file says, else as
+            WORLD_SIZE says, which torchrun sets.
 
     Raises:
         ConfigError: as of `import_file`; or a key would be lost.
     """
-    found = import_file(Path(path), None, ranks)
+    file = read_foreign(Path(path), None)
+    found = _imported(file, ranks or _ranks_of(file) or _ranks_started(), asks=_ASKS_PYTHON)
     if found.unanswered:
-        raise ConfigError([Problem(one.where, one.key, one.answer.why) for one in found.unanswered])
+        raise ConfigError([*map(_problem, found.unanswered)])
     return nested(found.settings)
 
 
-def listed(file: ForeignFile, ranks: int | None = None) -> tuple[Finding, ...]:
+def listed(file: ForeignFile, ranks: int | None = None, asks: str = _ASKS_THE_SHELL) -> tuple[Finding, ...]:
     """What becomes of each key, before anything is checked.
+
+    Args:
+        asks: how whoever imports would say the ranks.
 
     Raises:
         ConfigError: a sum needs `ranks`.
     """
     facts = Facts(file.kind, file.said, ranks or _ranks_of(file), file.path.parent)
-    found = _settled([*_findings(facts)])
-    return (*found, *_defaults(facts, found))
+    found = _settled([*_findings(facts, asks)])
+    return (*found, *_defaults(facts, found, asks))
 
 
 def nested(settings: Mapping[str, object]) -> dict[str, object]:
@@ -145,12 +176,10 @@ def _overridden(also: Sequence[Override]) -> dict[str, object]:
     return {".".join(path): to_python(node) for path, node in leaves(tree) if path}
 
 
-def _refuse_other_ranks(file: ForeignFile, ranks: int | None) -> None:
-    said = _ranks_of(file)
+def _refuse_other_ranks(file: ForeignFile, ranks: int | None, asks: str) -> None:
+    said, word = _ranks_of(file), asks.rstrip("= N")
     if None not in (ranks, said) and said != ranks:
-        raise ConfigError(
-            f"{file.path} is for {said} ranks, and --ranks says {ranks}; leave --ranks out, or correct it"
-        )
+        raise ConfigError(f"{file.path} is for {said} ranks, and {word} says {ranks}; leave {word} out, or correct it")
 
 
 def _ranks_of(file: ForeignFile) -> int | None:
@@ -159,16 +188,21 @@ def _ranks_of(file: ForeignFile) -> int | None:
     return here * machines if here is not None else facts.number(ways.RANKS)
 
 
+def _ranks_started() -> int | None:
+    said = os.environ.get("WORLD_SIZE", "")
+    return int(said) if said.isdecimal() else None
+
+
 # --- one answer a key -----------------------------------------------------------------------------------------------
 
 
-def _findings(facts: Facts) -> Iterator[Finding]:
+def _findings(facts: Facts, asks: str) -> Iterator[Finding]:
     short_of_ranks = []
     for said in facts.said:
         try:
             yield Finding(said.key, said.where, answered(said, facts))
         except NeedsRanks as needs:
-            short_of_ranks.append(Problem(said.where, said.key, f"{needs}; say how many it was made for: --ranks N"))
+            short_of_ranks.append(Problem(said.where, said.key, f"{needs}; say how many it was made for: {asks}"))
     if short_of_ranks:
         raise ConfigError(short_of_ranks)
 
@@ -296,43 +330,54 @@ def _settled(findings: Sequence[Finding]) -> list[Finding]:
     return settled
 
 
-def _defaults(facts: Facts, findings: Sequence[Finding]) -> Iterator[Finding]:
+def _defaults(facts: Facts, findings: Sequence[Finding], asks: str) -> Iterator[Finding]:
     """What the file leaves to its tool, and ours would do otherwise."""
     said = {key for one in findings for key in one.answer.settings}
     for word, key, settings in _DEFAULTS.get(facts.kind, ()):
-        if key not in said and not (key == "run.epochs" and _has(dict.fromkeys(said, 1), key)):
+        lengthy = key == "run.epochs" and _has(dict.fromkeys(said, 1), key)
+        if key not in said and not lengthy and not _left_open(word, facts):
             why = f"not in the file; the default of {NAMES[facts.kind]}"
             yield Finding(f"({word})", "", ways.derived(why, settings))
     if facts.kind == "trainer" and not said & {"batch.global_size", "batch.micro_size"}:
-        yield _default_batch(facts)
+        yield _default_batch(facts, asks)
     if facts.kind == "deepspeed":
         yield from _unsaid_by_deepspeed(facts, findings)
     if facts.kind == "yaml" and "parallel.strategy" not in said:
         yield from _strategy_of_sections(facts)
 
 
-def _default_batch(facts: Facts) -> Finding:
+def _left_open(words: str, facts: Facts) -> bool:
+    """Whether one of these is in the file, as `auto`."""
+    keys = {f"{word}{end}" for word in words.split(", ") for end in ("", ".enabled", ".type")}
+    return any(one.value == "auto" and ".".join(map(plain, one.path)) in keys for one in facts.said)
+
+
+def _default_batch(facts: Facts, asks: str) -> Finding:
     said = Said(("per_device_train_batch_size",), 8, "")
     try:
         return Finding(f"({said.key})", "", ways.batch(said, facts))
     except NeedsRanks as needs:
-        raise ConfigError(
-            Problem("", said.key, f"{needs} (8 is HF Trainer's default); say how many: --ranks N")
-        ) from None
+        raise ConfigError(Problem("", said.key, f"{needs} (8 is HF Trainer's default); say how many: {asks}")) from None
 
 
 def _unsaid_by_deepspeed(facts: Facts, findings: Sequence[Finding]) -> Iterator[Finding]:
     settings = {key: value for one in findings for key, value in one.answer.settings.items()}
     name = "optimizer.params.weight_decay"
-    if "optim.name" in settings and "optim.weight_decay" not in settings:
+    if "optim.name" in settings and "optim.weight_decay" not in settings and not _left_open(name, facts):
         why = "not in the file; DeepSpeed's default"
         yield Finding(f"({name})", "", ways.derived(why, {"optim.weight_decay": 0.0}))
     if settings.get("optim.weight_decay"):
         why = "DeepSpeed's optimizer decays every parameter that it is given"
         yield Finding(f"({name})", "", ways.derived(why, {"optim.decay": "all"}))
-    if settings.get("schedule.warmup_steps") and facts.find(("warmup_type",)) is None:
-        why = "not in the file, which is log to DeepSpeed; warm-ups are linear here"
-        yield Finding("(scheduler.params.warmup_type)", "", not_needed(why))
+    if "schedule.kind" in settings and _warms_up_by_default(facts):
+        why = 'not in the file, and DeepSpeed\'s default is "log"; warm-ups are linear here'
+        yield Finding("(scheduler.params.warmup_type)", "", to_do(why))
+
+
+def _warms_up_by_default(facts: Facts) -> bool:
+    """Whether DeepSpeed's scheduler warms up, and nobody says in which curve."""
+    says_the_curve = any(one.word == "warmup_type" for one in facts.said)
+    return facts.has_section("scheduler") and not says_the_curve and facts.value(("warmup_num_steps",)) != 0
 
 
 def _strategy_of_sections(facts: Facts) -> Iterator[Finding]:
@@ -401,6 +446,10 @@ def _check(
         validate(nested(whole))
     except ConfigError as error:
         raise ConfigError([_placed(problem, by_key, over) for problem in error.problems]) from None
+
+
+def _problem(one: Finding) -> Problem:
+    return Problem(one.where, one.key, one.answer.why)
 
 
 def _placed(problem: Problem, by_key: Mapping[str, Finding], over: Collection[str]) -> Problem:
