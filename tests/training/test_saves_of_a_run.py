@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from kit.worlds import in_world
 
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.checkpoint.reading import read_manifest
+from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.training.job import Job, run_job
@@ -68,3 +71,46 @@ def test_a_run_that_can_not_be_saved_leaves_its_weights(ranks: int, tmp_path: Pa
         assert said.endswith(f"No space left on device; its weights are in {weights}")
     assert weights.is_file()
     assert not (run / "summary.json").exists()
+
+
+class Endless(small.CrossEntropy):
+    """Judges a model with the next of its figures."""
+
+    def __init__(self, figures: list[str]) -> None:
+        self._figures = [float(figure) for figure in figures]
+
+    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+        asked_for_names = loss_sum == count
+        return {"loss": loss_sum / count, "figure": 1.0 if asked_for_names else self._figures.pop(0)}
+
+
+def _judged(folder: Path, figures: list[str], **sections: Any) -> dict[str, Any]:
+    target = {"kind": "custom", "target": f"{__name__}:Endless", "arguments": {"figures": figures}}
+    return _config(folder, objective=target, **sections)
+
+
+def test_a_metric_that_is_not_finite_costs_no_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    checkpoint = {"best": "held-out.figure", "best_is": "highest", "keep_last": 9, "every": "2 steps"}
+    sections = {"checkpoint": checkpoint, "evaluation": {"every": "2 steps"}}
+    config = _judged(run, ["inf", "0.5", "nan", "-inf"], **sections)
+    in_world(1, _run, config)
+    storage = LocalStorage(run / "checkpoints")
+    saved = {one.step: one for one in (read_manifest(storage, name) for name in storage.names())}
+    assert {step: saved[step].metrics["held-out.figure"] for step in saved} == {2: None, 4: 0.5, 6: None, 7: None}
+    assert {step: saved[step].state["best"] for step in saved} == {2: None, 4: 0.5, 6: 0.5, 7: 0.5}
+    assert json.loads((run / "summary.json").read_text(), parse_constant=pytest.fail)["evaluation"]["figure"] is None
+    capsys.readouterr()
+    assert main(["ckpt", "ls", str(run)]) == 0
+    rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()[2:]}
+    assert [step for step in rows if "best" in rows[step]] == ["4"]
+    assert sorted(step for step in rows if "figure not finite" in rows[step]) == ["2", "6", "7"]
+    assert main(["ckpt", "show", str(run), "--step", "2"]) == 0
+    in_world(1, _run, {**config, "run": {**config["run"], "steps": 9}})
+    assert read_manifest(storage, "step-00000009").state["best"] == 0.5
+
+
+def test_why_a_save_failed_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.training.checkpoints.finite", lambda value: value)
+    with pytest.raises(GiveUp, match="could not be saved: metrics: Input should be a finite number"):
+        _run(_judged(tmp_path / "run", ["inf"]))

@@ -38,7 +38,7 @@ ELEMENT_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 
-class _Wrong(Exception):
+class _Wrong(GiveUp):
     """Ends a validation at the first fault. pydantic would collect them all: a million wrong entries, 15 MB of text,
     became 4 GB of errors."""
 
@@ -138,7 +138,7 @@ class Manifest(_Record):
     ranks: that wrote it.
     written: when, in UTC.
     state: what goes on besides tensors; plain JSON.
-    metrics: of the evaluation at this very step, `set.metric`; empty if there was none.
+    metrics: of the evaluation at this very step, `set.metric`, None for what wasn't finite; empty if there was none.
     config: of the run, as far as it was not the default.
     environment: versions, and the state of the user's code.
     """

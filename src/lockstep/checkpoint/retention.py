@@ -117,7 +117,7 @@ def best_of(entries: Mapping[int, Entry], section: Checkpoint) -> int | None:
     best: int | None = None
     for step in sorted(entries):
         metric = entries[step].metric
-        if metric is None or math.isnan(metric):
+        if metric is None or not math.isfinite(metric):
             continue
         champion = entries[best].metric if best is not None else None
         if champion is None or better(metric, champion):

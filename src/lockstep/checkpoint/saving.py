@@ -364,7 +364,7 @@ def _opened(data: bytes, file: str) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, GiveUp) else f"{type(error).__name__}: {error}"
 
 
 def _join(thread: threading.Thread | None) -> None:

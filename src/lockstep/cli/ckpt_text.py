@@ -349,10 +349,10 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _metrics(metrics: Mapping[str, float | None]) -> str:
     """held-out: loss 0.1385, accuracy 97.21 %"""
-    by_set: dict[str, dict[str, float]] = {}
+    by_set: dict[str, dict[str, float | None]] = {}
     for name, value in metrics.items():
         evaluation, _, metric = name.rpartition(".")
-        by_set.setdefault(evaluation, {})[metric] = float("nan") if value is None else value
+        by_set.setdefault(evaluation, {})[metric] = value
     return "; ".join(f"{evaluation}: {figures.metrics(values)}" for evaluation, values in by_set.items())
 
 

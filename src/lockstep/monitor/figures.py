@@ -32,15 +32,17 @@ def value(number: float) -> str:
     return f"{number:.2e}"
 
 
-def metric(name: str, number: float) -> str:
-    """bits_per_byte 2.19, accuracy 97.2 %."""
+def metric(name: str, number: float | None) -> str:
+    """bits_per_byte 2.19, accuracy 97.2 %; None, as JSON has what isn't finite, is said so."""
     words = name.replace("_", " ")
+    if number is None:
+        return f"{words} not finite"
     if name.endswith("accuracy") and math.isfinite(number):
         return f"{words} {100 * number:.2f} %"
     return f"{words} {value(number)}"
 
 
-def metrics(numbers: Mapping[str, float]) -> str:
+def metrics(numbers: Mapping[str, float | None]) -> str:
     """The loss first."""
     names = sorted(numbers, key=lambda name: name != "loss")
     return ", ".join(metric(name, numbers[name]) for name in names)

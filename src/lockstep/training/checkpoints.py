@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import math
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -230,7 +231,7 @@ class Checkpoints:
         """Whether the metric of `checkpoint.best` has never been better."""
         name = self._section.best
         metric = flat(evaluations).get(name) if name else None
-        if name is None or metric is None or metric != metric:
+        if name is None or metric is None or not math.isfinite(metric):
             return False
         if self._best is not None and not is_better(name, self._section.best_is)(metric, self._best):
             return False
@@ -246,8 +247,7 @@ class Checkpoints:
             return
         state = session.state()
         values = {**state.values, "data": data_facts(session), "best": self._best}
-        metrics = {name: value if value == value else None for name, value in flat(evaluations).items()}
-        moment = Moment(progress.steps, progress.samples, progress.tokens, values, metrics)
+        moment = Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)))
         session.hold(saver.start(state, moment))
         self._saved_at = progress.steps
         self._due.restart()
