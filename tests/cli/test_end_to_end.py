@@ -329,6 +329,23 @@ def test_from_a_step(own: Path) -> None:
     assert "resumes from step 2 " in back.stdout + back.stderr
 
 
+def test_a_fork_begins_a_new_run(own: Path) -> None:
+    words = ["--run.steps", "2", "--checkpoint.every", "1 step", "--checkpoint.keep_last", "9", *QUIET]
+    assert run_lockstep("train", "own.json", "--run.folder", "origin", *words, cwd=own).returncode == 0
+    shutil.copytree(own / "origin", own / "other")
+    (own / "full").mkdir()
+    (own / "full" / "notes").touch()
+    before = sorted(own.rglob("*"))
+    elsewhere = ["--checkpoint.folder", "other/checkpoints"]
+    for fork in (["origin/../origin"], [str(own / "origin")], ["other"], ["full"], ["nothere", *elsewhere]):
+        refused = run_lockstep("train", "origin", "--from", "1", "--fork", *fork, cwd=own)
+        assert refused.returncode == 2, refused.stderr
+        assert "name a" in refused.stderr
+    assert sorted(own.rglob("*")) == before
+    (own / "empty").mkdir()
+    assert run_lockstep("train", "origin", "--from", "1", "--fork", "empty", cwd=own).returncode == 0
+
+
 def test_a_run_that_is_refused_leaves_no_folder(own: Path) -> None:
     refused = run_lockstep(
         "train", "own.json", "--run.folder", "nothere", "--model.init_from", "nothere.pt", *QUIET, cwd=own

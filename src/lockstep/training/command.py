@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.checkpoint.reading import by_step
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
-from lockstep.monitor.folder import RunFolder, is_finished, read_summary
+from lockstep.monitor.folder import RunFolder, is_finished, is_run, read_summary
 from lockstep.training.assemble import make_model, open_sources, refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.given import Given
@@ -39,6 +40,7 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     refuse_given(config)
     folder = config.run.folder
     _refuse_missing_step(config, arguments)
+    _refuse_taken_fork(config, arguments)
     again = arguments.fresh or arguments.step is not None
     if folder is not None and is_finished(folder) and not again and not _asks_for_more(config, Path(folder)):
         print(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
@@ -64,6 +66,21 @@ def _refuse_missing_step(config: Config, arguments: TrainArguments) -> None:
         if config.run.folder is None:
             raise ConfigError("--from goes on with a run: lockstep train RUN --from STEP, or give its run.folder")
         choose(Place(Path(storage_of(config, Path(config.run.folder)).place)), arguments.step)
+
+
+def _refuse_taken_fork(config: Config, arguments: TrainArguments) -> None:
+    """A fork would put aside what another run has left. Of several ranks the first makes the folder, and looks."""
+    folder = config.run.folder
+    if arguments.origin is None or folder is None or os.environ.get("RANK", "0") != "0":
+        return
+    if Path(folder).is_dir() and any(Path(folder).iterdir()):
+        on = f", or go on with that one: lockstep train {folder}" if is_run(folder) else ""
+        held = "a run already" if is_run(folder) else "something else"
+        raise ConfigError(f"--fork begins a new run, and {folder} holds {held}; name a folder that isn't there{on}")
+    storage = storage_of(config, Path(folder))
+    if by_step(storage.names()):
+        why = f"{storage.place} holds checkpoints already, and a fork begins with one of its own; name another folder"
+        raise ConfigError(Problem("", "checkpoint.folder", why))
 
 
 def _resume(arguments: TrainArguments) -> Resume:
