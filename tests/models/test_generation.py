@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.config.schema import HuggingFaceModel, TransformerModel
+from lockstep.core.errors import GiveUp
 from lockstep.core.records import DataFacts
 from lockstep.models.build import build_model
 from lockstep.models.generation import generate
@@ -57,3 +58,23 @@ def test_draws_follow_the_generator(section):
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="prompt is empty"):
         next(generate(_NextIsOneMore(), [], 1))
+
+
+class _Diverged(nn.Module):
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor(logits))
+
+    def forward(self, tokens):
+        return self.logits.expand(1, tokens.shape[1], -1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("logits", [[0.0, float("nan")], [0.0, float("inf")], [-float("inf")] * 2])
+def test_logits_that_are_not_finite_are_refused(logits, temperature):
+    with pytest.raises(GiveUp, match="the model's logits aren't finite"):
+        next(generate(_Diverged(logits), [0], 1, temperature=temperature))
+
+
+def test_a_token_may_be_forbidden():
+    assert list(generate(_Diverged([0.0, -float("inf")]), [0], 3)) == [0, 0, 0]
