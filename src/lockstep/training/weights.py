@@ -65,7 +65,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     place = folder / MODEL
     if not holds_weights(place):
-        raise ConfigError(f"{folder}: this run left no weights ({Path(MODEL, FILE)}); only a finished run does")
+        raise ConfigError(
+            f"{folder}: this run left no weights ({Path(MODEL, FILE)}); only a finished run does: "
+            f"finish it (lockstep train {folder}), or take those of its newest checkpoint "
+            f"(lockstep export {folder} --to {place})"
+        )
     try:
         fit = fit_weights(model, read_weights(place))
         if not fit.whole:
