@@ -329,6 +329,24 @@ def test_from_a_step(own: Path) -> None:
     assert "resumes from step 2 " in back.stdout + back.stderr
 
 
+def test_a_run_that_is_further_is_left_as_it_is(own: Path) -> None:
+    words = ["--run.steps", "4", *QUIET]
+    assert run_lockstep("train", "own.json", "--run.folder", "further", *words, cwd=own).returncode == 0
+    before = {path: path.read_bytes() for path in (own / "further").rglob("*") if path.is_file()}
+    shorter = run_lockstep("train", "further", "--run.steps", "2", "--json", cwd=own)
+    assert said(shorter)["steps"] == 4
+    assert "is at step 4 already, past run.steps 2; give it a longer run.steps" in shorter.stdout
+    as_long = run_lockstep("train", "further", "--run.steps", "null", "--run.samples", "1", cwd=own)
+    assert (as_long.returncode, "past run.samples 1;" in as_long.stdout) == (0, True)
+    assert {path: path.read_bytes() for path in (own / "further").rglob("*") if path.is_file()} == before
+    (own / "further" / "summary.json").unlink()
+    unfinished = run_lockstep("train", "further", "--run.steps", "3", cwd=own)
+    assert unfinished.returncode == 2
+    assert "is at step 4 already, past run.steps 3" in unfinished.stderr
+    assert run_lockstep("train", "further", cwd=own).returncode == 0
+    assert (own / "further" / "summary.json").is_file()
+
+
 def test_a_fork_begins_a_new_run(own: Path) -> None:
     words = ["--run.steps", "2", "--checkpoint.every", "1 step", "--checkpoint.keep_last", "9", *QUIET]
     assert run_lockstep("train", "own.json", "--run.folder", "origin", *words, cwd=own).returncode == 0

@@ -169,17 +169,18 @@ def fraction_done(run: Run, progress: Progress, epoch_samples: int) -> float:
     Counted in samples where the budget is, so that a run that goes on with another global batch still ends where
     it should.
     """
-    used, budget = _used_of_budget(run, progress, epoch_samples)
+    used, budget = used_of_budget(run, progress, epoch_samples)
     return min(1.0, used / budget)
 
 
 def is_finished(run: Run, progress: Progress, epoch_samples: int) -> bool:
     """Whether the run's budget is used up."""
-    used, budget = _used_of_budget(run, progress, epoch_samples)
+    used, budget = used_of_budget(run, progress, epoch_samples)
     return used >= budget
 
 
-def _used_of_budget(run: Run, progress: Progress, epoch_samples: int) -> tuple[int, int]:
+def used_of_budget(run: Run, progress: Progress, epoch_samples: int) -> tuple[int, int]:
+    """In the unit of the budget; the last update may go beyond it."""
     if run.steps is not None:
         return progress.steps, run.steps
     if run.tokens is not None:

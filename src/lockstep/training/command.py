@@ -14,13 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.checkpoint.reading import by_step
+from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.reading import by_step, read_manifest
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
-from lockstep.monitor.folder import RunFolder, is_finished, is_run, read_summary
+from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, read_summary
+from lockstep.plan.schedule import used_of_budget
 from lockstep.training.assemble import make_model, open_sources, refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.given import Given
@@ -29,9 +32,13 @@ from lockstep.training.places import Place, choose, find
 from lockstep.training.weights import load_weights, to_rebuild
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.local import LocalStorage
+    from lockstep.checkpoint.manifest import Manifest
     from lockstep.config.loading import Loaded
     from lockstep.config.schema import Config
     from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
+
+_LENGTHS = ("steps", "samples", "tokens", "epochs")
 
 
 def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
@@ -42,8 +49,7 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     _refuse_missing_step(config, arguments)
     _refuse_taken_fork(config, arguments)
     again = arguments.fresh or arguments.step is not None
-    if folder is not None and is_finished(folder) and not again and not _asks_for_more(config, Path(folder)):
-        print(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
+    if folder is not None and not again and _has_enough(config, Path(folder)):
         _print_summary(Path(folder), arguments.json)
         return 0
     job = Job(config, recipe, given=given, resume=_resume(arguments))
@@ -90,11 +96,59 @@ def _resume(arguments: TrainArguments) -> Resume:
     return Resume(arguments.fresh, arguments.step, origin, arguments.accept_changes)
 
 
-def _asks_for_more(config: Config, folder: Path) -> bool:
-    """Whether a finished run is to be longer than it was."""
+def _has_enough(config: Config, folder: Path) -> bool:
+    """Whether there is nothing left to train; says so.
+
+    Raises:
+        ConfigError: the run isn't finished, and is beyond what it is to be now.
+    """
+    finished = is_finished(folder)
+    if not finished and not (folder / CONFIG).is_file():
+        return False
+    if not _has_other_length(config, folder):
+        if finished:
+            print(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
+        return finished
+    too_far = _too_far(config, folder, finished=finished)
+    if too_far is not None and not finished:
+        raise ConfigError(too_far)
+    if too_far is not None:
+        print(too_far)
+    return too_far is not None
+
+
+def _has_other_length(config: Config, folder: Path) -> bool:
     then, now = run_config(folder).run, config.run
-    lengths = ("steps", "samples", "tokens", "epochs")
-    return any(getattr(then, length) != getattr(now, length) for length in lengths)
+    return any(getattr(then, length) != getattr(now, length) for length in _LENGTHS)
+
+
+def _too_far(config: Config, folder: Path, *, finished: bool) -> str | None:
+    """What to say of a run whose newest checkpoint is beyond what it is to be now; None: it isn't.
+
+    One that stopped just at its new end is still to be finished.
+    """
+    newest = _newest(storage_of(config, folder))
+    if newest is None:
+        return None
+    progress = Progress(newest.step, newest.samples, newest.tokens)
+    used, budget = used_of_budget(config.run, progress, newest.state.get("data", {}).get("epoch_samples", 1))
+    if used < budget or (used == budget and not finished):
+        return None
+    length = next(length for length in _LENGTHS if getattr(config.run, length) is not None)
+    asked = f"{'past' if used > budget else 'at'} run.{length} {getattr(config.run, length)}"
+    return (
+        f"the run in {folder} is at step {newest.step:,} already, {asked}; "
+        f"give it a longer run.{length} to go on, or go back: --from STEP, or --fresh"
+    )
+
+
+def _newest(storage: LocalStorage) -> Manifest | None:
+    """If it can be read; if not, the run says so, and goes on from one before."""
+    steps = by_step(storage.names())
+    try:
+        return read_manifest(storage, steps[max(steps)]) if steps else None
+    except Damaged:
+        return None
 
 
 def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
