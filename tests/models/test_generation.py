@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.config.loading import validate
 from lockstep.config.schema import HuggingFaceModel, TransformerModel
 from lockstep.core.errors import GiveUp
 from lockstep.core.records import DataFacts
 from lockstep.models.build import build_model
 from lockstep.models.generation import generate
+from lockstep.training.job import Job, run_job
 
 
 class _NextIsOneMore(nn.Module):
@@ -78,3 +80,21 @@ def test_logits_that_are_not_finite_are_refused(logits, temperature):
 
 def test_a_token_may_be_forbidden():
     assert list(generate(_Diverged([0.0, -float("inf")]), [0], 3)) == [0, 0, 0]
+
+
+def test_a_sample_that_can_not_be_made_fails_no_run(tmp_path):
+    steps = {"run": {"steps": 1, "folder": str(tmp_path / "run")}, "launch": {"device": "cpu", "ranks": 1}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.models.generation._last_logits", lambda *_: torch.tensor([float("nan")]))
+        config = validate({**TINY, **steps}).config
+        assert run_job(Job(config, "diverged")).summary["steps"] == 1
+    assert "def : the model's logits aren't finite" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+TINY = {
+    "model": {"kind": "transformer", "layers": 1, "width": 16, "heads": 2},
+    "data": {"train": {"kind": "stdlib-text", "samples": 8}},
+    "batch": {"global_size": 4},
+    "optim": {"lr": 0.01},
+    "evaluation": {"prompt": "def "},
+}

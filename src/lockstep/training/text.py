@@ -6,7 +6,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, GiveUp
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Tokenizer:
 
 
 def sample(session: Session, prompt: str) -> str:
-    """The prompt and what the session's model makes of it; every rank runs it, and gets the same."""
+    """The prompt and what the session's model makes of it, or why nothing; every rank runs it, and gets the same."""
     import torch
 
     from lockstep.models.generation import generate
@@ -68,9 +68,12 @@ def sample(session: Session, prompt: str) -> str:
         generator=draws,
         context=context_of(session.rooms.source.facts),
     )
-    text = prompt + codec.decode(list(tokens))
-    model.train(was_training)
-    return text
+    try:
+        return prompt + codec.decode(list(tokens))
+    except GiveUp as failure:  # no reason to fail a run that is done
+        return f"{prompt}: {failure}"
+    finally:
+        model.train(was_training)
 
 
 def whole_model(session: Session) -> nn.Module:
