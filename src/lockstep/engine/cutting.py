@@ -18,7 +18,7 @@ nothing besides that is made from weights that lie elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple, cast
@@ -35,6 +35,7 @@ from lockstep.engine.elsewhere import (
     Around,
     Elsewhere,
     Side,
+    in_place_of,
     leave,
     no_chain,
     outside,
@@ -266,22 +267,15 @@ class Cut:
             self.model.eval()
             yield
 
-    @contextmanager
-    def _without_weights(self) -> Iterator[None]:
+    def _without_weights(self) -> AbstractContextManager[None]:
         """What lies outside of the blocks computes with stand-ins: shapes alone come out."""
         shared = {id(one) for name, one in self.model.named_parameters() if name in self.shared}
-        shadowed: list[tuple[nn.Module, str]] = []
-        for name, module, side in self._around:
-            for key, one in module._parameters.items():
-                if one is not None:
-                    whose = None if id(one) in shared else side
-                    module.__dict__[key] = stand_in(one, self._device, f"{name}.{key}".lstrip("."), whose)
-                    shadowed.append((module, key))
-        try:
-            yield
-        finally:
-            for module, key in shadowed:
-                del module.__dict__[key]
+        return in_place_of(
+            (module, key, stand_in(one, self._device, f"{name}.{key}".lstrip("."), None if id(one) in shared else side))
+            for name, module, side in self._around
+            for key, one in module._parameters.items()
+            if one is not None
+        )
 
     @contextmanager
     def _meeting(self, meet: Meet, refused: frozenset[Side | None] = frozenset()) -> Iterator[None]:

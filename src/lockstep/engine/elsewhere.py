@@ -11,7 +11,8 @@ that would make use of it says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -93,6 +94,19 @@ def stand_in(weight: Tensor, device: torch.device, of: str, side: Side | None) -
     found = zero.expand(weight.shape).as_subclass(Elsewhere)
     found.of, found.side = of, side
     return found
+
+
+@contextmanager
+def in_place_of(stand_ins: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """While it lasts, modules find these tensors under the names of their own."""
+    shadowed = list(stand_ins)
+    for module, key, tensor in shadowed:
+        module.__dict__[key] = tensor
+    try:
+        yield
+    finally:
+        for module, key, _ in shadowed:
+            del module.__dict__[key]
 
 
 def outside(model: nn.Module, blocks: Sequence[str], used: Mapping[str, Side]) -> list[Around]:

@@ -1,7 +1,7 @@
 """A forward that is made to be looked at, before anything is trained: nothing comes of it.
 
-modes, buffers, generators     as they were before, whatever the forward does to them
-dropout                        left out: what it draws differs between ranks, and says nothing
+modes, buffers, attributes, generators     as they were before, whatever the forward does to them
+dropout                                    left out: what it draws says nothing
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Afterwards its modules have the modes, buffers and attributes that they had; what these hold in turn is another
     matter, but for plain containers."""
     before = [(module, dict(_attributes(module)), dict(module._buffers)) for module in model.modules()]
-    values = {id(one): _copied(one) for _, *held in before for of in held for one in of.values()}
+    held = [one for _, *kept in before for of in kept for one in of.values()]
+    copies = [(one, _copied(one)) for one in {id(one): one for one in held}.values()]
     try:
         yield
     finally:
@@ -49,8 +50,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     del module.__dict__[name]
                 module.__dict__.update(attributes)
                 module._buffers.update(buffers)
-                for one in (*attributes.values(), *buffers.values()):
-                    _put_back(one, values[id(one)])
+            for one, content in copies:
+                if content is not None:
+                    _put_back(one, content)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -60,14 +62,13 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     """What it holds now; None: it can't come to hold something else, or nobody knows."""
-    if type(value) is Tensor:  # nothing that stands in for one
-        return value.detach().clone()
+    if type(value) is Tensor:  # nothing that stands in for one, or is expanded: nobody can write to that
+        expanded = any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
+        return None if expanded else value.detach().clone()
     return copy(value) if type(value) in (list, dict, set, deque) else None
 
 
 def _put_back(value: Any, before: Any) -> None:
-    if before is None:
-        return
     if isinstance(value, Tensor):
         value.detach().copy_(before)
         return

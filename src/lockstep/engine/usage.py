@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.engine.eager import call
-from lockstep.engine.elsewhere import Side, only_looks
+from lockstep.engine.elsewhere import Side, in_place_of, only_looks
 from lockstep.engine.rehearsing import is_by_position, unchanged
 
 if TYPE_CHECKING:
@@ -39,7 +39,12 @@ def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> dic
     """
     met = _Met(len(blocks))
     try:
-        with torch.random.fork_rng([]), unchanged(model), _stood_in_for(model, met), _first_for_all(model, blocks, met):
+        with (
+            torch.random.fork_rng([]),
+            unchanged(model),
+            in_place_of(_stand_ins(model, met)),
+            _first_for_all(model, blocks, met),
+        ):
             model.eval()
             call(model, _few_tokens(inputs))
     except Exception:  # whatever a forward makes of zeros
@@ -107,25 +112,17 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, _Noted) else value
 
 
-@contextmanager
-def _stood_in_for(model: nn.Module, met: _Met) -> Iterator[None]:
-    """Parameters, and buffers without values, are zeros meanwhile."""
-    shadowed: list[tuple[nn.Module, str]] = []
+def _stand_ins(model: nn.Module, met: _Met) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Zeros, for parameters, and for buffers without values."""
     for prefix, module in model.named_modules():
-        for key, one in (*module._parameters.items(), *module._buffers.items()):
-            if one is None or (key in module._buffers and not one.is_meta):
-                continue
-            zeros: Any = torch.zeros((), dtype=one.dtype).expand(one.shape)
-            if key in module._parameters:
-                zeros = zeros.as_subclass(_Noted)
-                zeros.use = partial(met.use, f"{prefix}.{key}".lstrip("."))
-            module.__dict__[key] = zeros
-            shadowed.append((module, key))
-    try:
-        yield
-    finally:
-        for module, key in shadowed:
-            del module.__dict__[key]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                yield module, key, torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+        for key, one in module._parameters.items():
+            if one is not None:
+                noted: Any = torch.zeros((), dtype=one.dtype).expand(one.shape).as_subclass(_Noted)
+                noted.use = partial(met.use, f"{prefix}.{key}".lstrip("."))
+                yield module, key, noted
 
 
 @contextmanager
