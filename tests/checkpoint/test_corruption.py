@@ -402,11 +402,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    "kind",
-    [_flipped_bit, _truncation, _a_deleted_file, _a_stale_shard, _edited_manifest],
-    ids=lambda kind: kind.__name__,
+    ("kind", "ranks"),
+    [(_flipped_bit, 2), (_truncation, 1), (_a_deleted_file, 2), (_a_stale_shard, 1), (_edited_manifest, 2)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_run_says_so_and_goes_on_from_the_one_before(
     finished: Path, tmp_path: Path, kind: Corruption, ranks: int

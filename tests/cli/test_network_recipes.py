@@ -85,7 +85,7 @@ def _showed_a_sample(run: Path, prompt: str | None) -> None:
     assert all(sample.startswith(prompt) and len(sample) > len(prompt) for sample in samples)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_without_a_network_it_fails_at_once(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     began = time.monotonic()

@@ -6,6 +6,7 @@ recorded(config, ranks, updates) --> the same from a world of `ranks`           
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,20 +35,30 @@ class Trajectory:
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
 
-def recorded(config: dict[str, Any], ranks: int = 1, updates: int = 4, fault: str | None = None) -> Trajectory:
+def recorded(config: dict[str, Any], ranks: int = 1, updates: int = 4) -> Trajectory:
     """One run in a world of its own."""
-    return recorded_all([config], ranks, updates, fault)[0]
+    return recorded_all([config], ranks, updates)[0]
 
 
-def recorded_all(
-    configs: list[dict[str, Any]], ranks: int = 1, updates: int = 4, fault: str | None = None
-) -> list[Trajectory]:
+def recorded_all(configs: list[dict[str, Any]], ranks: int = 1, updates: int = 4) -> list[Trajectory]:
     """Several runs, one after the other, in one world; the first rank's, after seeing that all ranks have the same."""
-    everywhere = in_world(ranks, record_all, configs, updates, fault)
+    everywhere = in_world(ranks, record_all, configs, updates)
     for others in everywhere[1:]:
         for first, other in zip(everywhere[0], others, strict=True):
-            _same_on_ranks(first, other, weights=fault is None)
+            _same_on_ranks(first, other, weights=True)
     return everywhere[0]
+
+
+def unnoticed(
+    faults: Iterable[str], config: dict[str, Any], oracle: Trajectory, ranks: int, updates: int = 4
+) -> list[str]:
+    """Which of the faults, planted in a run of its own each, leave it the oracle's."""
+    faults = list(faults)
+    everywhere = in_world(ranks, record_all, [config] * len(faults), updates, faults)
+    for others in everywhere[1:]:
+        for first, other in zip(everywhere[0], others, strict=True):
+            _same_on_ranks(first, other, weights=False)
+    return [fault for fault, run in zip(faults, everywhere[0], strict=True) if not differences(run, oracle)]
 
 
 def _same_on_ranks(first: Trajectory, other: Trajectory, *, weights: bool) -> None:
@@ -57,18 +68,19 @@ def _same_on_ranks(first: Trajectory, other: Trajectory, *, weights: bool) -> No
         assert np.array_equal(values, other.weights[name]), f"ranks hold different weights of {name}"
 
 
-def record_all(configs: list[dict[str, Any]], updates: int, fault: str | None) -> list[Trajectory]:
-    """On one rank, all in one process group."""
+def record_all(configs: list[dict[str, Any]], updates: int, faults: list[str] | None = None) -> list[Trajectory]:
+    """On one rank, all in one process group; with a fault in each, if any are named."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     try:
-        return [record(config, updates, fault) for config in configs]
+        planted = faults or [None] * len(configs)
+        return [record(config, updates, fault) for config, fault in zip(configs, planted, strict=True)]
     finally:
         dist.destroy_process_group()
 
 
-def record(config: dict[str, Any], updates: int, fault: str | None) -> Trajectory:
+def record(config: dict[str, Any], updates: int, fault: str | None = None) -> Trajectory:
     import lockstep
     from kit.faults import FAULTS, OF_PIECES
 

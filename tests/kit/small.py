@@ -155,6 +155,12 @@ def refusal(config: dict[str, Any]) -> str:
     return ""
 
 
+def refusals(configs: list[dict[str, Any]]) -> list[str]:
+    """Of several sessions in one process group."""
+    with in_group():
+        return [refusal(asked) for asked in configs]
+
+
 class Experts(Net):
     """Two layers, of which a point sees one: the first dim's sign says which. A batch may leave one of them out."""
 

@@ -24,7 +24,7 @@ from lockstep.core.records import EvaluationReport, Verdict
 from lockstep.monitor import figures
 from lockstep.monitor.console import Console
 from lockstep.monitor.journal import Logged
-from lockstep.monitor.live import Status, rows
+from lockstep.monitor.live import LiveDisplay, Status, rows
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.watchers import EpochReport
 
@@ -264,6 +264,18 @@ def test_narrow_terminals_are_not_overrun() -> None:
         text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", _on_a_terminal(columns))
         lines = [line for line in re.split(r"[\r\n]+", text) if " " in line.strip()]
         assert max(len(line) for line in lines) <= columns
+
+
+def test_a_display_that_could_not_start_can_be_stopped() -> None:
+    reader, writer = pty.openpty()
+    before = sys.stdout, sys.stderr
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        display = LiveDisplay(stream)
+        os.close(reader)
+        with pytest.raises(OSError, match="Input/output error"):
+            display.start()
+        display.stop()
+    assert (sys.stdout, sys.stderr) == before
 
 
 def test_a_terminal_that_hangs_up_does_not_end_the_run() -> None:

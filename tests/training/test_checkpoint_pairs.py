@@ -1,6 +1,6 @@
 """Saved under any strategy, resumed under any other and on other ranks: the very state, then the very samples.
 
-saved on 2 ranks (single: 1, hybrid: 4)     -->     resumed on 3 (1, 4), without a conversion step
+saved on 3 ranks (single: 1, tensor, hybrid: 4)   -->   resumed on 2 (1, 2, 4), without a conversion step
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def _resume(source: str, target: str, folder: str) -> dict[str, Any]:
         assert checkpoints.resumed_from == CUT
         checkpoints.save()
         assert all(ended.failure is None for ended in checkpoints.finish())
-        return {"state": _saved(again), "losses": [report.loss for report in lockstep.steps(session)]}
+        followed = source in ("single", target)  # what all other sources restore is the very same state, to the bit
+        losses = [report.loss for report in lockstep.steps(session)] if followed else None
+        return {"state": _saved(again), "losses": losses}
 
 
 def _saved(folder: str) -> dict[str, Any]:
@@ -129,8 +131,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def saved(folder: str) -> dict[str, dict[str, Any]]:
     """What each strategy had at the cut, and what it came to."""
     found: dict[str, dict[str, Any]] = {}
-    for ranks in (1, 2, 4):
-        strategies = [name for name in STRATEGIES if ranks_of(name, 2) == ranks]
+    for ranks in (1, 3, 4):
+        strategies = [name for name in STRATEGIES if ranks_of(name, 3) == ranks]
         found |= in_world(ranks, save_all, strategies, folder)[0]
     return found
 
@@ -141,7 +143,7 @@ def pairs(folder: str, saved: dict[str, dict[str, Any]]) -> dict[tuple[str, str]
     resumed: dict[tuple[str, str], dict[str, Any]] = {}
     for target in STRATEGIES:
         wanted = [(source, target) for source in STRATEGIES]
-        resumed |= in_world(ranks_of(target, 3), resume_all, wanted, folder)[0]
+        resumed |= in_world(ranks_of(target, 2), resume_all, wanted, folder)[0]
     return {pair: _difference(saved[pair[0]], found) for pair, found in resumed.items()}
 
 
@@ -154,7 +156,9 @@ def _difference(saved: dict[str, Any], found: dict[str, Any]) -> str:
     for name, value in before.items():
         if name != "numbers" and not np.array_equal(value, after[name]):
             return f"{name} differs"
-    if found["losses"] != pytest.approx(saved["losses"], rel=2e-3):  # fp16: another split rounds otherwise
+    if found["losses"] is not None and found["losses"] != pytest.approx(
+        saved["losses"], rel=2e-3
+    ):  # fp16: another split rounds otherwise
         return f"losses {found['losses']} after it, {saved['losses']} without a cut"
     return ""
 

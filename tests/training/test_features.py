@@ -114,6 +114,12 @@ def variants(standing: str) -> list[tuple[str, list[str]]]:
     return found
 
 
+def test_the_single_process_is_the_oracle_of_all_that_it_does() -> None:
+    """So a run of it beside itself would show nothing."""
+    seen = {name for variant, features in BESIDE_IT for name in features}
+    assert set(dict(variants("cpu"))["single"]) - {"optimizer in backward"} <= seen
+
+
 def test_strategies_with_one_optimizer_go_with_the_same_rules() -> None:
     for variant, other in OPTIMIZED_AS.items():
         assert all(cell(variant, rule).standing == cell(other, rule).standing for rule in RULES), variant
@@ -172,7 +178,10 @@ def oracle(features: tuple[str, ...], layers: int) -> Trajectory:
     return recorded({**single, "model": {**single["model"], "layers": layers}}, updates=UPDATES)
 
 
-@pytest.mark.parametrize(("variant", "features"), variants("cpu"), ids=[name for name, _ in variants("cpu")])
+BESIDE_IT = [(variant, features) for variant, features in variants("cpu") if variant != "single"]
+
+
+@pytest.mark.parametrize(("variant", "features"), BESIDE_IT, ids=[name for name, _ in BESIDE_IT])
 def test_what_is_tested_is_the_single_process(variant: str, features: list[str]) -> None:
     ranks, together = _ranks(variant), rounds(variant, features)
     configs = [combined(variant, names, ranks) or {} for names in together]

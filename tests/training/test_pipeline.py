@@ -12,7 +12,7 @@ import pytest
 from kit import small
 from kit.families import family
 from kit.faults import OF_PIECES
-from kit.runs import Trajectory, differences, recorded, recorded_all
+from kit.runs import Trajectory, differences, recorded, recorded_all, unnoticed
 from kit.worlds import in_world
 from training.test_same_run import config
 
@@ -49,7 +49,7 @@ def pipeline(ranks: int, schedule: str, **further: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages_of_ragged_text(schedule: str) -> None:
     """In updates that fill the pipeline, in some that don't, and in micro-batches of unequal sizes."""
-    rows = [(16, 2, True), (13, 3, True), (13, 7, False), (16, "auto", False)]
+    rows = [(16, 2, True), (13, 7, False), (16, "auto", False)]
     runs = recorded_all([text(size, micro, tied=tied, **pipeline(2, schedule)) for size, micro, tied in rows], 2)
     for (size, _, tied), run in zip(rows, runs, strict=True):
         assert differences(run, oracle(size, tied)) == []
@@ -73,9 +73,10 @@ PRODUCTS: dict[str, dict[str, Any]] = {
 
 
 def test_products() -> None:
-    runs = recorded_all([text(13, 2, **parallel) for parallel in PRODUCTS.values()], 4)
+    expected = recorded(text(13, "auto", strategy="single"), updates=2)
+    runs = recorded_all([text(13, 2, **parallel) for parallel in PRODUCTS.values()], 4, updates=2)
     for name, run in zip(PRODUCTS, runs, strict=True):
-        assert differences(run, oracle(13, True)) == [], name
+        assert differences(run, expected) == [], name
 
 
 def chain(model: str, micro: int = 3, **parallel: Any) -> dict[str, Any]:
@@ -126,12 +127,9 @@ def test_half_precision(precision: str) -> None:
     assert recorded(asked, 2).losses == pytest.approx(recorded(alone).losses, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    "fault", ["a mean of means", "one swapped sample", "a cursor off by one", "a clip norm of one rank", *OF_PIECES]
-)
-def test_a_planted_fault_is_noticed(fault: str) -> None:
-    run = recorded(text(13, 4, **pipeline(2, "1f1b")), ranks=2, fault=fault)
-    assert differences(run, oracle(13, True)), f"{fault} went unnoticed"
+def test_planted_faults_are_noticed() -> None:
+    of_all = ("a mean of means", "one swapped sample", "a cursor off by one", "a clip norm of one rank")
+    assert unnoticed((*of_all, *OF_PIECES), text(13, 4, **pipeline(2, "1f1b")), oracle(13, True), ranks=2) == []
 
 
 # --- what it can't do ---------------------------------------------------------------------------------------------
@@ -195,11 +193,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, list[str]]:
+    """What each of two ranks says, by itself."""
+    found = in_world(2, small.refusals, [asked for asked, _ in REFUSED.values()])
+    return {name: [said[number] for said in found] for number, name in enumerate(REFUSED)}
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_can_t_be_done_says_why(name: str) -> None:
-    asked, words = REFUSED[name]
-    for said in in_world(2, small.refusal, asked):
-        assert words in said
+def test_what_can_t_be_done_says_why(name: str, refusals: dict[str, list[str]]) -> None:
+    assert all(REFUSED[name][1] in said for said in refusals[name]), refusals[name]
 
 
 def test_code_between_blocks_that_runs_in_training_alone_is_noticed_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,9 @@ def _digits(shift: int, workers: int, accumulation: int, compute: str, ranks: in
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("shift", "workers"), list(itertools.product([0, 2], [0, 1])))
+@pytest.mark.parametrize(
+    ("shift", "workers", "accumulation"), [(0, 0, 1), (0, 1, 2), (2, 0, 2), (2, 1, 1)]
+)  # all pairs
 def test_cut_runs_end_as_uncut_ones(
     tmp_path: Path, shift: int, workers: int, accumulation: int, compute: str, ranks: int
 ) -> None:

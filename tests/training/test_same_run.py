@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kit.faults import FAULTS
-from kit.runs import Trajectory, differences, recorded, recorded_all
+from kit.runs import Trajectory, differences, recorded, recorded_all, unnoticed
 
 from lockstep.plan.variants import VARIANTS, is_cut
 
@@ -17,7 +17,7 @@ GLOBAL_SIZES = (16, 13)  # one divides by the ranks, the other by nothing
 
 def config(global_size: int, micro_size: int | str = "auto", **sections: Any) -> dict[str, Any]:
     """A small transformer on ragged text, clipped, in fp32; 40 samples, so that the fourth update ends an epoch."""
-    ragged = {"kind": "custom", "target": "kit.ragged:Ragged", "collate": "kit.ragged:collate"}
+    ragged = {"kind": "custom", "target": "kit.ragged:Ragged", "collate": "kit.ragged:collate_in_sevens"}
     return {
         "model": {"kind": "transformer", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocabulary": 64},
         "data": {"train": ragged, "evaluation": {"held-out": {**ragged, "arguments": {"samples": 11}}}},
@@ -46,7 +46,7 @@ def test_ddp_is_the_single_process(ranks: int) -> None:
         assert differences(run, expected) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])  # 1 and 2: test_proof
 @pytest.mark.parametrize(
     "strategy", [name for name in VARIANTS if name not in ("single", "dp", "ddp") and not is_cut(name)]
 )
@@ -85,10 +85,6 @@ def test_more_ranks_than_samples() -> None:
     assert differences(recorded(config(2), ranks=4), expected) == []
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_noticed(fault: str) -> None:
+def test_planted_faults_are_noticed() -> None:
     """The comparison above proves something only if it fails for each of these."""
-    found = differences(recorded(config(13, 4), ranks=2, fault=fault), oracle(13))
-    assert found, f"{fault} went unnoticed"
-    if fault == "a cursor off by one":
-        assert any("samples consumed" in line or "loss" in line for line in found)
+    assert unnoticed(FAULTS, config(13, 4), oracle(13), ranks=2) == []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kit import small
 from kit.families import family
-from kit.runs import Trajectory, differences, recorded, recorded_all
+from kit.runs import Trajectory, differences, recorded, recorded_all, unnoticed
 from kit.worlds import in_world
 from training import test_checkpoint_pairs as pairs
 from training.test_same_run import config
@@ -176,10 +176,9 @@ def test_a_plan_that_is_rehearsed() -> None:
         assert differences(run, expected) == []
 
 
-@pytest.mark.parametrize("fault", ["a mean of means", "one swapped sample", "a clip norm of one rank"])
-def test_a_planted_fault_is_noticed(fault: str) -> None:
-    run = recorded(text(tensor=2), ranks=2, updates=2, fault=fault)
-    assert differences(run, oracle(2)), f"{fault} went unnoticed"
+def test_planted_faults_are_noticed() -> None:
+    faults = ("a mean of means", "one swapped sample", "a clip norm of one rank")
+    assert unnoticed(faults, text(tensor=2), oracle(2), ranks=2, updates=2) == []
 
 
 # --- what users do next -------------------------------------------------------------------------------------------
@@ -299,7 +298,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "columns that are never put together": (
         planned({"head": "colwise"}),
-        "the model gives [2, 18, 32] where matrices are divided, and [2, 18, 64] whole; colwise_gather_output puts",
+        "the model gives [2, 21, 32] where matrices are divided, and [2, 21, 64] whole; colwise_gather_output puts",
     ),
     "columns that something whole is given": (
         planned({"layers.*.down": None}),
@@ -330,7 +329,7 @@ WRONG_ON_FOUR: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_a_wrong_plan_is_refused_in_products() -> None:
-    found = in_world(4, _refusals, [asked for asked, _ in WRONG_ON_FOUR.values()])
+    found = in_world(4, small.refusals, [asked for asked, _ in WRONG_ON_FOUR.values()])
     for number, (name, (_, expected)) in enumerate(WRONG_ON_FOUR.items()):
         assert all(expected in said[number] for said in found), (name, [said[number] for said in found])
 
@@ -338,13 +337,8 @@ def test_a_wrong_plan_is_refused_in_products() -> None:
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, list[str]]:
     """What each of two ranks says, by itself."""
-    found = in_world(2, _refusals, [asked for asked, _ in REFUSED.values()])
+    found = in_world(2, small.refusals, [asked for asked, _ in REFUSED.values()])
     return {name: [said[number] for said in found] for number, name in enumerate(REFUSED)}
-
-
-def _refusals(configs: list[dict[str, Any]]) -> list[str]:
-    with small.in_group():
-        return [small.refusal(asked) for asked in configs]
 
 
 def _handed_over() -> str:

@@ -96,6 +96,7 @@ class LiveDisplay:
         self._terminal = Terminal(file=stream, force_terminal=True, highlight=False)
         self._signs = "━━" if "utf" in self._terminal.encoding else "=-"
         self._live: Live = Live(console=self._terminal, auto_refresh=False, transient=True)
+        self._started = False
         self._seconds = _SECONDS_BETWEEN_DRAWINGS
 
     @property
@@ -104,6 +105,7 @@ class LiveDisplay:
 
     def start(self) -> None:
         self._live.start()
+        self._started = True  # rich can't stop what failed on the way here
         self._terminal.show_cursor(True)  # a process that is killed can't bring it back
 
     def show(self, status: Status) -> None:
@@ -117,7 +119,8 @@ class LiveDisplay:
         self._terminal.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def stop(self) -> None:
-        self._live.stop()
+        if self._started:
+            self._live.stop()
 
     def _draw(self, status: Status) -> Text:
         from rich.text import Text
