@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -366,6 +367,19 @@ def test_damage_is_named(ask: Ask, tmp_path: Path, damage: str) -> None:
     assert ask("verify", folder).code == 3
     assert ask("verify", tmp_path, "--step", 1).code == 0
     assert ask("diff", tmp_path, "--steps", 1, 2).code == 3
+
+
+def test_verify_reads_what_the_run_has_left(ask: Ask, run: Path) -> None:
+    whole = ask("verify", run, "--json")
+    assert re.fullmatch(r"model/model\.safetensors  whole: .* in .*", whole.lines[1])
+    assert [one["fault"] for one in whole.json["weights"]] == [None]
+    assert ask("verify", run, "--step", 4, "--json").json["weights"] == []
+    file = run / "model" / "model.safetensors"
+    _flip(file, -1)
+    found = ask("verify", run, "--json")
+    assert (found.code, found.json["ok"]) == (3, False)
+    assert f"{file} is damaged: its bytes are not those that were written" in found.error
+    assert ask("verify", run, "--step", 4).code == 0
 
 
 def test_verify_all_goes_on_after_a_fault(ask: Ask, tmp_path: Path) -> None:

@@ -360,6 +360,9 @@ def test_a_fork_begins_a_new_run(own: Path) -> None:
         assert refused.returncode == 2, refused.stderr
         assert "name a" in refused.stderr
     assert sorted(own.rglob("*")) == before
+    short = run_lockstep("train", "origin", "--fork", "nothere", cwd=own)
+    assert (short.returncode, sorted(own.rglob("*"))) == (2, before)
+    assert "the checkpoint of step 2 is at run.steps 2 already: nothing would be trained" in short.stderr
     (own / "empty").mkdir()
     assert run_lockstep("train", "origin", "--from", "1", "--fork", "empty", cwd=own).returncode == 0
 

@@ -275,6 +275,7 @@ def test_a_display_that_could_not_start_can_be_stopped() -> None:
         with pytest.raises(OSError, match="Input/output error"):
             display.start()
         display.stop()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is left is written when it is closed
     assert (sys.stdout, sys.stderr) == before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_leaves_its_own_names(run: Path) -> None:
-    assert contents(run / "model").keys() == {"model.safetensors"}
+    assert contents(run / "model").keys() == {"model.safetensors", "XXH128SUMS"}
     model = built(run)
     load_weights(model, run)
     left = load_file(run / "model" / "model.safetensors")
@@ -89,10 +90,22 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GiveUp, match=r"(?s)not the weights of the run's model.*missing: spare\.weight \[4, 4\]"):
         load_weights(small.WithSpare(), tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
+    (tmp_path / "model" / "XXH128SUMS").unlink()
     with pytest.raises(GiveUp, match="is no safetensors file, or a damaged one"):
         load_weights(small.Net(), tmp_path)
     with pytest.raises(ConfigError, match=r"left no weights .* \(lockstep export .* --to .*model\)"):
         load_weights(small.Net(), tmp_path / "none")
+
+
+def test_weights_that_have_changed_since_are_refused(tmp_path: Path) -> None:
+    """Until others are written in their place."""
+    _save(small.Net(), tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    _flip(file, "weight")
+    with pytest.raises(GiveUp, match=r"model\.safetensors is damaged: its bytes .* \(lockstep export\)"):
+        load_weights(small.Net(), tmp_path)
+    _save(small.Net(), tmp_path)
+    load_weights(small.Net(), tmp_path)
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
@@ -389,6 +402,17 @@ def test_a_run_starts_from_another(trained: Path, tmp_path: Path) -> None:
         ours = built(trained)
         load_weights(ours, trained)
         assert_same(session.rooms.sharding.bare.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize("key", ["init_from", "pretrained"])
+def test_no_run_starts_from_what_has_changed(trained: Path, tmp_path: Path, key: str) -> None:
+    shutil.copytree(trained / "model", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    _flip(file, "weight")
+    config = run_config(trained).model_dump(mode="json")
+    config["model"] |= {"architecture": None, "pretrained": str(trained / "model"), key: str(tmp_path / "model")}
+    with pytest.raises(GiveUp, match=r"model\.safetensors is damaged"), lockstep.session(config):
+        pass
 
 
 def test_own_names_of_a_model_of_transformers(trained: Path, tmp_path: Path) -> None:

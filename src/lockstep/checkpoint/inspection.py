@@ -1,7 +1,7 @@
 """What there is to tell of checkpoints, to people and scripts, as values. No torch is needed.
 
 folder --> found, set aside    manifests alone
-       --> verified            every byte of one
+       --> verified            every byte of one; of the weights that a run has left
        --> pruned              what needn't stay is deleted, once one that stays has been verified
 """
 
@@ -24,6 +24,7 @@ from lockstep.checkpoint.reading import Reader, by_step, read_manifest
 from lockstep.checkpoint.retention import Entry, best_of, superfluous
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.config.schema import Checkpoint
+from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, Distrust, GiveUp
 from lockstep.core.progress import Progress
 
@@ -64,7 +65,7 @@ class Verified:
     """What reading every byte has shown.
 
     Attributes:
-        size: bytes, as far as the manifest says.
+        size: bytes, of a checkpoint as far as the manifest says.
         fault: file, place in it, and what is wrong; None if all is what was written.
     """
 
@@ -244,6 +245,14 @@ def verify(storage: Storage, name: str) -> Verified:
     except Damaged as found:
         fault = str(found)
     return Verified(name, size, time.perf_counter() - began, fault)
+
+
+def verify_published(folder: Path) -> Iterator[Verified]:
+    """The files of weights in it that the list of hashes beside them names."""
+    for file in checksums.listed(folder):
+        began, size = time.perf_counter(), file.stat().st_size
+        fault = checksums.fault(file)
+        yield Verified(f"{folder.name}/{file.name}", size, time.perf_counter() - began, fault)
 
 
 def verify_all(storage: Storage) -> Iterator[Verified]:

@@ -105,15 +105,20 @@ def _show(words: Sequence[str]) -> int:
 
 
 def _verify(words: Sequence[str]) -> int:
-    parser = _parser("verify", "Reads and hashes every byte. Exit code 3: one is not what was written.")
+    parser = _parser(
+        "verify",
+        "Reads and hashes every byte of a checkpoint, and of the weights that the run has left. Exit code 3: one is "
+        "not what was written.",
+    )
     which = parser.add_mutually_exclusive_group()
     _add_step(which)
     which.add_argument("--all", action="store_true", help="every checkpoint there is")
     asked = parser.parse_args(words)
 
-    from lockstep.checkpoint.inspection import verify, verify_all
+    from lockstep.checkpoint.inspection import verify, verify_all, verify_published
     from lockstep.cli import ckpt_text
     from lockstep.training.places import choose, find
+    from lockstep.training.weights import MODEL
 
     place = _all_of(asked.run, "--all verifies") if asked.all else find(asked.run)
     chosen = choose(place, asked.step)
@@ -121,11 +126,20 @@ def _verify(words: Sequence[str]) -> int:
     for one in verify_all(place.storage) if asked.all else [verify(place.storage, chosen)]:
         results.append(one)
         _print([ckpt_text.verified(one)])
+    published = []
+    if place.run is not None and place.name is None and asked.step is None:
+        for one in verify_published(place.run / MODEL):
+            published.append(one)
+            _print([ckpt_text.verified(one)])
     faults = [one for one in results if one.fault is not None]
+    damaged = [one for one in published if one.fault is not None]
     if asked.json:
-        _print_json({"run": str(asked.run), "ok": not faults, "checkpoints": [asdict(one) for one in results]})
-    if faults:
-        raise Distrust(ckpt_text.distrusted(place.folder, faults, len(results)))
+        found = {"checkpoints": [asdict(one) for one in results], "weights": [asdict(one) for one in published]}
+        _print_json({"run": str(asked.run), "ok": not faults and not damaged, **found})
+    if faults or damaged:
+        told = [ckpt_text.distrusted(place.folder, faults, len(results))] if faults else []
+        told += [ckpt_text.distrusted(place.run, [one], 1) for one in damaged if place.run is not None]
+        raise Distrust("\n".join(told))
     return 0
 
 

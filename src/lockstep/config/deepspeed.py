@@ -31,6 +31,8 @@ _PLACE = "parallel.deepspeed.config"
 _AUTO = "auto"
 _BUCKET = 500_000_000
 """DeepSpeed's own: elements reduced at a time."""
+_KEPT_WHOLE = 100_000
+"""DeepSpeed's own: elements of the largest parameter that stage 3 keeps whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,22 @@ def plain_config(config: Config, derived: Derived) -> dict[str, Any]:
         **_handed_on(given, words.HANDED_ON),
         "zero_optimization": _zero(config, derived, given),
     }
+
+
+def kept_whole(section: DeepSpeed, elements: Sequence[int]) -> list[bool]:
+    """Which parameters, by their elements, stage 3 also leaves whole on every rank, so that nobody waits for them."""
+    given, _ = _read(section)
+    zero = given.get("zero_optimization")
+    found = zero if isinstance(zero, Mapping) else {}
+    most, room = (
+        next((found[key] for key in (f"stage3_{name}", name) if isinstance(found.get(key), int)), default)
+        for name, default in (("param_persistence_threshold", _KEPT_WHOLE), ("model_persistence_threshold", math.inf))
+    )
+    kept = []
+    for number in elements:
+        kept.append(number <= min(most, room))
+        room -= number if kept[-1] else 0
+    return kept
 
 
 def check(config: Config, derived: Derived) -> None:

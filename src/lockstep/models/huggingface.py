@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import HuggingFaceModel
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.records import DataFacts
 from lockstep.models.blank import Blank, parameters_without_values, reset_in_pieces, stays_in_pieces
@@ -41,7 +41,7 @@ from lockstep.models.blocks import repeated_blocks
 from lockstep.models.initialization import generators_keyed, reset_modules
 from lockstep.models.starting_weights import fit_weights
 from lockstep.models.transformers_names import quiet
-from lockstep.models.weight_files import read_weights
+from lockstep.models.weight_files import read_weights, refuse_damaged
 
 _LOG = logging.getLogger(__name__)
 _AUTO_CLASSES = {
@@ -230,6 +230,8 @@ def _from_config(section: HuggingFaceModel, config: Any, trust_remote_code: bool
 
 def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> tuple[Any, list[str]]:
     """The model, and the names of the parameters that the weights lack."""
+    if section.pretrained is not None:
+        refuse_damaged(Path(section.pretrained))
     model, found = _auto_class(section).from_pretrained(
         section.pretrained,
         config=config,
@@ -343,7 +345,7 @@ def _refusals_as_config_errors(section: HuggingFaceModel) -> Iterator[None]:
             raise _problem("pretrained", f"can't be loaded: {' '.join(str(error).split())[:300]}") from error
         raise missing("model", section.pretrained, error) from error
     except Exception as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, Failure):
             raise
         raise _explained(section, error) from error
 

@@ -7,7 +7,8 @@
 
     {"epoch": 3, "state_dict": {"module.head.weight": tensor}}  -->  {"head.weight": tensor}, epoch skipped
 
-Tensors are mapped from the file where it can be, so that a rank copies only what it needs.
+Tensors are mapped from the file where it can be, so that a rank copies only what it needs. Files of which the list of
+hashes beside them knows (what Lockstep has published) are first read whole, and compared.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
+from lockstep.core import checksums
+from lockstep.core.errors import ConfigError, GiveUp
 
 _IN_FOLDERS = (
     "model.safetensors",
@@ -62,13 +64,24 @@ class Weights:
 
 
 def read_weights(place: Path) -> Weights:
-    """Raises ConfigError: nothing is there, it holds no tensors, or more than tensors would have to be unpickled."""
+    """Reads a file, or all of a folder's.
+
+    Raises:
+        ConfigError: nothing is there, it holds no tensors, or more than tensors would have to be unpickled.
+        GiveUp: a file's bytes are not those that were written.
+    """
     try:
         where = _found(place.expanduser())
         tensors, skipped = _read_sharded(where) if where.name.endswith(_INDEX) else _read(where)
     except OSError as error:
         raise ConfigError(f"{place} can't be read: {error.strerror or error}") from error
     return Weights(where, unwrapped(tensors), skipped)
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Reads all files that its list of hashes names. Raises GiveUp: one's bytes are not those that were written."""
+    for file in checksums.listed(folder):
+        _refuse_damaged(file)
 
 
 def holds_weights(folder: Path) -> bool:
@@ -133,6 +146,7 @@ Found = tuple[dict[str, Tensor], tuple[str, ...]]
 
 
 def _read(file: Path) -> Found:
+    _refuse_damaged(file)
     if file.suffix == ".safetensors":
         return _read_safetensors(file), ()
     if file.suffix in _OF_TORCH:
@@ -141,6 +155,15 @@ def _read(file: Path) -> Found:
         f"{file} is no file of weights, by its name: these are folders, .safetensors, "
         f"and what torch.save wrote: {' '.join(_OF_TORCH)}"
     )
+
+
+def _refuse_damaged(file: Path) -> None:
+    fault = checksums.fault(file)
+    if fault is not None:
+        raise GiveUp(
+            f"{file} is damaged: {fault}. Export it again from a checkpoint of its run (lockstep export), or, if it "
+            f"was changed on purpose, delete that list"
+        )
 
 
 def _read_sharded(index: Path) -> Found:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.config.deepspeed import kept_whole
 from lockstep.config.schema import Config, Optim
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.batch import plan_batch
@@ -36,6 +37,7 @@ class Division:
         parameters, gradients, optimizer: what is divided by the mesh's shard axis; the rest is whole on each.
         buckets: gradients lie a second time in the buckets of an all-reduce, unless they are views of these.
         masters: each rank holds the values that it updates a second time, beside its optimizer state.
+        kept_whole: small parameters, which are divided too.
         note: what the row means.
     """
 
@@ -45,6 +47,7 @@ class Division:
     optimizer: bool = False
     buckets: bool = False
     masters: bool = False
+    kept_whole: bool = False
 
 
 DIVISIONS: Mapping[str, Division] = {
@@ -60,7 +63,7 @@ DIVISIONS: Mapping[str, Division] = {
     "zero1": Division("optimizer state is divided, with the values that it updates", optimizer=True, masters=True),
     "zero2": Division("gradients too", gradients=True, optimizer=True, masters=True),
     "zero3": Division(
-        "parameters too; those of fewer than 100,000 elements also lie whole", True, True, True, masters=True
+        "parameters too, of which small ones also lie whole", True, True, True, masters=True, kept_whole=True
     ),
 }
 _OF_REPLICAS = ("fsdp-hybrid", "fsdp-hybrid-grad-op")
@@ -131,13 +134,19 @@ def _place(
     copies = 2 if division.buckets and not config.parallel.ddp.gradient_as_bucket_view else 1
     state = sum(state_bytes(parameter, config.optim) for parameter in trained)
     masters = sum(map(_bytes, trained)) if division.masters else 0
+    kept = _kept_whole(config, parameters) if division.kept_whole and ranks > 1 else 0
     return Placement(
         strategy=strategy,
-        parameters=_divided(sum(map(_bytes, parameters)), ranks, division.parameters),
+        parameters=_divided(sum(map(_bytes, parameters)), ranks, division.parameters) + kept,
         gradients=gradients * (copies if division.gradients else copies + partial_sums),
         optimizer=_divided(state + masters, ranks, division.optimizer),
         note=division.note,
     )
+
+
+def _kept_whole(config: Config, parameters: Sequence[ParameterFacts]) -> int:
+    kept = kept_whole(config.parallel.deepspeed, [parameter.elements for parameter in parameters])
+    return sum(_bytes(parameter) for parameter, whole in zip(parameters, kept, strict=True) if whole)
 
 
 def _partial_sums(config: Config, ranks: int) -> int:

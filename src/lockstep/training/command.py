@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -46,7 +46,7 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
     refuse_given(config)
     folder = config.run.folder
-    _refuse_missing_step(config, arguments)
+    _refuse_start(config, arguments)
     _refuse_taken_fork(config, arguments)
     again = arguments.fresh or arguments.step is not None
     if folder is not None and not again and _has_enough(config, Path(folder)):
@@ -64,14 +64,25 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     return code
 
 
-def _refuse_missing_step(config: Config, arguments: TrainArguments) -> None:
-    """Before a folder is made or a rank is started for it."""
+def _refuse_start(config: Config, arguments: TrainArguments) -> None:
+    """A step that isn't there, or that leaves nothing to train; before a folder is made or a rank is started for it."""
     if arguments.origin is not None:
-        choose(find(arguments.origin), arguments.step)
-    elif arguments.step is not None:
-        if config.run.folder is None:
-            raise ConfigError("--from goes on with a run: lockstep train RUN --from STEP, or give its run.folder")
-        choose(Place(Path(storage_of(config, Path(config.run.folder)).place)), arguments.step)
+        place = find(arguments.origin)
+    elif arguments.step is None:
+        return
+    elif config.run.folder is None:
+        raise ConfigError("--from goes on with a run: lockstep train RUN --from STEP, or give its run.folder")
+    else:
+        place = Place(Path(storage_of(config, Path(config.run.folder)).place))
+    start = _readable(place.storage, choose(place, arguments.step))
+    if start is None:
+        return
+    length = _length(config, start)
+    if length.used >= length.budget:
+        raise ConfigError(
+            f"the checkpoint of step {start.step:,} is {length} already: nothing would be trained; give a longer "
+            f"run.{length.key}, or go back further: --from STEP"
+        )
 
 
 def _refuse_taken_fork(config: Config, arguments: TrainArguments) -> None:
@@ -127,28 +138,46 @@ def _too_far(config: Config, folder: Path, *, finished: bool) -> str | None:
 
     One that stopped just at its new end is still to be finished.
     """
-    newest = _newest(storage_of(config, folder))
+    storage = storage_of(config, folder)
+    steps = by_step(storage.names())
+    newest = _readable(storage, steps[max(steps)]) if steps else None
     if newest is None:
         return None
-    progress = Progress(newest.step, newest.samples, newest.tokens)
-    used, budget = used_of_budget(config.run, progress, newest.state.get("data", {}).get("epoch_samples", 1))
-    if used < budget or (used == budget and not finished):
+    length = _length(config, newest)
+    if length.used < length.budget or (length.used == length.budget and not finished):
         return None
-    length = next(length for length in _LENGTHS if getattr(config.run, length) is not None)
-    asked = f"{'past' if used > budget else 'at'} run.{length} {getattr(config.run, length)}"
     return (
-        f"the run in {folder} is at step {newest.step:,} already, {asked}; "
-        f"give it a longer run.{length} to go on, or go back: --from STEP, or --fresh"
+        f"the run in {folder} is at step {newest.step:,} already, {length}; "
+        f"give it a longer run.{length.key} to go on, or go back: --from STEP, or --fresh"
     )
 
 
-def _newest(storage: LocalStorage) -> Manifest | None:
-    """If it can be read; if not, the run says so, and goes on from one before."""
-    steps = by_step(storage.names())
+def _readable(storage: LocalStorage, name: str) -> Manifest | None:
+    """None: it is damaged; the run says so, and goes on from one before."""
     try:
-        return read_manifest(storage, steps[max(steps)]) if steps else None
+        return read_manifest(storage, name)
     except Damaged:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """How far a checkpoint is, beside how long the run is to be, in the unit of `key`."""
+
+    used: float
+    budget: float
+    key: str
+    asked: object
+
+    def __str__(self) -> str:
+        return f"{'past' if self.used > self.budget else 'at'} run.{self.key} {self.asked}"
+
+
+def _length(config: Config, manifest: Manifest) -> _Length:
+    progress = Progress(manifest.step, manifest.samples, manifest.tokens)
+    used, budget = used_of_budget(config.run, progress, manifest.state.get("data", {}).get("epoch_samples", 1))
+    key = next(length for length in _LENGTHS if getattr(config.run, length) is not None)
+    return _Length(used, budget, key, getattr(config.run, key))
 
 
 def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:

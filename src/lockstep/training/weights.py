@@ -3,6 +3,7 @@
     model.safetensors                        under the model's own names, tied ones once
     of transformers, besides: config.json    a folder that `from_pretrained` loads,
       generation_config.json, tokenizer      with the names that the library gives its files
+    XXH128SUMS                               a hash of each file of tensors, which all that reads them here looks at
 
 Nothing in it depends on how many ranks there were, and loading it executes nothing.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.foreign_code import refuse_untrusted
+from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.training.publishing import whole_file, whole_folder
 
@@ -87,11 +89,16 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
-    """As safetensors. Raises what the disk and safetensors raise."""
+    """As safetensors; where the file has the name of a folder's only one, with its hash beside it. Raises what the disk
+    and safetensors raise."""
     from safetensors.torch import save_file
 
+    target.parent.mkdir(parents=True, exist_ok=True)
+    checksums.forget(target)
     with whole_file(target) as partial:
         save_file(_apart(tensors), partial, metadata={"format": "pt"})
+    if target.name == FILE:
+        checksums.record([target])
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -117,6 +124,7 @@ def save_for_transformers(model: Any, tensors: Mapping[str, Tensor], target: Pat
         model.save_pretrained(partial, state_dict=named)
         for file in partial.glob("*config.json"):
             _forget_ours(file)
+        checksums.record(sorted(partial.glob("*.safetensors")))
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial)
 

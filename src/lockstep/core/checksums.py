@@ -1,0 +1,80 @@
+"""Hashes of published files, in a list beside them that `xxhsum --check` reads, too.
+
+    model/model.safetensors
+    model/XXH128SUMS                f1d0...  model.safetensors
+
+A file that no list names is not checked: most that are read are other programs'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+LIST = "XXH128SUMS"
+_AT_ONCE = 16 * 2**20  # bytes
+_MOST_LIST = 2**20  # bytes; what is longer isn't ours
+
+
+def record(files: Iterable[Path]) -> None:
+    """Hashes files of one folder into its list. Raises OSError."""
+    for file in files:
+        _write(file.parent, {**_read(file.parent), file.name: _hash(file)})
+
+
+def forget(file: Path) -> None:
+    """Before it is replaced: a hash of what was there would call the new one damaged. Raises OSError."""
+    listed = _read(file.parent)
+    if listed.pop(file.name, None) is not None:
+        _write(file.parent, listed)
+
+
+def fault(file: Path) -> str | None:
+    """What is wrong with its bytes, of which all are read; None also where no list names it. Raises OSError."""
+    wanted = _read(file.parent).get(file.name)
+    if wanted is None or _hash(file) == wanted:
+        return None
+    return f"its bytes are not those that were written, which {file.with_name(LIST)} knows"
+
+
+def listed(folder: Path) -> list[Path]:
+    """The files in it that its list names."""
+    return [folder / name for name in sorted(_read(folder)) if (folder / name).is_file()]
+
+
+def _hash(file: Path) -> str:
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(_AT_ONCE))
+    with file.open("rb", buffering=0) as opened:
+        while size := opened.readinto(buffer):
+            found.update(buffer[:size])
+    return found.hexdigest()
+
+
+def _read(folder: Path) -> dict[str, str]:
+    """Hashes by name; lines that are no such pair are left out."""
+    try:
+        with (folder / LIST).open("rb") as file:
+            lines = file.read(_MOST_LIST).decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return {}
+    pairs = (line.split("  ", 1) for line in lines)
+    return {pair[1]: pair[0] for pair in pairs if len(pair) == 2 and pair[1] == Path(pair[1]).name}
+
+
+def _write(folder: Path, hashes: dict[str, str]) -> None:
+    target = folder / LIST
+    if not hashes:
+        target.unlink()
+        return
+    partial = folder / f".{LIST}.{os.getpid()}"
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(f"{value}  {name}\n" for name, value in sorted(hashes.items()))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

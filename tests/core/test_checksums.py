@@ -1,0 +1,62 @@
+"""The list of hashes beside published files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.core import checksums
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """A small one, an empty one, and one of several pieces."""
+    found = []
+    for name, data in {"a": b"some", "b c": b"", "d": bytes(40_000_000)}.items():
+        (tmp_path / name).write_bytes(data)
+        found.append(tmp_path / name)
+    checksums.record(found)
+    return found
+
+
+def test_a_changed_byte_a_longer_and_a_shorter_file_are_found(files: list[Path]) -> None:
+    for file in files:
+        assert checksums.fault(file) is None
+        whole = file.read_bytes()
+        for changed in (whole + b"!", whole[:-1], whole[:-1] + b"!"):
+            file.write_bytes(changed)
+            assert (checksums.fault(file) is None) == (changed == whole)
+        file.write_bytes(whole)
+
+
+def test_the_list_is_what_xxhsum_writes_and_reads(files: list[Path]) -> None:
+    """`xxhsum -H2 a 'b c'`, version 0.8.1, prints these."""
+    assert (files[0].parent / "XXH128SUMS").read_text().splitlines()[:2] == [
+        "d30d9a6c4a70218eeee6b87a4ce0696c  a",
+        "99aa06d3014798d86001c324468d497f  b c",
+    ]
+
+
+def test_what_is_not_listed_is_not_checked(files: list[Path]) -> None:
+    one, other, third = files
+    checksums.forget(one)
+    one.write_bytes(b"another")
+    assert checksums.fault(one) is None
+    assert checksums.listed(one.parent) == [other, third]
+    other.unlink()
+    assert checksums.listed(one.parent) == [third]
+    for file in files:
+        checksums.forget(file)
+    assert not (one.parent / "XXH128SUMS").exists()
+    assert checksums.listed(one.parent) == []
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff\xfe", b"a\nb  \n  \n", b"0" * 32 + b"  ../a", b"0" * 32 + b"  /etc/passwd"]
+)
+def test_lines_that_are_no_hashes_are_left_out(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a").touch()
+    (tmp_path / "XXH128SUMS").write_bytes(text)
+    assert checksums.listed(tmp_path) == []
+    assert checksums.fault(tmp_path / "a") is None
