@@ -5,6 +5,7 @@ saved on 3 ranks (single: 1, tensor, hybrid: 4)   -->   resumed on 2 (1, 2, 4), 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,27 +84,40 @@ def _save(strategy: str, folder: str) -> dict[str, Any]:
         return {"state": _saved(folder), "losses": losses[CUT:]}
 
 
-def resume_all(pairs: list[tuple[str, str]], folder: str) -> dict[tuple[str, str], dict[str, Any]]:
+def resume_all(sources: list[str], target: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """Under the target, from each source's checkpoint; and on from those of the single process and of the target
+    itself: what all others restore is the very same state, to the bit."""
+    followed = [source for source in sources if source in ("single", target)]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     with _grouped():
-        return {(source, target): _resume(source, target, folder) for source, target in pairs}
+        for source in followed:
+            with lockstep.session(asked(target)) as session:
+                state = _restored(session, source, target, folder)
+                losses = [report.loss for report in lockstep.steps(session)]
+                found[source, target] = {"state": state, "losses": losses}
+        with lockstep.session(asked(target)) as session:
+            for source in sources:
+                if source not in followed:
+                    state = _restored(session, source, target, folder)
+                    found[source, target] = {"state": state, "losses": None}
+    return found
 
 
-def _resume(source: str, target: str, folder: str) -> dict[str, Any]:
+def _restored(session: Any, source: str, target: str, folder: str) -> dict[str, Any]:
     """What was restored is saved at once: so all of it can be read again, however it is divided."""
     again = f"{folder}/{source}-{target}"
-    with lockstep.session(asked(target)) as session:
-        checkpoints = Checkpoints(session, LocalStorage(Path(again)), {})
-        checkpoints.begin(Resume(origin=Path(folder) / source))
-        assert checkpoints.resumed_from == CUT
-        checkpoints.save()
-        assert all(ended.failure is None for ended in checkpoints.finish())
-        followed = source in ("single", target)  # what all other sources restore is the very same state, to the bit
-        losses = [report.loss for report in lockstep.steps(session)] if followed else None
-        return {"state": _saved(again), "losses": losses}
+    checkpoints = Checkpoints(session, LocalStorage(Path(again)), {})
+    checkpoints.begin(Resume(origin=Path(folder) / source))
+    assert checkpoints.resumed_from == CUT
+    checkpoints.save()
+    assert all(ended.failure is None for ended in checkpoints.finish())
+    return _saved(again)
 
 
 def _saved(folder: str) -> dict[str, Any]:
-    """Every tensor whole, and every number, of the checkpoint at the cut."""
+    """Every tensor whole, and every number, of the checkpoint at the cut; read by one rank."""
+    if os.environ["RANK"] != "0":
+        return {}
     storage, name = LocalStorage(Path(folder)), name_of(CUT)
     manifest = read_manifest(storage, name)
     memory = {
@@ -142,8 +156,7 @@ def pairs(folder: str, saved: dict[str, dict[str, Any]]) -> dict[tuple[str, str]
     """What is wrong with each pair; nothing if it is the same run."""
     resumed: dict[tuple[str, str], dict[str, Any]] = {}
     for target in STRATEGIES:
-        wanted = [(source, target) for source in STRATEGIES]
-        resumed |= in_world(ranks_of(target, 2), resume_all, wanted, folder)[0]
+        resumed |= in_world(ranks_of(target, 2), resume_all, STRATEGIES, target, folder)[0]
     return {pair: _difference(saved[pair[0]], found) for pair, found in resumed.items()}
 
 

@@ -33,7 +33,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
     "selective checkpointing": {"memory": {"activation_checkpointing": {"mode": "selective"}}},
     "checkpointed segments": {
-        "model": {**config(12)["model"], "layers": 4, "width": 16},
+        "model": {**config(12)["model"], "width": 16},
         "memory": {"activation_checkpointing": {"mode": "segments", "segments": 2}},
     },
     "checkpointing by budget": {"memory": {"activation_checkpointing": {"mode": "budget", "budget": 0.6}}},
@@ -67,12 +67,14 @@ def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
     elif feature == "offload":
         parallel = {**parallel, "fsdp": {**parallel.get("fsdp", {}), "cpu_offload": True}}
     found = config(12, parallel=parallel, **sections)
-    return {**found, "model": {**found["model"], "layers": _layers(variant)}}
+    return {**found, "model": {**found["model"], "layers": _layers(variant, feature)}}
 
 
-def _layers(variant: str) -> int:
-    """As few as there can be."""
-    return 4 if variant in ("pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline-zbv") else 2
+def _layers(variant: str, feature: str) -> int:
+    """As few as there can be: one to a stage, and what is computed again must be repeated."""
+    if variant in ("pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline-zbv"):
+        return 4
+    return 2 if "pipeline" in variant or "checkpoint" in feature else 1
 
 
 def _parallel(variant: str, ranks: int) -> dict[str, Any]:
@@ -185,8 +187,9 @@ BESIDE_IT = [(variant, features) for variant, features in variants("cpu") if var
 def test_what_is_tested_is_the_single_process(variant: str, features: list[str]) -> None:
     ranks, together = _ranks(variant), rounds(variant, features)
     configs = [combined(variant, names, ranks) or {} for names in together]
-    for names, run in zip(together, recorded_all(configs, ranks, updates=UPDATES), strict=True):
-        expected, first = oracle(tuple(names), _layers(variant)), names[0]
+    runs = recorded_all(configs, ranks, updates=UPDATES)
+    for names, run_config, run in zip(together, configs, runs, strict=True):
+        expected, first = oracle(tuple(names), run_config["model"]["layers"]), names[0]
         if first in ASKS and first not in TOLERANCE:
             assert differences(run, expected) == [], names
         else:

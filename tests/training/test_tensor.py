@@ -211,8 +211,8 @@ def test_checkpoints_of_divided_stages(tmp_path: Path) -> None:
     cut = "pipeline-1f1b+tensor"
     saved = in_world(4, pairs.save_all, [cut], str(tmp_path))[0]
     saved |= in_world(1, pairs.save_all, ["single"], str(tmp_path))[0]
-    found = in_world(1, pairs.resume_all, [(cut, "single")], str(tmp_path))[0]
-    found |= in_world(4, pairs.resume_all, [("single", cut)], str(tmp_path))[0]
+    found = in_world(1, pairs.resume_all, [cut], "single", str(tmp_path))[0]
+    found |= in_world(4, pairs.resume_all, ["single"], cut, str(tmp_path))[0]
     for (source, target), run in found.items():
         assert pairs._difference(saved[source], run) == "", (source, target)
 
