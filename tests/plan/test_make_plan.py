@@ -138,7 +138,8 @@ def test_bytes_per_rank_count_no_state_for_frozen_parameters(optim, state):
             2 if stage >= least else parts for least in (3, 2, 1)
         )  # what ZeRO's stages divide
         masters = 30 * 4 if stage else 0
-        assert row.parameters == 70 * 4 / of_parameters
+        kept_whole = 70 * 4 if stage == 3 else 0  # all are small
+        assert row.parameters == 70 * 4 / of_parameters + kept_whole
         assert row.gradients == 30 * 4 / of_gradients
         assert row.optimizer == (state + masters) / of_state
         assert row.total == row.parameters + row.gradients + row.optimizer
@@ -146,6 +147,24 @@ def test_bytes_per_rank_count_no_state_for_frozen_parameters(optim, state):
         "single", "dp", "ddp", "fsdp", "fsdp-grad-op", "fsdp-no-shard", "zero0", "zero1", "zero2", "zero3",
     }  # fmt: skip
     assert found.placement.strategy == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({}, 70),
+        ({"stage3_param_persistence_threshold": 0}, 0),
+        ({"param_persistence_threshold": 23}, None),
+        ({"stage3_param_persistence_threshold": "auto"}, 70),
+        ({"stage3_model_persistence_threshold": 0}, 0),
+    ],
+)
+def test_what_stage_3_keeps_whole_is_as_its_config_says(asked, kept):
+    deepspeed = {"zero_stage": 3, "config": {"zero_optimization": {"stage": 3, **asked}}}
+    found = plan(2, parallel={"strategy": "deepspeed", "deepspeed": deepspeed})
+    smallest = sum(fact.elements for fact in PARAMETERS if fact.elements <= 23)
+    assert found.placement.parameters == 70 * 4 / 2 + 4 * (smallest if kept is None else kept)
+    assert plan(1, parallel={"strategy": "deepspeed", "deepspeed": deepspeed}).placement.parameters == 70 * 4
 
 
 @pytest.mark.parametrize(("strategy", "parts", "name"), [("ddp", 1, "context"), ("fsdp", 4, "context+fsdp")])

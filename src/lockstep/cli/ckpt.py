@@ -126,11 +126,11 @@ def _verify(words: Sequence[str]) -> int:
     for one in verify_all(place.storage) if asked.all else [verify(place.storage, chosen)]:
         results.append(one)
         _print([ckpt_text.verified(one)])
+    run = place.run if place.name is None and asked.step is None else None
     published = []
-    if place.run is not None and place.name is None and asked.step is None:
-        for one in verify_published(place.run / MODEL):
-            published.append(one)
-            _print([ckpt_text.verified(one)])
+    for one in verify_published(run / MODEL) if run is not None else ():
+        published.append(one)
+        _print([ckpt_text.verified(one)])
     faults = [one for one in results if one.fault is not None]
     damaged = [one for one in published if one.fault is not None]
     if asked.json:
@@ -138,7 +138,7 @@ def _verify(words: Sequence[str]) -> int:
         _print_json({"run": str(asked.run), "ok": not faults and not damaged, **found})
     if faults or damaged:
         told = [ckpt_text.distrusted(place.folder, faults, len(results))] if faults else []
-        told += [ckpt_text.distrusted(place.run, [one], 1) for one in damaged if place.run is not None]
+        told += [f"{run}/{one.name} is damaged: {one.fault}" for one in damaged]
         raise Distrust("\n".join(told))
     return 0
 

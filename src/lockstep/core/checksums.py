@@ -58,7 +58,7 @@ def _read(folder: Path) -> dict[str, str]:
     try:
         with (folder / LIST).open("rb") as file:
             lines = file.read(_MOST_LIST).decode("utf-8", "replace").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     pairs = (line.split("  ", 1) for line in lines)
     return {pair[1]: pair[0] for pair in pairs if len(pair) == 2 and pair[1] == Path(pair[1]).name}

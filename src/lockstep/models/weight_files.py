@@ -7,8 +7,8 @@
 
     {"epoch": 3, "state_dict": {"module.head.weight": tensor}}  -->  {"head.weight": tensor}, epoch skipped
 
-Tensors are mapped from the file where it can be, so that a rank copies only what it needs. Files of which the list of
-hashes beside them knows (what Lockstep has published) are first read whole, and compared.
+Tensors are mapped from the file where it can be, so that a rank copies only what it needs. A file that a list of hashes
+beside it names (what Lockstep has published) is first read whole, and compared.
 """
 
 from __future__ import annotations
