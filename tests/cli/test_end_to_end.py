@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -217,6 +218,37 @@ def test_sigterm_stops_all_ranks(own: Path) -> None:
     assert re.search(r"stopped at step [\d,]+, as asked, and saved; start it again to go on", errors)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert not (own / "stopped" / "summary.json").exists()
+
+
+IN_A_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_terminal_that_is_closed_stops_the_run_which_saves(own: Path, ranks: int) -> None:
+    folder = own / f"closed-{ranks}"
+    words = ["train", "own.json", "--ranks", ranks, "--run.steps", 100_000_000, "--run.folder", folder]
+    master, terminal = pty.openpty()
+    command = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, *LOCKSTEP, *map(str, words)],
+        cwd=own, env=_environment(), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    _wait_for(folder / "metrics.jsonl")
+    os.close(master)
+    assert command.wait(timeout=60) == 75
+    assert len(list((folder / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_can_t_be_printed_is_no_traceback(own: Path, unbuffered: str) -> None:
+    environment = {**_environment(), "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*LOCKSTEP, "recipes"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (1, "lockstep: what it prints can't be written: No space left on device\n")
 
 
 def test_no_orphans_when_the_launcher_is_killed(own: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.config import deepspeed_words
-from lockstep.config.deepspeed import Derived, check, engine_config, plain_config
+from lockstep.config.deepspeed import Derived, check, check_alone, engine_config, plain_config
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 
@@ -183,6 +183,20 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "zero_optimization.stage: 3, but parallel.deepspeed.zero_stage says 2; write `parallel.deepspeed.zero_stage: "
         '3`, or "auto" here',
     ),
+    "what stage 3 keeps whole": (
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "stage3_param_persistence_threshold": 1e5,
+                "param_persistence_threshold": -1,
+                "stage3_model_persistence_threshold": True,
+                "model_persistence_threshold": "many",
+            }
+        },
+        "zero_optimization.param_persistence_threshold: -1 is not a whole number of 0 or more\n"
+        "zero_optimization.stage3_model_persistence_threshold: true is not a whole number of 0 or more\n"
+        'zero_optimization.model_persistence_threshold: "many" is not a whole number of 0 or more',
+    ),
     "offload": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
         'zero_optimization.offload_optimizer.device: "cpu", but parallel.deepspeed.offload_optimizer says "none"; '
@@ -222,6 +236,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_contradictions_name_both_values(case: str) -> None:
     given, expected = CONTRADICTIONS[case]
     assert said(given) == expected
+    if not given.keys() & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler"}:
+        with pytest.raises(ConfigError) as error:  # nor need it know the ranks
+            check_alone(config(given))
+        assert str(error.value).replace("parallel.deepspeed.config.", "") == expected
 
 
 def test_loss_scaling_of_fp16_must_agree() -> None:

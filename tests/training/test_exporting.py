@@ -75,8 +75,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 # --- what a run leaves ------------------------------------------------------------------------------------------------
 
 
+def _usual_mode(folder: Path) -> int:
+    (folder / "probe").touch()
+    return (folder / "probe").stat().st_mode & 0o777
+
+
 def test_a_run_leaves_its_own_names(run: Path) -> None:
     assert contents(run / "model").keys() == {"model.safetensors", "XXH128SUMS"}
+    assert {path.stat().st_mode & 0o777 for path in (run / "model").iterdir()} == {_usual_mode(run)}
     model = built(run)
     load_weights(model, run)
     left = load_file(run / "model" / "model.safetensors")
@@ -102,7 +108,13 @@ def test_weights_that_have_changed_since_are_refused(tmp_path: Path) -> None:
     _save(small.Net(), tmp_path)
     file = tmp_path / "model" / "model.safetensors"
     _flip(file, "weight")
-    with pytest.raises(GiveUp, match=r"model\.safetensors is damaged: its bytes .* \(lockstep export\)"):
+    with pytest.raises(
+        GiveUp, match=r"model\.safetensors is damaged: its bytes .* \(lockstep export RUN --to .*model --"
+    ):
+        load_weights(small.Net(), tmp_path)
+    file.unlink()
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the weights that this run left \(.*\) are gone; .* --to .*model\)"):
         load_weights(small.Net(), tmp_path)
     _save(small.Net(), tmp_path)
     load_weights(small.Net(), tmp_path)
@@ -215,6 +227,22 @@ def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, name: str) -> Non
     assert f"{name} could not be written: " in done.stderr
     assert "File too large" in done.stderr
     assert contents(tmp_path) == {}
+
+
+def test_a_full_disk_leaves_what_was_there_with_its_hash(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(run, ExportArguments(step=2, to=tmp_path))
+    before = contents(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(GiveUp, match="No space left on device"):
+        export(run, ExportArguments(to=tmp_path, force=True))
+    assert contents(tmp_path) == before
+    assert before.keys() == {"model.safetensors", "XXH128SUMS"}
 
 
 def test_what_is_there_stays(run: Path, tmp_path: Path) -> None:
@@ -380,6 +408,10 @@ def test_an_export_is_what_the_run_leaves(trained: Path, tmp_path: Path, texts: 
     assert not torch.equal(logits(loaded(earlier.target, trained)), logits(ours))
 
 
+def test_who_reads_the_run_reads_its_weights(trained: Path) -> None:
+    assert {path.stat().st_mode & 0o777 for path in (trained / "model").iterdir()} == {_usual_mode(trained)}
+
+
 def test_the_tokenizer_comes_along(trained: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -411,7 +443,7 @@ def test_no_run_starts_from_what_has_changed(trained: Path, tmp_path: Path, key:
     _flip(file, "weight")
     config = run_config(trained).model_dump(mode="json")
     config["model"] |= {"architecture": None, "pretrained": str(trained / "model"), key: str(tmp_path / "model")}
-    with pytest.raises(GiveUp, match=r"model\.safetensors is damaged"), lockstep.session(config):
+    with pytest.raises(ConfigError, match=rf"model\.{key}: .*model\.safetensors is damaged"), lockstep.session(config):
         pass
 
 

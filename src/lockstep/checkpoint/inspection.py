@@ -250,7 +250,7 @@ def verify(storage: Storage, name: str) -> Verified:
 def verify_published(folder: Path) -> Iterator[Verified]:
     """The files of weights in it that the list of hashes beside them names."""
     for file in checksums.listed(folder):
-        began, size = time.perf_counter(), file.stat().st_size
+        began, size = time.perf_counter(), file.stat().st_size if file.exists() else 0
         fault = checksums.fault(file)
         yield Verified(f"{folder.name}/{file.name}", size, time.perf_counter() - began, fault)
 

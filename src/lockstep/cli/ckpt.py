@@ -57,10 +57,10 @@ def _readable(verb: Callable[[Sequence[str]], int], words: Sequence[str]) -> int
     """Raises GiveUp for what the system doesn't let us read or write."""
     try:
         return verb(words)
-    except BrokenPipeError:  # of our own output
-        raise
     except OSError as error:
-        raise GiveUp(f"can't use {error.filename or 'a file'}: {error.strerror or error}") from error
+        if error.filename is None:  # of our own output
+            raise
+        raise GiveUp(f"can't use {error.filename}: {error.strerror or error}") from error
 
 
 # --- looking ------------------------------------------------------------------------------------------------------

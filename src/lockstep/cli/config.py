@@ -93,6 +93,10 @@ def _check(words: Sequence[str]) -> int:
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
     loaded, _ = read_config(asked.config, [*overrides, *short_overrides(asked)], parser.flags())
+    if loaded.config.parallel.strategy == "deepspeed":
+        from lockstep.config.deepspeed import check_alone
+
+        check_alone(loaded.config)
     if isinstance(number := loaded.config.launch.ranks, int):
         from lockstep.plan.plan import check_on_ranks
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from lockstep.core.errors import ConfigError, Failure, Stopped
 from lockstep.launch.torchrun import tell_torchrun
@@ -43,15 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:  # argparse has said what is wrong, or has printed help
         return exit_.code if isinstance(exit_.code, int) else 1
     except Failure as failure:
-        _flush()
+        _flush(sys.stdout)  # what was printed comes before what went wrong
         tell_torchrun(failure)
-        print(f"lockstep: {_introduced(failure)}", file=sys.stderr)
+        _say(_introduced(failure))
         return failure.exit_code
     except KeyboardInterrupt:
-        print("lockstep: stopped", file=sys.stderr)
+        _say("stopped")
         return Stopped.exit_code
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _to_nowhere(sys.stdout)
+        return 1
+    except OSError as error:
+        if error.filename is not None or _takes_more(sys.stdout):
+            raise
+        _to_nowhere(sys.stdout)
+        _say(f"what it prints can't be written: {error.strerror}")
         return 1
 
 
@@ -75,9 +82,12 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         raise ConfigError(_no_verb(verb))
     code = import_module(f"lockstep.cli.{VERBS[verb][0]}").run(rest)
-    sys.stdout.flush()  # a closed pipe is noticed here, not at exit
     assert isinstance(code, int)
-    return code
+    if code != 0:
+        _flush(sys.stdout)
+        return code
+    sys.stdout.flush()  # a closed pipe is noticed here, not at exit
+    return 0
 
 
 def _help() -> str:
@@ -106,9 +116,32 @@ def _introduced(failure: Failure) -> str:
     return str(failure)
 
 
-def _flush() -> None:
-    """What was printed comes before what went wrong."""
-    sys.stdout.flush()
+def _say(text: str) -> None:
+    """On stderr, if anybody is there."""
+    with suppress(OSError):
+        print(f"lockstep: {text}", file=sys.stderr)
+    _flush(sys.stderr)
+
+
+def _flush(stream: TextIO) -> None:
+    """Also of a terminal that was closed, or onto a full disk."""
+    try:
+        stream.flush()
+    except OSError:
+        _to_nowhere(stream)
+
+
+def _takes_more(stream: TextIO) -> bool:
+    try:
+        os.write(stream.fileno(), b"\n")
+    except OSError:
+        return False
+    return True
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    """What is printed from now on, and what is left: the interpreter would try once more to write it, at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 # --- torch.distributed.launch and deepspeed ------------------------------------------------------------------------

@@ -31,6 +31,10 @@ _PLACE = "parallel.deepspeed.config"
 _AUTO = "auto"
 _BUCKET = 500_000_000
 """DeepSpeed's own: elements reduced at a time."""
+_OF_RANKS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
+_THRESHOLDS = tuple(
+    f"{prefix}{what}_persistence_threshold" for prefix in ("stage3_", "") for what in ("param", "model")
+)
 _KEPT_WHOLE = 100_000
 """DeepSpeed's own: elements of the largest parameter that stage 3 keeps whole."""
 
@@ -105,7 +109,7 @@ def kept_whole(section: DeepSpeed, elements: Sequence[int]) -> list[bool]:
     zero = given.get("zero_optimization")
     found = zero if isinstance(zero, Mapping) else {}
     most, room = (
-        next((found[key] for key in (f"stage3_{name}", name) if isinstance(found.get(key), int)), default)
+        next((found[key] for key in (f"stage3_{name}", name) if _is_number_of_elements(found.get(key))), default)
         for name, default in (("param_persistence_threshold", _KEPT_WHOLE), ("model_persistence_threshold", math.inf))
     )
     kept = []
@@ -113,6 +117,16 @@ def kept_whole(section: DeepSpeed, elements: Sequence[int]) -> list[bool]:
         kept.append(number <= min(most, room))
         room -= number if kept[-1] else 0
     return kept
+
+
+def check_alone(config: Config) -> None:
+    """As `check`, of what doesn't depend on the number of ranks or on the model. Raises ConfigError."""
+    given, problems = _read(config.parallel.deepspeed)
+    known = {key: value for key, value in given.items() if key not in _OF_RANKS}
+    problems += _own_options(config)
+    problems += _Comparison(config, Derived(1, 1, 1, None, 0), known).problems()
+    if problems:
+        raise ConfigError(problems)
 
 
 def check(config: Config, derived: Derived) -> None:
@@ -146,6 +160,13 @@ def _read(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]]:
 def _handed_on(given: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """An `auto` of these is left to DeepSpeed's own default."""
     return {key: given[key] for key in keys if key in given and given[key] != _AUTO}
+
+
+def _is_number_of_elements(value: object) -> bool:
+    """JSON may write it as 1e5."""
+    if isinstance(value, float):
+        return value >= 0 and value.is_integer()
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _zero(config: Config, derived: Derived, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -476,6 +497,8 @@ class _Comparison:
             elif one in ("offload_optimizer", "offload_param"):
                 if found is not None and found != _AUTO:
                     self._offload(f"{key}.{one}", one, self._section(f"{key}.{one}", found))
+            elif one in _THRESHOLDS and found != _AUTO and not _is_number_of_elements(found):
+                self._say(f"{key}.{one}", f"{_json(found)} is not a whole number of 0 or more")
             else:
                 self._by_words(
                     one, found, known, words.ZERO_HANDED_ON, words.ZERO_ONE_VALUE, words.ZERO_REFUSED, f"{key}."

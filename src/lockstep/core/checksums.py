@@ -35,14 +35,16 @@ def forget(file: Path) -> None:
 def fault(file: Path) -> str | None:
     """What is wrong with its bytes, of which all are read; None also where no list names it. Raises OSError."""
     wanted = _read(file.parent).get(file.name)
-    if wanted is None or _hash(file) == wanted:
+    if wanted is None:
         return None
-    return f"its bytes are not those that were written, which {file.with_name(LIST)} knows"
+    if not file.exists():
+        return f"it is gone, and {file.with_name(LIST)} names it"
+    return None if _hash(file) == wanted else f"its bytes are not those that {file.with_name(LIST)} was made of"
 
 
 def listed(folder: Path) -> list[Path]:
-    """The files in it that its list names."""
-    return [folder / name for name in sorted(_read(folder)) if (folder / name).is_file()]
+    """The files that its list names, in it or gone."""
+    return [folder / name for name in sorted(_read(folder))]
 
 
 def _hash(file: Path) -> str:
@@ -61,7 +63,7 @@ def _read(folder: Path) -> dict[str, str]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     pairs = (line.split("  ", 1) for line in lines)
-    return {pair[1]: pair[0] for pair in pairs if len(pair) == 2 and pair[1] == Path(pair[1]).name}
+    return {pair[1]: pair[0] for pair in pairs if len(pair) == 2 and pair[1] and pair[1] == Path(pair[1]).name}
 
 
 def _write(folder: Path, hashes: dict[str, str]) -> None:

@@ -274,4 +274,5 @@ def _native_threads() -> int:
 
 
 def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a terminal that was closed is no reason to fail
+        print(text, file=sys.stderr, flush=True)

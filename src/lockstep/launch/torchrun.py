@@ -40,6 +40,7 @@ def exit_with(failure: Failure) -> NoReturn:
             lockstep.exit_with(failure)
     """
     tell_torchrun(failure)
-    sys.stdout.flush()
-    print(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
+    with suppress(OSError):  # the terminal may have been closed
+        sys.stdout.flush()
+        print(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
     sys.exit(failure.exit_code)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import HuggingFaceModel
-from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.records import DataFacts
 from lockstep.models.blank import Blank, parameters_without_values, reset_in_pieces, stays_in_pieces
@@ -118,7 +118,7 @@ def _weights_by_name(place: str, sketch: Any, facts: DataFacts) -> Mapping[str, 
         folder = Path(cached_file(place, "config.json")).parent
     try:
         fit = fit_weights(sketch, read_weights(folder), translate=False)
-    except ConfigError:
+    except (ConfigError, GiveUp):
         return None
     rows = sketch.get_input_embeddings().weight.shape[0]
     if fit.reshaped or (fit.left and fit.missing) or (facts.vocabulary or 0) > rows:
@@ -231,7 +231,7 @@ def _from_config(section: HuggingFaceModel, config: Any, trust_remote_code: bool
 def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> tuple[Any, list[str]]:
     """The model, and the names of the parameters that the weights lack."""
     if section.pretrained is not None:
-        refuse_damaged(Path(section.pretrained))
+        _refuse_damaged(section.pretrained)
     model, found = _auto_class(section).from_pretrained(
         section.pretrained,
         config=config,
@@ -245,6 +245,13 @@ def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: 
     if absent:
         _LOG.warning("%s lacks %s, which start at random values", section.pretrained, _listed(absent))
     return model, absent
+
+
+def _refuse_damaged(place: str) -> None:
+    try:
+        refuse_damaged(Path(place))
+    except GiveUp as error:
+        raise _problem("pretrained", str(error)) from error
 
 
 def _reset(model: Any, seed: int, names: Collection[str]) -> None:
@@ -345,7 +352,7 @@ def _refusals_as_config_errors(section: HuggingFaceModel) -> Iterator[None]:
             raise _problem("pretrained", f"can't be loaded: {' '.join(str(error).split())[:300]}") from error
         raise missing("model", section.pretrained, error) from error
     except Exception as error:
-        if isinstance(error, Failure):
+        if isinstance(error, ConfigError):
             raise
         raise _explained(section, error) from error
 

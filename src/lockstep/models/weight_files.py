@@ -161,8 +161,8 @@ def _refuse_damaged(file: Path) -> None:
     fault = checksums.fault(file)
     if fault is not None:
         raise GiveUp(
-            f"{file} is damaged: {fault}. Export it again from a checkpoint of its run (lockstep export), or, if it "
-            f"was changed on purpose, delete that list"
+            f"{file} is damaged: {fault}. Take it from a checkpoint of its run again (lockstep export RUN --to "
+            f"{file.parent} --force), or, if it was changed on purpose, delete that list"
         )
 
 

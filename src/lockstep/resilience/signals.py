@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: once asks all ranks to stop at the next update, twice stops now."""
+"""Ctrl-C, SIGTERM, and SIGHUP of a terminal that is closed: once asks all ranks to stop at the next update, twice stops
+now."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from lockstep.core.errors import Stopped
 from lockstep.core.records import Request
 
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ONE_WISH_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 _HEARD = b"lockstep: stops after this update, and saves; once more stops at once\n"
 
@@ -36,7 +38,8 @@ class StopSignals:
         if self._heard_at is None:
             self._heard_at = now
             if self._tell:
-                os.write(2, _HEARD)  # print() could be what was interrupted
+                with suppress(OSError):  # the terminal is what was closed
+                    os.write(2, _HEARD)  # print() could be what was interrupted
         elif now - self._heard_at > _ONE_WISH_S:
             raise Stopped(f"stopped at once by a second signal ({signal.Signals(number).name})")
 
@@ -48,7 +51,7 @@ def stop_signals(*, tell: bool = False) -> Iterator[StopSignals]:
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    wanted = [number for number in _ASKING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, signals._hear) for number in wanted}  # what is ignored, a launcher handles
     try:
         yield signals

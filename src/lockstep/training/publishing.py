@@ -19,7 +19,10 @@ def whole_file(target: Path) -> Iterator[Path]:
     partial = _beside(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
         yield partial
+        partial.chmod(mode)  # safetensors lets nobody else read
         _flush(partial)
         partial.replace(target)
         _flush(target.parent)
@@ -34,8 +37,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
     try:
         _remove(partial)
         partial.mkdir(parents=True)
+        mode = partial.stat().st_mode & 0o666
         yield partial
         for path in (*partial.rglob("*"), partial):
+            if path.is_file():
+                path.chmod(mode)
             _flush(path)
         _exchange(target, partial, old)
         _flush(target.parent)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.foreign_code import refuse_untrusted
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.monitor.folder import is_finished
 from lockstep.training.publishing import whole_file, whole_folder
 
 if TYPE_CHECKING:
@@ -67,10 +68,12 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     place = folder / MODEL
     if not holds_weights(place):
+        export = f"take those of its newest checkpoint (lockstep export {folder} --to {place})"
+        if is_finished(folder):
+            raise ConfigError(f"{folder}: the weights that this run left ({Path(MODEL, FILE)}) are gone; {export}")
         raise ConfigError(
             f"{folder}: this run left no weights ({Path(MODEL, FILE)}); only a finished run does: "
-            f"finish it (lockstep train {folder}), or take those of its newest checkpoint "
-            f"(lockstep export {folder} --to {place})"
+            f"finish it (lockstep train {folder}), or {export}"
         )
     try:
         fit = fit_weights(model, read_weights(place))
@@ -93,10 +96,9 @@ def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
     and safetensors raise."""
     from safetensors.torch import save_file
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    checksums.forget(target)
     with whole_file(target) as partial:
         save_file(_apart(tensors), partial, metadata={"format": "pt"})
+        checksums.forget(target)
     if target.name == FILE:
         checksums.record([target])
 
