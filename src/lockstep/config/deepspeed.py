@@ -32,6 +32,7 @@ _AUTO = "auto"
 _BUCKET = 500_000_000
 """DeepSpeed's own: elements reduced at a time."""
 _OF_RANKS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
+"""Keys whose values are compared with what only a plan knows."""
 _THRESHOLDS = tuple(
     f"{prefix}{what}_persistence_threshold" for prefix in ("stage3_", "") for what in ("param", "model")
 )
@@ -121,19 +122,15 @@ def kept_whole(section: DeepSpeed, elements: Sequence[int]) -> list[bool]:
 
 def check_alone(config: Config) -> None:
     """As `check`, of what doesn't depend on the number of ranks or on the model. Raises ConfigError."""
-    given, problems = _read(config.parallel.deepspeed)
-    known = {key: value for key, value in given.items() if key not in _OF_RANKS}
-    problems += _own_options(config)
-    problems += _Comparison(config, Derived(1, 1, 1, None, 0), known).problems()
-    if problems:
-        raise ConfigError(problems)
+    check(config, Derived(ranks=1, micro_size=1, accumulation=1, steps=None, trainable=0), later=_OF_RANKS)
 
 
-def check(config: Config, derived: Derived) -> None:
-    """Raises ConfigError with all that contradicts, that isn't taken, or that DeepSpeed doesn't have."""
+def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
+    """Raises ConfigError with all that contradicts, that isn't taken, or that DeepSpeed doesn't have; but for the keys
+    that are looked at `later`."""
     given, problems = _read(config.parallel.deepspeed)
     problems += _own_options(config)
-    problems += _Comparison(config, derived, given).problems()
+    problems += _Comparison(config, derived, {key: given[key] for key in given if key not in later}).problems()
     if problems:
         raise ConfigError(problems)
 
