@@ -42,6 +42,7 @@ check: .venv/.installed-dev  ## format, lint, types, floors, tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour; nothing may be lost
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill --timeout 1800
 	$(BIN)/python drills/kill_drill.py runs --kills 20 --whole --steps 480
 	$(BIN)/python drills/kill_drill.py saves --kills 300
 	$(BIN)/python drills/peers_drill.py --contestants Lockstep --kills 300
