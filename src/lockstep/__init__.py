@@ -3,10 +3,14 @@
 Names load what they need when they are first used, so that `import lockstep` costs no torch.
 """
 
-from __future__ import annotations
+# The first thing that runs: until the path is safe, nothing may be imported that a working folder could replace, not
+# even `__future__`.
+from lockstep.core import safe_path  # isort: skip
 
-import importlib
-from typing import TYPE_CHECKING, Any
+safe_path.leave_working_folder()
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from lockstep.config.importing import import_config as import_config

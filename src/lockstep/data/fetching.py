@@ -9,13 +9,14 @@ its dataset answers a whole request at once, so nothing is collated sample by sa
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lockstep.core.errors import Failure, GiveUp
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
+from lockstep.core.safe_path import safe_interpreters
 from lockstep.data import noise
 from lockstep.data.order import Indices
 
@@ -129,7 +131,8 @@ def _from_workers(source: Source, requests: Iterable[Request], workers: Workers)
         # its own generator, or it would draw from the process' and change what the model draws
         generator=torch.Generator().manual_seed(workers.key),
     )
-    answers = iter(loader)
+    with nullcontext() if multiprocessing.get_start_method() == "fork" else safe_interpreters():
+        answers = iter(loader)
     with _deaths_are_named(lambda: answerer.busy_with(asked)):
         while True:
             try:

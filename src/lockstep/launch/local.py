@@ -35,6 +35,7 @@ from pathlib import Path
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.ranks import STORE_FD, RankEnvironment, names_a_rank
+from lockstep.core.safe_path import safe_interpreters
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, Kind, describe, first_cause
@@ -172,7 +173,11 @@ def _start(
         orders = Orders(rank, os.getpid(), forks, log, listener if rank == 0 else None)
         ours, theirs = context.Pipe()
         process = context.Process(target=run_rank, args=(entry, orders, theirs), name=f"rank-{rank}")
-        with _environment(_variables(rank, ranks, listener, launch.environment)), _explained(entry):
+        with (
+            _environment(_variables(rank, ranks, listener, launch.environment)),
+            safe_interpreters(),
+            _explained(entry),
+        ):
             process.start()
         theirs.close()
         members.append(Member(process, ours))

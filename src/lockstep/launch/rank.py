@@ -32,6 +32,7 @@ from typing import NoReturn
 
 from lockstep.core.errors import Stopped
 from lockstep.core.ranks import STORE_FD
+from lockstep.core.safe_path import let_children_search
 from lockstep.launch import streams
 from lockstep.launch.ends import End, Kind, end_of_exception, end_of_return
 
@@ -64,6 +65,7 @@ class _Signalled(Stopped):
 def run_rank(entry: Callable[[], int], orders: Orders, channel: Connection) -> NoReturn:
     """The main function of a rank's process. Its environment is set already."""
     end_with(orders.launcher)
+    let_children_search()
     if orders.forked:
         atexit._clear()  # what the launcher wanted done at its own exit
     _listen_to_the_launcher_alone()
