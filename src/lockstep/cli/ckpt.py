@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.words import Parser, add_json, check_flags, read_config, split, step, whole
+from lockstep.cli.words import Parser, add_json, check_flags, path, read_config, split, step, whole
 from lockstep.config.closeness import close
 from lockstep.core.errors import ConfigError, Distrust, GiveUp
 
@@ -183,7 +183,7 @@ def _diff(words: Sequence[str]) -> int:
     )
     parser = Parser("ckpt diff", summary, usage="A B | RUN --steps N M [--json]")
     parser.add_argument(
-        "checkpoints", nargs="+", type=Path, metavar="PATH", help="two checkpoints (of a run, its newest)"
+        "checkpoints", nargs="+", type=path, metavar="PATH", help="two checkpoints (of a run, its newest)"
     )
     parser.add_argument("--steps", nargs=2, type=step, metavar=("N", "M"), help="two steps of one run")
     add_json(parser)
@@ -249,9 +249,9 @@ def _import(words: Sequence[str]) -> int:
     usage = "FILE FOLDER [--force] [--json] | FILE FOLDER --config RECIPE [overrides] [--json]"
     parser = Parser("ckpt import", summary, usage=usage)
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="of torch, Lightning or safetensors, or a folder of them or DeepSpeed's"
+        "file", type=path, metavar="FILE", help="of torch, Lightning or safetensors, or a folder of them or DeepSpeed's"
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write to")
+    parser.add_argument("folder", type=path, metavar="FOLDER", help="to write to")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     parser.add_argument("--config", metavar="RECIPE", help="of the run to make: a recipe, or a file")
     add_json(parser)
@@ -304,7 +304,7 @@ _RUN: dict[str, Callable[[Sequence[str]], int]] = {
 
 def _parser(way: str, summary: str) -> Parser:
     parser = Parser(f"ckpt {way}", summary)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
+    parser.add_argument("run", type=path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
     add_json(parser)
     return parser
 

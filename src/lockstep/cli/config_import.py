@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from lockstep.cli.words import Parser, check_flags, split, whole
+from lockstep.cli.words import Parser, check_flags, path, split, whole
 from lockstep.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ What no file says, such as your model and data, is named in the end; overrides s
 def run(words: Sequence[str]) -> int:
     """The verb; `words` are what follows it."""
     parser = Parser("config import", _SUMMARY, _EPILOG, "FILE [flags] [overrides]")
-    parser.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON; a pickle is refused")
+    parser.add_argument("file", type=path, metavar="FILE", help="YAML or JSON; a pickle is refused")
     parser.add_argument(
         "--from",
         dest="kind",
@@ -42,7 +42,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--ranks", type=whole, metavar="N", help="on how many ranks, on all machines, it was meant to run"
     )
-    parser.add_argument("--to", type=Path, metavar="FILE", help="write the config there; by default to stdout")
+    parser.add_argument("--to", type=path, metavar="FILE", help="write the config there; by default to stdout")
     parser.add_argument("--force", action="store_true", help="--to may overwrite")
     parser.add_argument("--lenient", action="store_true", help="leave out what is not there or not known")
     parser.add_argument("--json", action="store_true", help="config and keys as one JSON object on stdout")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, read_config, split, whole
+from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, path, read_config, split, whole
 from lockstep.config.closeness import close
 
 _WAYS = {
@@ -54,7 +53,7 @@ def _prepare(words: Sequence[str]) -> int:
         metavar="INPUT",
         help="text files, .jsonl, .json, .csv, .parquet files, or folders and names of Hugging Face data sets",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to write to")
+    parser.add_argument("--output", type=path, required=True, metavar="FOLDER", help="to write to")
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help="a Hugging Face tokenizer, or bytes")
     parser.add_argument("--split", default="train", help="of data sets, with slices such as train[:1000]; %(default)s")
     parser.add_argument("--column", default="text", metavar="NAME", help="with the text; %(default)s")

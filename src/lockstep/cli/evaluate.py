@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, ranks
+from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, path, ranks
 from lockstep.core.arguments import EvaluateArguments
 
 
 def run(words: Sequence[str]) -> int:
     """The weights that the run left, on the evaluation sets of its config."""
     parser = Parser("eval", "Judges the model of a run on its evaluation sets, exactly, whatever the ranks.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
     add_json(parser)
     add_trust(parser)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, step
+from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, path, step
 from lockstep.core.arguments import ExportArguments
 
 _EPILOG = """\
@@ -19,13 +18,13 @@ def run(words: Sequence[str]) -> int:
     """Every byte of the model is verified before anything is written."""
     summary = "Writes the model of a run for other tools: out of a checkpoint, each byte of the model verified."
     parser = Parser("export", summary, _EPILOG)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
+    parser.add_argument("run", type=path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", type=step, metavar="N", help="the checkpoint of this step; by default the newest whose model verifies"
     )
     which.add_argument("--best", action="store_true", help="the checkpoint that is best by checkpoint.best")
-    parser.add_argument("--to", type=Path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
+    parser.add_argument("--to", type=path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
     parser.add_argument(
         "--format", choices=_FORMATS, default="auto", help="hf: a folder for from_pretrained; torch: a state dict"
     )

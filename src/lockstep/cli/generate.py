@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, seed, temperature, whole
+from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, path, seed, temperature, whole
 from lockstep.core.arguments import GenerateArguments
 
 
@@ -13,7 +12,7 @@ def run(words: Sequence[str]) -> int:
     """Prints the prompt and what the model makes of it."""
     usual = GenerateArguments()
     parser = Parser("generate", "Lets the language model of a run go on with a text.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to go on with")
     parser.add_argument("--tokens", type=whole, default=usual.tokens, metavar="N", help="new tokens, %(default)s")
     parser.add_argument(

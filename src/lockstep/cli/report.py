@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from lockstep.cli.words import Parser, add_json
+from lockstep.cli.words import Parser, add_json, path
 
 
 def run(words: Sequence[str]) -> int:
     """One page that shows a run: finished, stopped or broken."""
     parser = Parser("report", "Writes a run as one HTML page that needs nothing else: curves, figures, config.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="to write to; by default RUN/report.html")
+    parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--output", type=path, metavar="FILE", help="to write to; by default RUN/report.html")
     add_json(parser)
     asked = parser.parse_args(words)
 

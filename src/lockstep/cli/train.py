@@ -12,6 +12,7 @@ from lockstep.cli.words import (
     add_json,
     add_trust,
     add_untested,
+    path,
     ranks,
     read_config,
     short_overrides,
@@ -34,7 +35,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes on this machine; auto: one a GPU")
     parser.add_argument("--fresh", action="store_true", help="begin anew, whatever was saved before")
     parser.add_argument("--from", type=step, metavar="STEP", dest="step", help="go on from this step's checkpoint")
-    parser.add_argument("--fork", type=Path, metavar="FOLDER", help="go on from RUN's checkpoint as a run of its own")
+    parser.add_argument("--fork", type=path, metavar="FOLDER", help="go on from RUN's checkpoint as a run of its own")
     parser.add_argument(
         "--accept-changes", action="store_true", help="go on although data, model or seed are others than before"
     )

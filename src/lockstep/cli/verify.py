@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, add_trust, read_config, split, whole
+from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, add_trust, path, read_config, split, whole
 from lockstep.core.arguments import VerifyArguments
 
 _EPILOG = f"""{CONFIG_EPILOG}
@@ -33,7 +32,7 @@ def run(words: Sequence[str]) -> int:
         "--steps", type=whole, default=default.steps, metavar="N", help="updates of each run; default 8"
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default fp32")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the page; by default runs/verify-RECIPE.html")
+    parser.add_argument("--html", type=path, metavar="FILE", help="the page; by default runs/verify-RECIPE.html")
     parser.add_argument("--json", action="store_true", help="the last line on stdout is a JSON list, an object a run")
     add_trust(parser)
     own, overrides = split(words, parser.flags())

@@ -15,10 +15,12 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.local_paths import url_refusal
 
 if TYPE_CHECKING:
     from lockstep.config.loading import Loaded
@@ -134,6 +136,14 @@ def whole(text: str, wanted: str = "a whole number above 0") -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return int(text)
+
+
+def path(text: str) -> Path:
+    """A path of a file system."""
+    refusal = url_refusal(text)
+    if refusal is not None:
+        raise argparse.ArgumentTypeError(refusal)
+    return Path(text)
 
 
 def size(text: str) -> int:

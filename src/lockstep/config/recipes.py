@@ -17,6 +17,7 @@ from pathlib import Path
 from lockstep.config.closeness import close
 from lockstep.config.reading import Leaf, read_file
 from lockstep.core.errors import ConfigError
+from lockstep.core.local_paths import local_path
 
 DEFAULT_RECIPE = "stdlib-lm"
 _PACKAGE = Path(__file__).parents[1]
@@ -60,7 +61,7 @@ def resolve_recipe(name_or_path: str) -> Recipe:
     Raises:
         ConfigError: there is none; lists what there is.
     """
-    path = Path(name_or_path)
+    path = local_path(name_or_path)
     if path.suffix in _SUFFIXES or path.is_file():
         return _file(path)
     if (path / "config.yaml").is_file():

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.config.every import Every
+from lockstep.core.local_paths import checked_path_text
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Literal["auto"]
+PathText = Annotated[str, AfterValidator(checked_path_text)]
 
 
 class Section(BaseModel):
@@ -51,7 +53,7 @@ class ModelSection(Section):
     """Patterns (`embedding.*`) of parameter names that are not trained: no gradient, no optimizer state."""
     compile: bool = False
     """Compile the model with torch.compile."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Weights to start from, by name: an HF folder, a run's folder, .safetensors, or a torch file of tensors; null: the
     usual first ones."""
     init_partial: bool = False
@@ -125,7 +127,7 @@ class HuggingFaceModel(ModelSection):
 
     kind: Literal["huggingface"]
     task: Literal["causal-lm", "masked-lm", "sequence-classification", "seq2seq"]
-    pretrained: str | None = None
+    pretrained: PathText | None = None
     """Folder or hub name whose weights to start from."""
     architecture: dict[str, Any] | None = None
     """Keys of a transformers config (with `model_type`), for random weights; beside `pretrained`, overrides."""
@@ -143,7 +145,7 @@ class CustomModel(ModelSection):
     """A module of your own."""
 
     kind: Literal["custom"]
-    target: str
+    target: PathText
     """`package.module:Name` or `path/to/file.py:Name` of a class or function that returns a module."""
     arguments: dict[str, Any] = {}
     """Its keyword arguments."""
@@ -167,7 +169,7 @@ class Objective(Section):
     kind: Literal["auto", "next-token", "masked-lm", "classification", "seq2seq", "custom", "given"] = "auto"
     """`auto`: what the model is made for; `given`: an object handed over in Python."""
     label_smoothing: Fraction = 0.0
-    target: str | None = None
+    target: PathText | None = None
     """For `custom`: `package.module:Name` or `path/to/file.py:Name` of a class with `count` and `loss_sum`."""
     arguments: dict[str, Any] = {}
 
@@ -214,7 +216,7 @@ class Tokens(Section):
     """Token ids in a memory-mapped file, made by `lockstep data prepare`."""
 
     kind: Literal["tokens"]
-    folder: str
+    folder: PathText
     split: str = "train"
     length: Positive = 1024
     """Tokens per sample."""
@@ -227,7 +229,7 @@ class HuggingFaceData(Section):
     """A data set of the datasets library, map-style, from a folder or the local cache."""
 
     kind: Literal["huggingface"]
-    name: str
+    name: PathText
     configuration: str | None = None
     split: str = "train"
     """With slices, such as `train[:1000]`."""
@@ -236,7 +238,7 @@ class HuggingFaceData(Section):
     text_pair: str | None = None
     label: str | None = None
     """Column with the class (classification) or the target text (seq2seq)."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder or hub name; null: that of the model."""
     max_length: Positive = 512
     """Tokens of a sample at most."""
@@ -250,10 +252,10 @@ class CustomData(Section):
     """A map-style torch Dataset of your own."""
 
     kind: Literal["custom"]
-    target: str
+    target: PathText
     """`package.module:Name` or `path/to/file.py:Name` of a class or function that returns a Dataset."""
     arguments: dict[str, Any] = {}
-    collate: str | None = None
+    collate: PathText | None = None
     """`package.module:Name` or `path/to/file.py:Name` of a collate function; null: torch's."""
 
 
@@ -547,7 +549,7 @@ class DeepSpeed(Section):
     """Where parameters live between uses, for stage 3."""
     pin_memory: bool = False
     """Page-locked memory for what is offloaded to the host."""
-    config: str | dict[str, Any] | None = None
+    config: PathText | dict[str, Any] | None = None
     """A DeepSpeed config, a JSON file or a mapping, as it is: `auto` is filled in from this config, what contradicts it
     is refused, every other key is handed on or refused by name."""
 
@@ -636,7 +638,7 @@ class Checkpoint(Section):
 
     every: Every | None = Every(15, "minutes")
     """Null: only when the run is stopped or done."""
-    folder: str | None = None
+    folder: PathText | None = None
     """Where all ranks can see it; null: `checkpoints` in the run's folder."""
     keep_last: Positive = 3
     """So many of the newest."""
@@ -676,7 +678,7 @@ class Run(Section):
     tokens: Positive | None = None
     epochs: Annotated[float, Field(gt=0)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
-    folder: str | None = None
+    folder: PathText | None = None
     """Null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
     """Which weights the run leaves; best: those of `checkpoint.best`."""

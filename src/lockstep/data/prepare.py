@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.local_paths import local_path
 from lockstep.data.rows import check_columns, load_rows
 from lockstep.data.tokenizers import load_tokenizer
 from lockstep.data.tokens import FORMAT, Header, write_header
@@ -91,7 +92,7 @@ def prepare(
 
 def _documents(inputs: Sequence[str], split: str, column: str, configuration: str | None) -> Iterator[str]:
     for given in inputs:
-        path = Path(given).expanduser()
+        path = local_path(given).expanduser()
         if path.is_dir():
             yield from _rows(given, configuration, split, column)
         elif files := ([path] if path.is_file() else sorted(Path(found) for found in glob.glob(given, recursive=True))):

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.local_paths import local_path
 from lockstep.monitor import history
 
 CONFIG = "config.yaml"
@@ -67,7 +68,7 @@ class RunFolder:
             ConfigError: it is a file.
             GiveUp: it holds something else, a finished run, or one that is under way; or it can't be written.
         """
-        where = Path(path) if path is not None else _free_name(recipe)
+        where = local_path(path) if path is not None else _free_name(recipe)
         if where.exists() and not where.is_dir():
             raise ConfigError(Problem("", "run.folder", f"{where} is a file; name a folder"))
         try:

@@ -19,6 +19,7 @@ from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Config, ModelSection
 from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.local_paths import local_path
 from lockstep.core.ranks import names_a_rank
 from lockstep.distributed.everyone import print_once
 from lockstep.training.checkpoints import Checkpoints, Resume
@@ -47,7 +48,7 @@ def checkpoints(
         ConfigError: what is saved there is another run's.
         GiveUp: none of the checkpoints there can be read.
     """
-    made = Checkpoints(session, LocalStorage(Path(folder).absolute()), {})
+    made = Checkpoints(session, LocalStorage(local_path(folder).absolute()), {})
     for note in made.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
         print_once(f"lockstep: {note}")
     return made
