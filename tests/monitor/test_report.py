@@ -394,6 +394,7 @@ def test_only_its_own_script_may_run_and_nothing_is_fetched(tmp_path: Path) -> N
     assert not re.search(r"url\(|@import|@font-face", write_report(tmp_path / "run").read_text())
 
 
+@pytest.mark.drill
 def test_a_million_lines_make_a_small_page_on_which_a_spike_is_seen(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     line = '{"step": %d, "loss": %s, "grad_norm": %.4f, "lr": 0.001, "loss_scale": 1, '

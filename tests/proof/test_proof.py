@@ -36,7 +36,7 @@ SEVERAL_STAGES = {"pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline
 """Of a rank's."""
 
 
-@pytest.mark.parametrize(("ranks", "layers"), [(1, 2), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "layers"), [pytest.param(1, 2, marks=pytest.mark.drill), (2, 2), (2, 4), (4, 2)])
 def test_every_strategy_is_the_single_process_on_ragged_text(ranks: int, layers: int) -> None:
     asked = text()
     config = {**asked, "model": {**asked["model"], "layers": layers}}

@@ -129,7 +129,7 @@ def test_the_config_written_out_makes_the_same_run_by_deepspeed_alone(stage: int
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.drill)])
 def test_memory_is_what_the_plan_says(ranks: int) -> None:
     """Of many small parameters: one that lies across the border of two parts is held whole."""
     model = {"kind": "transformer", "layers": 8 * ranks, "width": 32, "heads": 4, "vocabulary": 256}

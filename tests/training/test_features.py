@@ -181,9 +181,18 @@ def oracle(features: tuple[str, ...], layers: int) -> Trajectory:
 
 
 BESIDE_IT = [(variant, features) for variant, features in variants("cpu") if variant != "single"]
+DRILLED = {
+    "fsdp-no-shard", "fsdp-grad-op", "fsdp-hybrid-grad-op", "zero0", "zero2", "pipeline-gpipe",
+    "pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline-1f1b+fsdp", "tensor-sequence",
+}  # fmt: skip
+"""Variants of a strategy that has a row in `make test`: their own rows are run by `make drill`."""
+ROWS = [
+    pytest.param(variant, features, id=variant, marks=pytest.mark.drill if variant in DRILLED else ())
+    for variant, features in BESIDE_IT
+]
 
 
-@pytest.mark.parametrize(("variant", "features"), BESIDE_IT, ids=[name for name, _ in BESIDE_IT])
+@pytest.mark.parametrize(("variant", "features"), ROWS)
 def test_what_is_tested_is_the_single_process(variant: str, features: list[str]) -> None:
     ranks, together = _ranks(variant), rounds(variant, features)
     configs = [combined(variant, names, ranks) or {} for names in together]
@@ -225,7 +234,9 @@ def test_what_is_not_tested_says_so(standing: str) -> None:
                 assert said.endswith("--allow-untested tries it")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.drill), 2, pytest.param(4, marks=pytest.mark.drill)]
+)
 def test_a_compiled_model_is_the_single_process(ranks: int) -> None:
     names = [
         name

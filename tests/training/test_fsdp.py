@@ -29,7 +29,7 @@ def fsdp(**options: Any) -> dict[str, Any]:
     return {"strategy": "fsdp", "fsdp": options}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.drill), 3])
 def test_options_leave_the_run_as_it_is(ranks: int) -> None:
     configs = [config(13, 4, parallel=fsdp(**options)) for options in OPTIONS.values()]
     for name, run in zip(OPTIONS, recorded_all(configs, ranks), strict=True):

@@ -60,6 +60,7 @@ def test_products_on_four_ranks() -> None:
         assert differences(run, oracle(2)) == [], name
 
 
+@pytest.mark.drill
 def test_products_on_eight_ranks() -> None:
     """Pipeline x fsdp, and two replicas of fsdp's."""
     hybrid = {"data": 2, "fsdp": {"sharding_strategy": "HYBRID_SHARD"}}
