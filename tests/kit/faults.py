@@ -107,6 +107,31 @@ def stale_moment(session: Any) -> None:
     _replace(session, sharding=Sharding(session.rooms.sharding))
 
 
+def lost_when_published(session: Any) -> None:
+    """A tensor is left out when weights are gathered to be published."""
+    _replace(session, sharding=_GatheredAgain(session, lambda name, tensor: None if "norm" in name else tensor))
+
+
+def stale_when_published(session: Any) -> None:
+    """A tensor is published with other values than it has."""
+    _replace(session, sharding=_GatheredAgain(session, lambda name, value: value + 1 if "norm" in name else value))
+
+
+class _GatheredAgain(_Wrapped):
+    """What `change` makes of the weights, each further time that they are asked for between two updates."""
+
+    def __init__(self, session: Any, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+        super().__init__(session.rooms.sharding)
+        self._session, self._change, self._asked = session, change, -1
+
+    def weights(self, *, wanted: bool = True) -> Any:
+        again, self._asked = self._session.progress.steps == self._asked, self._session.progress.steps
+        for name, tensor in self._original.weights(wanted=wanted):
+            changed = self._change(name, tensor) if again else tensor
+            if changed is not None:
+                yield name, changed
+
+
 def unsynchronised_tied_weight(session: Any) -> None:
     """Of a weight that is embedding and head, the head's part of the gradient stays this rank's own."""
     model = session.rooms.sharding.bare
@@ -152,6 +177,12 @@ OF_PIECES: dict[str, Callable[[Any], None]] = {
     ),
 }
 """Of a model that is cut over ranks."""
+
+PUBLISHING: dict[str, Callable[[Any], None]] = {
+    "a tensor lost when published": lost_when_published,
+    "a tensor published stale": stale_when_published,
+}
+"""Those that only the published weights show."""
 
 STOPPING: dict[str, Callable[[Any], None]] = {
     "an unsynchronised tied weight": unsynchronised_tied_weight,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from kit.faults import FAULTS, STOPPING
+from kit.faults import FAULTS, PUBLISHING, STOPPING
 from kit.proofs import text, with_faults
 
 from lockstep.proof.rows import Row, story
 
-PLANTED = {**FAULTS, **STOPPING}
+PLANTED = {**FAULTS, **STOPPING, **PUBLISHING}
 
 FOUND = {
     "a mean of means": (1, "embedding.weight", "a mean of means"),
@@ -21,6 +21,8 @@ FOUND = {
     "a clip norm of one rank": (1, None, "its square is 1/2 of the whole gradient's"),
     "a stale moment": (3, "embedding.weight", "a stale moment"),
     "an unsynchronised tied weight": (1, "embedding.weight", "embedding.weight = head.weight"),
+    "a tensor lost when published": (4, None, "lack 5 of the model's"),
+    "a tensor published stale": (4, "blocks.0.attention_norm.weight", "gathered or written"),
 }
 """Step, first parameter, and words of the likely reason, of the run in two micro-batches."""
 

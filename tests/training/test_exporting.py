@@ -23,6 +23,7 @@ from lockstep.config.loading import validate
 from lockstep.config.writing import to_yaml
 from lockstep.core.arguments import ExportArguments
 from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.models.model_tensors import model_tensors
 from lockstep.training.assemble import make_model, open_sources
 from lockstep.training.command import run_config
 from lockstep.training.exporting import export
@@ -35,7 +36,7 @@ LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
 
 
 def _save(model: Any, folder: Path, tokenizer: str | None = None) -> None:
-    save_weights(model, tensors_of(model), folder, tokenizer)
+    save_weights(model, model_tensors(model), tensors_of(model), folder, tokenizer)
 
 
 @pytest.fixture(scope="module")

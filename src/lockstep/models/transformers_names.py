@@ -58,6 +58,11 @@ def _loaded(model: Any, tensors: Mapping[str, Tensor]) -> tuple[nn.Module, Any]:
     return loaded, found
 
 
+def never_written(model: Any) -> frozenset[str]:
+    """Names of tensors that the library leaves out of the files of such a model."""
+    return frozenset(model._keys_to_ignore_on_save or ())
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no reports: what matters is said by who asks."""

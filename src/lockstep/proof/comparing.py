@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from lockstep.proof.evidence import Compared, Off
+from lockstep.proof.evidence import Compared, Off, Published
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +65,21 @@ def compare(pairs: Pairs, path: Path, order: Mapping[str, int], measure: Measure
                     found.first = Off(name, difference, *_fit(*products))
         found.missing = sorted(left, key=order.__getitem__)
     found.factor, found.rest = _fit(dot, own, theirs)
+    return found
+
+
+def compare_published(run: Mapping[str, Tensor], expected: Mapping[str, Tensor], measure: Measure) -> Published:
+    """Compare names, shapes and values of two published models."""
+    found = Published(
+        missing=[name for name in expected if name not in run], extra=[name for name in run if name not in expected]
+    )
+    for name, there in expected.items():
+        if name not in run:
+            continue
+        if run[name].shape != there.shape:
+            found.reshaped.append(name)
+        elif measure(name, run[name].double(), there.double())[1]:
+            found.off.append(name)
     return found
 
 

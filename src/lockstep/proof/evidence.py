@@ -101,6 +101,28 @@ class Step:
 
 
 @dataclass(slots=True)
+class Published:
+    """The weights that a run leaves, against those that the reference has left, file beside file.
+
+    Attributes:
+        said: why there are none.
+        missing, extra, reshaped: names that the reference's file has and the run's hasn't, or the other way round, or
+            that have another shape.
+        off: names whose values are out of tolerance.
+    """
+
+    said: str | None = None
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        return not (self.said or self.missing or self.extra or self.reshaped or self.off)
+
+
+@dataclass(slots=True)
 class Evidence:
     """Attributes:
     begins: the weights before the first update.
@@ -109,6 +131,7 @@ class Evidence:
     shift: by how many samples the run's are behind (or, negative, ahead), where that explains its digest.
     said: why the run ended early, if it did.
     notes: what of the model makes a run depend on ranks by design.
+    published: None: the run ended early, or this isn't the first rank.
     """
 
     begins: Compared
@@ -118,3 +141,4 @@ class Evidence:
     shift: int | None = None
     said: str | None = None
     notes: list[str] = field(default_factory=list)
+    published: Published | None = None

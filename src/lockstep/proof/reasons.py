@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.proof.cases import Case
-from lockstep.proof.evidence import Compared, Evidence, Step
+from lockstep.proof.evidence import Compared, Evidence, Published, Step
 from lockstep.proof.measures import loss_difference, norm_difference
 from lockstep.proof.tolerances import NORMALISING, Tolerance
 
@@ -51,7 +51,25 @@ def finding(case: Case, evidence: Evidence, tolerance: Tolerance) -> Finding | N
         return Finding(0, None, "no update was compared", "the run was over before its first")
     if evidence.said is not None:
         return Finding(len(evidence.steps), None, f"it ended after step {len(evidence.steps)}", evidence.said)
+    if evidence.published is not None and not evidence.published.agrees:
+        return _published(len(evidence.steps), evidence.published)
     return None
+
+
+def _published(steps: int, published: Published) -> Finding:
+    """Of weights that aren't the reference's in the file, though they were in memory."""
+    if published.said is not None:
+        return Finding(steps, None, "the run ended, and its weights were not published", published.said)
+    parts = {
+        "missing": published.missing,
+        "left over": published.extra,
+        "of another shape": published.reshaped,
+        "of other values": published.off,
+    }
+    counts = ", ".join(f"{len(names)} {what}" for what, names in parts.items() if names)
+    first = next(name for names in parts.values() for name in names)
+    what = f"the published weights are not the single process's: {counts}; the first is {first}"
+    return Finding(steps, first, what, "updates agree, so the error is in how weights are gathered or written")
 
 
 def _replaced(found: Finding, reason: str) -> Finding:

@@ -2,12 +2,14 @@
 
 reference     steps.json, gradient-0, weights-1, gradient-1, ...          on disk, safetensors
 run           gradient of update 0 <-> gradient-0, one parameter at a time; weights after it <-> weights-1; ...
+both          model: the weights as a run publishes them; names, shapes and values are compared at the end
 """
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,13 +19,16 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.core.errors import GiveUp
 from lockstep.data.digests import MODULUS, digest
 from lockstep.data.fetching import Request, fetch
-from lockstep.proof.comparing import Measure, Pairs, compare, write
-from lockstep.proof.evidence import Compared, Evidence, Seen, Step
+from lockstep.models.weight_files import read_weights
+from lockstep.proof.comparing import Measure, Pairs, compare, compare_published, write
+from lockstep.proof.evidence import Compared, Evidence, Published, Seen, Step
 from lockstep.proof.randomness import without_randomness
 from lockstep.proof.tolerances import EPS, INDIFFERENT, NORMALISING, Tolerance
 from lockstep.training.audit import expected_digest
+from lockstep.training.job import publish, whole_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +58,7 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
         _see(seen, session.commit())
         write(session.rooms.sharding.weights(), folder / _weights(step + 1))
     _see(seen, session.flush())
+    publish(session, whole_weights(session), folder)
     (folder / _STEPS).write_text(json.dumps([asdict(one) for one in seen]))
     return notes
 
@@ -147,6 +153,21 @@ class Comparison:
             step.apart = _apart(session)
         _see(self._seen, session.flush())
         self._look_for_shift()
+        self.evidence.published = self._published()
+
+    def _published(self) -> Published | None:
+        """What the run would leave beside what the reference has left; on the first rank. All ranks together."""
+        weights = whole_weights(self._session)
+        if not self._first:
+            return None
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            try:
+                place = publish(self._session, weights, Path(folder))
+            except GiveUp as failure:
+                return Published(said=str(failure))
+            expected = read_weights(self._folder / place.relative_to(folder))
+            measure = self._in_rates(self.evidence.summed_rate, len(self._seen))
+            return compare_published(read_weights(place).tensors, expected.tensors, measure)
 
     def _weights(self) -> Pairs:
         return self._session.rooms.sharding.weights(wanted=self._first)

@@ -26,6 +26,7 @@ from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.freezing import freeze
+from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
 from lockstep.models.starting_weights import find_start
 from lockstep.models.transformer import Transformer, flops_per_token
@@ -35,7 +36,6 @@ from lockstep.plan.schedule import learning_rate
 from lockstep.plan.stages import stages_of
 from lockstep.sharding.in_backward import UpdatedInBackward
 from lockstep.sharding.pieces import Across
-from lockstep.sharding.state import of_model
 from lockstep.training.engines import computed_objective, engine_and_vote, unheard
 from lockstep.training.given import Given, not_given
 from lockstep.training.invariance import refuse_coupled
@@ -82,7 +82,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         _refuse_for_parts(config, given, objective)
     computed = computed_objective(config, plan.mesh, model, objective)
     blocks = repeated_blocks(model)
-    names = list(of_model(model)[0])
+    tensors = model_tensors(model)
     coupled, flops = coupling(model), flops_per_token(model, source.facts)
     transforms = _transforms(config, model, blocks, world)
     model = transform(model, transforms, world.device)
@@ -101,7 +101,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         start,
         place,
         blocks,
-        names,
+        list(tensors.shapes),
         cut,
         across,
         {} if isinstance(model, Transformer) and config.parallel.tensor_parallel.plan == "auto" else divided,
@@ -130,6 +130,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         place=place,
         objective=objective,
         sharding=sharding,
+        tensors=tensors,
         engine=engine,
         loader=loader,
         source=source,

@@ -21,6 +21,7 @@ from lockstep.checkpoint.reading import Reader, Wanted, by_step, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, Failure, GiveUp
+from lockstep.models.model_tensors import model_tensors
 from lockstep.models.starting_weights import fit_weights
 from lockstep.models.transformers_names import is_of_transformers
 from lockstep.models.weight_files import Weights
@@ -249,7 +250,7 @@ def _write(taken: _Taken, config: Config, form: Form, target: Path, *, trust_rem
                 torch.save({**taken.tensors, **others}, file)
         case "hf":
             model = _model(taken, config, trust_remote_code)
-            save_for_transformers(model, tensors_of(model), target, tokenizer_of(config))
+            save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer_of(config))
 
 
 def _cause(error: BaseException) -> str:

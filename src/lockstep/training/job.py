@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,26 +200,32 @@ def _leave(
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
     if session.rooms.config.run.end_with == "best":
         checkpoints.load_best()
-    weights = _whole_weights(session)
+    weights = whole_weights(session)
     if session.rooms.world.rank == 0:
-        save_weights(session.rooms.sharding.bare, weights, folder, tokenizer_of(session.rooms.config))
+        publish(session, weights, folder)
         RunFolder.open(folder).write_summary(summary)
         _report(folder)
     session.rooms.world.axis.barrier()
     return summary
 
 
-def _whole_weights(session: Session) -> dict[str, Tensor]:
-    """On the first rank; all ranks together."""
+def whole_weights(session: Session) -> dict[str, Tensor]:
+    """Return them on the first rank, an empty mapping on the others. All ranks together."""
     return dict(session.rooms.sharding.weights(wanted=session.rooms.world.rank == 0))
+
+
+def publish(session: Session, weights: Mapping[str, Tensor], folder: Path) -> Path:
+    """Writes the gathered weights as a run leaves them. Returns where. Raises GiveUp: as `save_weights`."""
+    rooms = session.rooms
+    return save_weights(rooms.sharding.bare, rooms.tensors, weights, folder, tokenizer_of(rooms.config))
 
 
 def _keep_weights(session: Session, folder: Path) -> str:
     """What is left of a run whose state can't be saved; says where, on all ranks."""
-    said, weights = "", _whole_weights(session)
+    said, weights = "", whole_weights(session)
     if session.rooms.world.rank == 0:
         try:
-            place = save_weights(session.rooms.sharding.bare, weights, folder, tokenizer_of(session.rooms.config))
+            place = publish(session, weights, folder)
             said = f"its weights are in {place}"
         except GiveUp as error:
             said = f"neither could its weights: {error}"

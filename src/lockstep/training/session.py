@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from lockstep.data.loader import TrainingLoader
     from lockstep.distributed.place import Place
     from lockstep.distributed.process_group import World
+    from lockstep.models.model_tensors import ModelTensors
     from lockstep.optim.precision import LossScaler
     from lockstep.plan.plan import Plan
 
+_MODEL = "model."  # before the names of the model's tensors in a saved state
 Rate = Callable[[float, int, int | None], float]
 
 
@@ -47,6 +49,7 @@ class Rooms:
     """What `assemble` put together.
 
     Attributes:
+        tensors: the full list of the whole model's.
         coupled: why the loss of a batch of this model is no sum over its samples, if so.
         flops_per_token: of the whole model; None: not known.
         rate: learning rate of (share of the run done, step from 0, steps of the run or None).
@@ -61,6 +64,7 @@ class Rooms:
     place: Place
     objective: Objective
     sharding: Sharding
+    tensors: ModelTensors
     engine: Engine
     loader: TrainingLoader
     source: Source
@@ -206,6 +210,8 @@ class Session:
             "ledger": self.ledger.state(),
         }
         found = self.rooms.sharding.state()
+        names = {name.removeprefix(_MODEL) for name in found.tensors if name.startswith(_MODEL)}
+        self.rooms.tensors.refuse_missing_names(names, "the tensors to be saved")
         drawn = generators.states(self.rooms.world.rank)
         return TrainingState(
             {**found.tensors, **drawn}, {**own, "sharding": found.values}, found.changes_in_forward | set(drawn)

@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.foreign_code import refuse_untrusted
 from lockstep.core import checksums
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.config.schema import Config
+    from lockstep.models.model_tensors import ModelTensors
 
 MODEL = "model"
 FILE = "model.safetensors"
@@ -33,24 +34,31 @@ _OURS = ("use_cache",)
 """What we set in a config of transformers for training alone."""
 
 
-def save_weights(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path, tokenizer: str | None = None) -> Path:
+def save_weights(
+    model: nn.Module, expected: ModelTensors, tensors: Mapping[str, Tensor], folder: Path, tokenizer: str | None = None
+) -> Path:
     """Writes the weights into a run's folder; they appear whole or not at all. Returns where.
 
     Args:
+        model: which may hold only a part of them, as a stage of a pipeline does.
+        expected: the full list of the whole model's tensors.
         tensors: parameters and saved buffers by name, whole, tied ones once.
         tokenizer: folder or hub name of the one whose tokens the model knows.
 
     Raises:
-        GiveUp: the disk is full, or not ours to write on.
+        GiveUp: the tensors aren't all of the model's, the disk is full, or not ours to write on.
     """
     from lockstep.models.transformers_names import is_of_transformers
 
     target = folder / MODEL if is_of_transformers(model) else folder / MODEL / FILE
+    expected.refuse_incomplete(tensors, f"{target}: nothing was published: the gathered weights")
     try:
         if is_of_transformers(model):
-            save_for_transformers(model, tensors, target, tokenizer)
+            save_for_transformers(model, expected, tensors, target, tokenizer)
         else:
             save_tensors(tensors, target)
+    except GiveUp:
+        raise
     except Exception as error:  # safetensors has an exception of its own for a full disk
         raise GiveUp(f"{target}: the trained weights could not be written: {error}") from error
     return target
@@ -112,23 +120,39 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save_for_transformers(model: Any, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None) -> None:
-    """As a folder for `from_pretrained`. Raises what the disk, transformers and safetensors raise.
+def save_for_transformers(
+    model: Any, expected: ModelTensors, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None
+) -> None:
+    """Writes a folder for `from_pretrained`. Raises what the disk, transformers and safetensors raise.
 
     Args:
-        tensors: as of `save_weights`.
-    """
-    from lockstep.models.starting_weights import slots_of
-    from lockstep.models.transformers_names import quiet
+        model, expected, tensors: as of `save_weights`.
 
-    named = {name: tensors[slot.name] for slot in slots_of(model) for name in slot.names}
+    Raises:
+        GiveUp: what transformers has written isn't all of the model.
+    """
+    from lockstep.models.transformers_names import never_written, quiet
+
     with whole_folder(target) as partial, quiet():
-        model.save_pretrained(partial, state_dict=named)
+        model.save_pretrained(partial, state_dict=expected.with_tied_names(tensors))
+        written = f"{target}: nothing was published: the files that transformers has written"
+        expected.refuse_incomplete_file(_shapes_in(partial), never_written(model), written)
         for file in partial.glob("*config.json"):
             _forget_ours(file)
         checksums.record(sorted(partial.glob("*.safetensors")))
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial)
+
+
+def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of all tensors in its safetensors files; only their headers are read."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in folder.glob("*.safetensors"):
+        with cast("Any", safe_open)(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
 
 
 def _forget_ours(file: Path) -> None:

@@ -1,0 +1,111 @@
+"""The full list of a model's tensors, taken before any strategy divides it, to check what is saved and published.
+
+model --> ModelTensors: shapes by name, tied names
+              |
+gathered weights, a checkpoint's names, a published file's header --> missing or reshaped tensors are named
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lockstep.core.errors import GiveUp
+from lockstep.models.starting_weights import slots_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """The parameters and saved buffers of a whole model.
+
+    Attributes:
+        shapes: by name, in the model's order, tied ones once under their first name.
+        tied: other names -> first names.
+        parameters: the names that are parameters'; a buffer may change its shape while it trains.
+    """
+
+    shapes: Mapping[str, Shape]
+    tied: Mapping[str, str]
+    parameters: frozenset[str]
+
+    def with_tied_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under all of their names."""
+        return {**tensors, **{other: tensors[first] for other, first in self.tied.items()}}
+
+    def refuse_missing_names(self, names: Collection[str], what: str) -> None:
+        """Raises GiveUp: `names` lack some of the model's tensors.
+
+        Args:
+            what: has these names.
+        """
+        missing = [name for name in self.shapes if name not in names]
+        if missing:
+            raise GiveUp(
+                f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors: {_listed(missing)}{_REPORT}"
+            )
+
+    def refuse_incomplete(self, tensors: Mapping[str, Tensor], what: str) -> None:
+        """Raises GiveUp: `tensors` lack some of the model's, or have a parameter in another shape."""
+        self.refuse_missing_names(tensors, what)
+        self._refuse_reshaped({name: tuple(tensor.shape) for name, tensor in tensors.items()}, what)
+
+    def refuse_incomplete_file(self, shapes: Mapping[str, Shape], left_out: Collection[str], what: str) -> None:
+        """Raises GiveUp: a published file lacks tensors of the model.
+
+        The library that writes it may have renamed, split or joined tensors; then their elements must add up.
+
+        Args:
+            shapes: of the file's tensors, by the file's names.
+            left_out: names that the library never writes.
+        """
+        names = {first: {first} for first in self.shapes}
+        for other, first in self.tied.items():
+            names[first].add(other)
+        missing = [first for first, every in names.items() if not every & shapes.keys() and not every & {*left_out}]
+        renamed = [name for name in shapes if name not in self.shapes and name not in self.tied]
+        self._refuse_reshaped(shapes, what)
+        lost, found = _elements(self.shapes[name] for name in missing), _elements(shapes[name] for name in renamed)
+        if missing and lost != found:
+            others = f", and {found:,} elements under other names" if renamed else ""
+            raise GiveUp(
+                f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors ({lost:,} elements{others}): "
+                f"{_listed(missing)}{_REPORT}"
+            )
+
+    def _refuse_reshaped(self, shapes: Mapping[str, Shape], what: str) -> None:
+        for name in self.parameters & shapes.keys():
+            if shapes[name] != self.shapes[name]:
+                raise GiveUp(f"{what} have {name} as {list(shapes[name])}, not {list(self.shapes[name])}{_REPORT}")
+
+
+_REPORT = ". This is an error in Lockstep or in the model's own code"
+
+
+def model_tensors(model: nn.Module) -> ModelTensors:
+    """Return the list of a whole model; its tensors need no memory."""
+    slots = slots_of(model)
+    parameters = {id(one) for one in model.parameters()}
+    return ModelTensors(
+        shapes={slot.name: tuple(slot.tensor.shape) for slot in slots},
+        tied={other: slot.name for slot in slots for other in slot.names[1:]},
+        parameters=frozenset(slot.name for slot in slots if id(slot.tensor) in parameters),
+    )
+
+
+def _elements(shapes: Iterable[Shape]) -> int:
+    return sum(prod(shape) for shape in shapes)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,120 @@
+"""What a run publishes is the whole model, whatever divided it: the same names and shapes in the file as the single
+process's, and a missing tensor is an error in place of a published file."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.families import family
+from kit.small import Net, WithTies, config, in_group
+from kit.worlds import in_world
+from safetensors.torch import load_file
+
+import lockstep
+from lockstep.core.arguments import ExportArguments
+from lockstep.core.errors import GiveUp
+from lockstep.models.model_tensors import model_tensors
+from lockstep.training.exporting import export
+from lockstep.training.weights import save_weights, tensors_of
+
+DIVIDED: dict[str, dict[str, Any]] = {
+    "pipeline": {"strategy": "ddp", "pipeline": 2},
+    "pipeline+fsdp": {"strategy": "fsdp", "pipeline": 2},
+    "tensor": {"strategy": "ddp", "tensor": 2},
+    "fsdp": {"strategy": "fsdp"},
+    "zero3": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}},
+}  # fmt: skip
+NAMES = ("gpt2", "mixtral", "bert")  # tied across stages; other names in the file than in the model; a class's head
+ROWS = [("gpt2", "pipeline"), ("gpt2", "pipeline+fsdp"), ("gpt2", "fsdp"), ("gpt2", "zero3"), ("mixtral", "pipeline")]
+ROWS += [("mixtral", "tensor"), ("bert", "pipeline")]
+
+
+def trained(name: str, folder: Path, **parallel: Any) -> Path:
+    sections = family(name)
+    if name == "mixtral":  # two ranks divide two heads
+        asked = sections["model"]["architecture"]
+        sections["model"]["architecture"] = {**asked, "num_key_value_heads": 2}
+    settings = {
+        **sections,
+        "batch": {"global_size": 8},
+        "optim": {"name": "sgd", "lr": 1e-2},
+        "precision": {"compute": "fp32"},
+        "launch": {"device": "cpu"},
+        "monitor": {"tensorboard": False, "progress": "none"},
+        "checkpoint": {"every": "1 steps"},
+        "parallel": parallel,
+        "run": {"steps": 1, "folder": str(folder)},
+    }
+    return lockstep.train(settings).folder
+
+
+def trainings(rows: list[tuple[str, str]], folder: Path) -> None:
+    with in_group():
+        for name, way in rows:
+            trained(name, folder / name / way, **({"strategy": "single"} if way == "single" else DIVIDED[way]))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    in_world(1, trainings, [(name, "single") for name in NAMES], folder)
+    in_world(2, trainings, ROWS, folder)
+    return folder
+
+
+@cache
+def published(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("name", "way"), ROWS)
+def test_a_divided_run_publishes_the_whole_model(name: str, way: str, runs: Path, tmp_path: Path) -> None:
+    expected, mine = published(runs / name / "single" / "model"), published(runs / name / way / "model")
+    assert {key: one.shape for key, one in mine.items()} == {key: one.shape for key, one in expected.items()}
+    for key, one in mine.items():
+        assert torch.allclose(one, expected[key], atol=1e-6), key
+    exported = export(runs / name / way, ExportArguments(to=tmp_path / "out", trust_run=True)).target
+    again = published(exported)
+    assert list(again) == list(mine)
+    assert all(torch.equal(again[key], one) for key, one in mine.items())
+
+
+def test_transformers_finds_every_weight(runs: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    _, found = GPT2LMHeadModel.from_pretrained(runs / "gpt2" / "pipeline" / "model", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+
+
+def test_missing_and_reshaped_tensors_are_no_published_model(tmp_path: Path) -> None:
+    model = Net()
+    tensors = tensors_of(model)
+    with pytest.raises(GiveUp, match=r"lack 1 of the model's 4 tensors: inner\.bias"):
+        save_weights(model, model_tensors(model), {k: v for k, v in tensors.items() if k != "inner.bias"}, tmp_path)
+    with pytest.raises(GiveUp, match=r"have head\.weight as \[1, 8\], not \[3, 8\]"):
+        save_weights(model, model_tensors(model), {**tensors, "head.weight": tensors["head.weight"][:1]}, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_a_library_is_compared_too() -> None:
+    listed = model_tensors(WithTies())
+    shapes = dict(listed.shapes)
+    assert listed.tied == {"second.weight": "first.weight"}
+    listed.refuse_incomplete_file({**shapes, "second.weight": shapes.pop("first.weight")}, (), "files")
+    split = {key: shape for key, shape in shapes.items() if key != "first.bias"}
+    listed.refuse_incomplete_file({**split, "first.weight": (4, 4), "a": (1,), "b": (3,)}, (), "files")
+    with pytest.raises(GiveUp, match=r"lack 1 of the model's 9 tensors \(4 elements, and 1 elements under other"):
+        listed.refuse_incomplete_file({**split, "first.weight": (4, 4), "a": (1,)}, (), "files")
+    listed.refuse_incomplete_file({**split, "first.weight": (4, 4)}, {"first.bias"}, "files")
+
+
+def test_a_state_without_all_tensors_is_not_saved() -> None:
+    with lockstep.session(config()) as session:
+        session.rooms.sharding.bare.head = torch.nn.Identity()
+        with pytest.raises(GiveUp, match="the tensors to be saved lack 2 of the model's 4 tensors: head"):
+            session.state()
