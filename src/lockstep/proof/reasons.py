@@ -59,7 +59,7 @@ def finding(case: Case, evidence: Evidence, tolerance: Tolerance) -> Finding | N
 def _published(steps: int, published: Published) -> Finding:
     """Of weights that aren't the reference's in the file, though they were in memory."""
     if published.said is not None:
-        return Finding(steps, None, "the run ended, and its weights were not published", published.said)
+        return Finding(steps, None, f"after step {steps} the weights could not be published", published.said)
     parts = {
         "missing": published.missing,
         "left over": published.extra,
@@ -68,7 +68,7 @@ def _published(steps: int, published: Published) -> Finding:
     }
     counts = ", ".join(f"{len(names)} {what}" for what, names in parts.items() if names)
     first = next(name for names in parts.values() for name in names)
-    what = f"the published weights are not the single process's: {counts}; the first is {first}"
+    what = f"after step {steps} the published weights are not the single process's: {counts}; the first is {first}"
     return Finding(steps, first, what, "updates agree, so the error is in how weights are gathered or written")
 
 
