@@ -194,20 +194,91 @@ def test_nothing_follows_from_the_absence_of_what_is_left_to_auto(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("params", "standing"),
+    ("kind", "params", "ours"),
     [
-        ({"warmup_num_steps": 10}, "to do"),
-        ({"warmup_num_steps": "auto"}, "to do"),
-        ({}, "to do"),
-        ({"warmup_num_steps": 0}, None),
-        ({"warmup_num_steps": 10, "warmup_type": "linear"}, None),
+        ("WarmupLR", {"warmup_num_steps": 10}, {"warmup_steps": 10, "warmup_type": "log"}),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, {"warmup_type": "log"}),
+        ("WarmupLR", {}, {"warmup_steps": 1000, "warmup_type": "log"}),
+        ("WarmupLR", "auto", {}),
+        ("WarmupDecayLR", {"warmup_num_steps": 10, "warmup_type": "linear"},
+         {"warmup_steps": 10, "warmup_type": "linear"}),
+        ("WarmupCosineLR", {"warmup_num_steps": 10, "warmup_type": "log", "cos_min_ratio": 0.1},
+         {"warmup_steps": 10, "warmup_type": "log", "final_ratio": 0.1}),
+        ("WarmupCosineLR", {"warmup_num_steps": 10},
+         {"warmup_steps": 10, "warmup_type": "log", "final_ratio": 0.0001}),
+    ],
+)  # fmt: skip
+def test_deepspeed_s_schedulers_come_with_what_they_leave_unsaid(
+    kind: str, params: Any, ours: dict[str, Any], tmp_path: Path
+) -> None:
+    found = imported(tmp_path, {"train_batch_size": 8, "scheduler": {"type": kind, "params": params}})
+    schedule = dict(nested(found.settings)["schedule"])  # type: ignore[call-overload]
+    assert schedule.pop("kind") in ("constant", "linear", "cosine")
+    assert (schedule, found.unanswered) == (ours, ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "peak"),
+    [
+        ("WarmupLR", {}, 0.5),
+        ("WarmupLR", {"warmup_max_lr": 0.25}, 0.25),
+        ("WarmupLR", {"warmup_max_lr": "auto"}, 0.5),
+        ("WarmupDecayLR", {"warmup_max_lr": 0.25}, 0.25),
+        ("WarmupDecayLR", {}, 0.001),
+        ("WarmupCosineLR", {}, 0.5),
     ],
 )
-def test_a_warm_up_whose_curve_is_left_to_deepspeed_is_to_do(
-    params: dict[str, Any], standing: str | None, tmp_path: Path
+def test_the_peak_is_the_one_that_deepspeed_would_reach(
+    kind: str, params: dict[str, Any], peak: float, tmp_path: Path
 ) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.5}}
+    found = imported(tmp_path, {"optimizer": optimizer, "scheduler": {"type": kind, "params": params}}, "deepspeed")
+    assert (found.settings["optim.lr"], found.unanswered) == (peak, ())
+
+
+@pytest.mark.parametrize("params", [{"warmup_min_lr": 1e-6}, {"warmup_type": "cubic"}])
+def test_a_scheduler_s_value_that_has_no_counterpart_is_not_there(params: dict[str, Any], tmp_path: Path) -> None:
     found = imported(tmp_path, {"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": params}})
-    assert standings(found).get("(scheduler.params.warmup_type)") == standing
+    assert [one.key for one in found.unanswered] == [f"scheduler.params.{next(iter(params))}"]
+
+
+@pytest.mark.parametrize(
+    ("section", "ours", "lost"),
+    [
+        ({"partition_activations": True, "number_checkpoints": None}, {"mode": "full"}, []),
+        ({"partition_activations": False, "cpu_checkpointing": False}, None, []),
+        ({"number_checkpoints": 4, "contiguous_memory_optimization": True}, {"mode": "full"}, []),
+        ({"cpu_checkpointing": True}, {"mode": "full"}, []),
+        ({"profile": True}, None, ["profile"]),
+    ],
+)
+def test_deepspeed_s_activation_checkpointing_becomes_ours(
+    section: dict[str, Any], ours: dict[str, Any] | None, lost: list[str], tmp_path: Path
+) -> None:
+    found = imported(tmp_path, {"train_batch_size": 8, "activation_checkpointing": section})
+    memory: Any = nested(found.settings).get("memory", {})
+    assert memory.get("activation_checkpointing") == ours
+    assert [one.key.rpartition(".")[2] for one in found.unanswered] == lost
+    to_do = [one.key for one in found.findings if one.answer.standing == "to do"]
+    assert to_do == ["activation_checkpointing.cpu_checkpointing"] * bool(section.get("cpu_checkpointing"))
+
+
+@pytest.mark.parametrize(
+    ("section", "ours"),
+    [
+        ({"enabled": True, "checkpoint_every_n_layers": 2}, {"mode": "full", "every": 2}),
+        ({"checkpoint_every_n_layers": 2}, {"mode": "full", "every": 2}),
+        ({"mode": "selective", "every": 3}, {"mode": "selective", "every": 3}),
+        ({"enabled": False, "checkpoint_every_n_layers": 2}, None),
+        ({"enabled": True, "checkpoint_every": 2, "preserve_rng_state": True}, {"mode": "full", "every": 2}),
+    ],
+)
+def test_how_often_a_script_checkpoints_blocks_is_taken(
+    section: dict[str, Any], ours: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    found = imported(tmp_path, {"activation_checkpointing": section, "epochs": 1})
+    memory: Any = nested(found.settings).get("memory", {})
+    assert (memory.get("activation_checkpointing"), found.unanswered) == (ours, ())
 
 
 def test_the_words_that_are_compared_are_those_of_the_comparison() -> None:

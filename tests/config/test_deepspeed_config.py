@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.config import deepspeed_words
-from lockstep.config.deepspeed import Derived, check, check_alone, engine_config, plain_config
+from lockstep.config.deepspeed import Derived, check, check_alone, engine_config, not_carried_out, plain_config
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 
@@ -172,7 +172,20 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         'scheduler.type: WarmupDecayLR, but schedule.kind is cosine; write `schedule.kind: linear`, or "auto" here\n'
         "scheduler.params.warmup_num_steps: 10, but schedule.warmup_steps says 0; write `schedule.warmup_steps: 10`, "
         'or "auto" here\n'
-        'scheduler.params.warmup_type: "log" is not taken: warm-ups are linear here; write "linear", or leave it out',
+        'scheduler.params.warmup_type: "log", but schedule.warmup_type says "linear"; write '
+        '`schedule.warmup_type: "log"`, or "auto" here',
+    ),
+    "what a scheduler leaves to DeepSpeed": (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}},
+        "scheduler.params.warmup_num_steps: not given, which is 1000 to DeepSpeed, but schedule.warmup_steps is 0; "
+        'write `schedule.warmup_steps: 1000`, or "auto" here\n'
+        "scheduler.params.cos_min_ratio: not given, which is 0.0001 to DeepSpeed, but schedule.final_ratio is 0.0; "
+        'write `schedule.final_ratio: 0.0001`, or "auto" here',
+    ),
+    "a rate to begin with": (
+        {"scheduler": {"params": {"warmup_min_lr": 1e-6, "warmup_tpye": 3}}},
+        "scheduler.params.warmup_min_lr: 1e-06 is not taken: warm-ups begin above 0; write 0, or leave it out\n"
+        "scheduler.params.warmup_tpye: DeepSpeed has no such key; did you mean warmup_type?",
     ),
     "precision": (
         {"bf16": {"enabled": True}},
@@ -203,7 +216,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         'write `parallel.deepspeed.offload_optimizer: "cpu"`, or "auto" here',
     ),
     "activation checkpointing": (
-        {"activation_checkpointing": {"partition_activations": False}},
+        {"activation_checkpointing": {"partition_activations": True}},
         "activation_checkpointing: DeepSpeed checkpoints activations only of models that call its functions, and "
         "memory.activation_checkpointing.mode is none; write `memory.activation_checkpointing.mode: full`, or leave it "
         "out",
@@ -240,6 +253,33 @@ def test_contradictions_name_both_values(case: str) -> None:
         with pytest.raises(ConfigError) as error:  # nor need it know the ranks
             check_alone(config(given))
         assert str(error.value).replace("parallel.deepspeed.config.", "") == expected
+
+
+def test_deepspeed_s_activation_checkpointing_is_done_by_ours() -> None:
+    """What asks for nothing is taken; what isn't done is said by the plan."""
+    section = {
+        "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True,
+        "number_checkpoints": 4, "synchronize_checkpoint_boundary": True, "profile": False,
+    }  # fmt: skip
+    full = {"activation_checkpointing": {"mode": "full"}}
+    asked = config({"activation_checkpointing": section}, memory=full)
+    check(asked, DERIVED)
+    assert [one.partition(": ")[0] for one in not_carried_out(asked)] == [
+        "parallel.deepspeed.config.activation_checkpointing.cpu_checkpointing"
+    ]
+    moved = config({"activation_checkpointing": section}, memory=full | {"activation_offload": "cpu"})
+    assert not_carried_out(moved) == []
+    check(config({"activation_checkpointing": dict.fromkeys(section, False)}), DERIVED)
+    assert said({"activation_checkpointing": {"profile": True}}, memory=full).startswith(
+        "activation_checkpointing.profile: true is not taken: Lockstep doesn't time each block"
+    )
+
+
+def test_what_deepspeed_would_be_given_can_be_given_back() -> None:
+    for warmup_type in ("linear", "log"):
+        schedule = {"kind": "cosine", "warmup_steps": 10, "final_ratio": 0.1, "warmup_type": warmup_type}
+        written = plain_config(config(None, schedule=schedule), DERIVED)["scheduler"]
+        check(config({"scheduler": written}, schedule=schedule), DERIVED)
 
 
 def test_loss_scaling_of_fp16_must_agree() -> None:

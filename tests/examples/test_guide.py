@@ -16,7 +16,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import lockstep
-from lockstep.config.loading import load
+from lockstep.config.deepspeed import Derived, engine_config
+from lockstep.config.loading import load, validate
 
 GUIDE = Path(__file__).parents[2] / "examples" / "guide"
 MODES = {"ddp": "ddp.yaml", "fsdp": "fsdp.yaml", "deepspeed": "deepspeed.json"}
@@ -215,3 +216,157 @@ def test_a_mistake_in_the_config_is_said_without_a_traceback(place: Path, tmp_pa
     assert run.returncode == 2
     assert "global_sise: did you mean" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+# --- files as guides have them ----------------------------------------------------------------------------------------
+
+FILES = {
+    "ddp": """\
+training:
+  model_name: "some/encoder"
+  batch_size_per_gpu: 2
+  gradient_accumulation_steps: 2
+  learning_rate: 3e-5
+  num_epochs: 0.0003
+  warmup_ratio: 0.2
+  weight_decay: 0.02
+  max_grad_norm: 0.5
+distributed:
+  backend: "nccl"
+  find_unused_parameters: false
+  gradient_as_bucket_view: true
+  static_graph: true
+checkpointing:
+  save_every_n_steps: 100
+  checkpoint_dir: "./checkpoints"
+  keep_last_n: 2
+logging:
+  log_every_n_steps: 1
+  use_tensorboard: true
+  use_wandb: false
+""",
+    "fsdp": """\
+training:
+  model_name: "some/decoder"
+  batch_size_per_gpu: 2
+  gradient_accumulation_steps: 2
+  learning_rate: 2e-5
+  num_epochs: 0.0003
+  max_length: 64
+fsdp:
+  sharding_strategy: "FULL_SHARD"
+  cpu_offload: false
+  backward_prefetch: "BACKWARD_PRE"
+  forward_prefetch: true
+  auto_wrap_policy: "transformer_based"
+  min_num_params: 1000000
+  use_orig_params: true
+  sync_module_states: true
+activation_checkpointing:
+  enabled: true
+  checkpoint_every_n_layers: 2
+mixed_precision:
+  param_dtype: "bfloat16"
+  reduce_dtype: "float32"
+  buffer_dtype: "float32"
+""",
+    "deepspeed": json.dumps({
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "optimizer": {
+            "type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.98], "eps": 1e-7, "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": STEPS,
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10,
+        "wall_clock_breakdown": False,
+        "activation_checkpointing": {
+            "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True,
+            "number_checkpoints": None,
+        },
+    }, indent=2),
+}  # fmt: skip
+NAMED = {"ddp": "ddp_config.yaml", "fsdp": "fsdp_config.yaml", "deepspeed": "deepspeed_config.json"}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    for mode, name in NAMED.items():
+        (tmp_path / name).write_text(FILES[mode])
+    return tmp_path
+
+
+@pytest.mark.parametrize("mode", NAMED)
+def test_no_key_of_a_guide_s_file_is_lost(
+    mode: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    values: dict[str, Any] = lockstep.import_config(files / NAMED[mode])
+    to_do = [line.split(": ")[3] for line in capsys.readouterr().err.splitlines()]
+    assert to_do == {
+        "ddp": [],
+        "fsdp": ["training.max_length"],
+        "deepspeed": ["train_batch_size", "optimizer.params.lr", "optimizer.params.weight_decay",
+                      "scheduler.params.warmup_num_steps", "activation_checkpointing.cpu_checkpointing"],
+    }[mode]  # fmt: skip
+    if mode == "ddp":
+        assert values["checkpoint"] == {"every": 100, "folder": "./checkpoints", "keep_last": 2}
+        assert values["batch"] == {"global_size": 8, "micro_size": 2}
+    if mode == "fsdp":
+        assert values["memory"] == {"activation_checkpointing": {"mode": "full", "every": 2}}
+    if mode == "deepspeed":
+        assert values["memory"] == {"activation_checkpointing": {"mode": "full"}}
+        assert values["schedule"] == {"kind": "linear", "warmup_type": "log"}
+
+
+def test_a_guide_s_deepspeed_json_is_taken_beside_a_config_that_says_the_same(files: Path) -> None:
+    whole = {
+        "model": {"kind": "transformer"}, "data": {"train": {"kind": "stdlib-text"}}, "run": {"steps": STEPS},
+        "optim": {"betas": [0.9, 0.98], "eps": 1e-7, "clip_norm": 0.5},
+        "schedule": {"kind": "linear", "warmup_steps": 2, "warmup_type": "log"}, "precision": {"compute": "bf16"},
+        "memory": {"activation_checkpointing": {"mode": "full"}},
+        "parallel": {"strategy": "deepspeed", "deepspeed": {
+            "zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "pin_memory": True,
+            "config": str(files / NAMED["deepspeed"]),
+        }},
+    }  # fmt: skip
+    handed = engine_config(validate(whole).config, Derived(2, 16, 1, STEPS, 1000))
+    assert handed["zero_optimization"]["overlap_comm"] is True
+    assert "activation_checkpointing" not in handed
+
+
+@pytest.mark.drill
+def test_a_guide_s_three_files_train_one_after_the_other_in_one_folder(place: Path, files: Path) -> None:
+    """By train.py, under torchrun, as the guide has it."""
+    for mode, name in NAMED.items():
+        words = ["--mode", mode, "--config", name, "--model_name", str(place / "model"), "--output_dir", f"out/{mode}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(GUIDE / "train.py")]
+        run = subprocess.run(
+            [*command, *words], cwd=files, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            timeout=240,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        summary = json.loads((files / "out" / mode / "summary.json").read_text())
+        assert (summary["ranks"], summary["steps"] > 0) == (2, True)
+        assert load([files / "out" / mode / "config.yaml"], environ={}).config.parallel.strategy == mode

@@ -19,10 +19,15 @@ PEAK = Optim(lr=0.5)
 
 share = st.floats(0, 1)
 schedules = st.builds(
-    lambda kind, warmup, decay, final: Schedule(
-        kind=kind, warmup_ratio=min(warmup, 1 - decay), decay_ratio=decay, final_ratio=final
+    lambda kind, warmup_type, warmup, decay, final: Schedule(
+        kind=kind,
+        warmup_ratio=min(warmup, 1 - decay),
+        warmup_type=warmup_type,
+        decay_ratio=decay,
+        final_ratio=final,
     ),
     st.sampled_from(KINDS),
+    st.sampled_from(["linear", "log"]),
     share,
     share,
     share,
@@ -44,7 +49,8 @@ def test_a_rate_has_no_jumps(schedule, steps):
     warmup = round(schedule.warmup_ratio * steps)
     left = schedule.decay_ratio * steps if schedule.kind == "warmup-stable-decay" else steps - warmup
     assume(left >= 1)
-    bound = PEAK.lr * (1 / (warmup + 1) + math.pi / 2 / left) + 1e-9
+    steepest = 1 / (warmup + 1) if schedule.warmup_type == "linear" else math.log(1.5) / math.log(warmup + 2)
+    bound = PEAK.lr * (steepest + math.pi / 2 / left) + 1e-9
     found = rates(schedule, steps)
     assert all(abs(after - before) <= bound for before, after in pairwise(found))
 
@@ -63,6 +69,44 @@ def test_a_warmup_climbs_evenly_from_above_zero_to_the_peak(kind):
     found = rates(Schedule(kind=kind, warmup_steps=4), 20)
     assert found[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
     assert found == pytest.approx(rates(Schedule(kind=kind, warmup_ratio=0.2), 20))
+
+
+def test_a_logarithmic_warmup_rises_as_the_logarithm_of_the_update():
+    found = rates(Schedule(kind="constant", warmup_steps=6, warmup_type="log"), 20)
+    assert found[:7] == pytest.approx([0.5 * math.log(2 + step) / math.log(8) for step in range(7)])
+    assert found[2] == pytest.approx(0.5 * 2 / 3)
+    assert found[6:] == [0.5] * 15
+
+
+@pytest.mark.parametrize("warmup_type", ["linear", "log"])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_rates_are_those_of_deepspeed_s_own_scheduler(kind, warmup_type):
+    """Of the one that `config deepspeed` writes, two updates later; of one that says the same numbers, closely."""
+    import torch
+
+    schedulers = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    from lockstep.config.deepspeed import Derived, plain_config
+    from lockstep.config.loading import validate
+
+    steps, warmup = 200, 20
+    asked = {"kind": kind, "warmup_steps": warmup, "warmup_type": warmup_type}
+    config = validate({
+        "model": {"kind": "transformer"}, "data": {"train": {"kind": "stdlib-text"}}, "optim": {"lr": PEAK.lr},
+        "parallel": {"strategy": "deepspeed"}, "precision": {"compute": "fp32"}, "run": {"steps": steps},
+        "schedule": asked,
+    }).config  # fmt: skip
+    written = plain_config(config, Derived(1, 32, 1, steps, 1000))["scheduler"]
+    ours = rates(Schedule(**asked), steps)
+
+    def theirs(number):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK.lr)
+        made = getattr(schedulers, written["type"])(optimizer, **written["params"] | {"warmup_num_steps": number})
+        return [(made.step(), optimizer.param_groups[0]["lr"])[1] for _ in range(steps + 2)]
+
+    exact = theirs(written["params"]["warmup_num_steps"])[1:]
+    assert ours[:warmup] == pytest.approx(exact[:warmup])
+    assert ours == pytest.approx(exact[: len(ours)], abs=PEAK.lr * math.pi / (steps - warmup))
+    assert ours == pytest.approx(theirs(warmup)[1 : len(ours) + 1], abs=PEAK.lr * 1.5 / warmup)
 
 
 @pytest.mark.parametrize(

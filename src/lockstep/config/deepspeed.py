@@ -25,9 +25,10 @@ from lockstep.config.closeness import close
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DeepSpeed
+    from lockstep.config.schema import Config, DeepSpeed, Schedule
 
 _PLACE = "parallel.deepspeed.config"
+_ACTIVATION = "activation_checkpointing"
 _AUTO = "auto"
 _BUCKET = 500_000_000
 """DeepSpeed's own: elements reduced at a time."""
@@ -120,6 +121,16 @@ def kept_whole(section: DeepSpeed, elements: Sequence[int]) -> list[bool]:
     return kept
 
 
+def not_carried_out(config: Config) -> list[str]:
+    """What the DeepSpeed config asks for, changes no result, and isn't done; a sentence each."""
+    section = config.parallel.deepspeed.config is not None and _read(config.parallel.deepspeed)[0].get(_ACTIVATION)
+    if not isinstance(section, Mapping) or not section.get("cpu_checkpointing"):
+        return []
+    if config.memory.activation_offload == "cpu":
+        return []
+    return [f"{_PLACE}.{_ACTIVATION}.cpu_checkpointing: {words.ACTIVATIONS['cpu_checkpointing']}."]
+
+
 def check_alone(config: Config) -> None:
     """As `check`, of what doesn't depend on the number of ranks or on the model. Raises ConfigError."""
     check(config, Derived(ranks=1, micro_size=1, accumulation=1, steps=None, trainable=0), later=_OF_RANKS)
@@ -194,7 +205,7 @@ def _scheduler(config: Config, derived: Derived) -> dict[str, Any] | None:
     warmup = _warmup(config, derived)
     if schedule.kind == "constant" and not warmup:
         return None
-    shared = {"warmup_num_steps": warmup + 1, "warmup_type": "linear"}
+    shared = {"warmup_num_steps": _warmup_num_steps(schedule, warmup), "warmup_type": schedule.warmup_type}
     if schedule.kind == "cosine":
         cosine = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": schedule.final_ratio}
         return {"type": "WarmupCosineLR", "params": {**cosine, **shared}}
@@ -202,6 +213,11 @@ def _scheduler(config: Config, derived: Derived) -> dict[str, Any] | None:
     if schedule.kind == "constant":
         return {"type": "WarmupLR", "params": rates}
     return {"type": "WarmupDecayLR", "params": {"total_num_steps": steps, **rates}}
+
+
+def _warmup_num_steps(schedule: Schedule, warmup: int) -> int:
+    """DeepSpeed's number for a warm-up of so many updates: it counts from an update of rate 0."""
+    return warmup + (2 if schedule.warmup_type == "log" else 1)
 
 
 def _warmup(config: Config, derived: Derived) -> int:
@@ -419,27 +435,38 @@ class _Comparison:
             self._say(f"{key}.type", f'{name}, but schedule.kind is {schedule.kind}; write {todo}, or "auto" here')
         for one, found in params.items():
             self._of_schedule(f"{key}.params.{one}", one, found)
-        if name == "WarmupCosineLR" and "cos_min_ratio" not in params and schedule.final_ratio != 0.0001:
-            why = f"not given, which is 0.0001 to DeepSpeed, but schedule.final_ratio is {schedule.final_ratio:g}"
-            self._say(f"{key}.params.cos_min_ratio", f'{why}; write `schedule.final_ratio: 0.0001`, or "auto" here')
-        if name != _AUTO and "warmup_type" not in params and _warmup(self._config, self._derived):
-            why = 'not given, which is "log" to DeepSpeed, but warm-ups are linear here'
-            self._say(f"{key}.params.warmup_type", f'{why}; write "linear"')
+        if section.get("params") != _AUTO:
+            self._left_to_deepspeed(f"{key}.params", words.SCHEDULER_DEFAULTS.get(name, {}), params)
 
     def _of_schedule(self, place: str, one: str, value: Any) -> None:
-        warmup = _warmup(self._config, self._derived)
-        match one:
-            case "warmup_num_steps":
-                self._agrees(place, value, "schedule.warmup_steps", warmup)
-            case "total_num_steps":
-                self._agrees(place, value, "run.steps", self._derived.steps)
-            case "warmup_max_lr":
-                self._agrees(place, value, "optim.lr", self._config.optim.lr)
-            case "cos_min_ratio":
-                self._agrees(place, value, "schedule.final_ratio", self._config.schedule.final_ratio)
-            case _:
-                known = [*_SCHEDULE, "warmup_num_steps", "total_num_steps", "warmup_max_lr", "cos_min_ratio"]
-                self._by_words(one, value, known, (), _SCHEDULE, {}, "scheduler.params.")
+        if one in _SCHEDULE:
+            self._by_words(one, value, (), (), _SCHEDULE, {}, "scheduler.params.")
+        elif one == "warmup_num_steps" and value == _warmup_num_steps(self._config.schedule, self._scheduled(one)[1]):
+            return  # as `plain_config` writes it
+        elif one in _SCHEDULED:
+            self._agrees(place, value, *self._scheduled(one))
+        else:
+            self._by_words(one, value, [*_SCHEDULE, *_SCHEDULED], (), {}, {}, "scheduler.params.")
+
+    def _left_to_deepspeed(self, place: str, defaults: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+        """What the section doesn't say, and DeepSpeed would take otherwise."""
+        for one, value in defaults.items():
+            ours, here = self._scheduled(one)
+            immaterial = one == "warmup_type" and not _warmup(self._config, self._derived)
+            if one not in params and not immaterial and not _same(value, here):
+                why = f"not given, which is {_json(value)} to DeepSpeed, but {ours} is {_json(here)}"
+                self._say(f"{place}.{one}", f'{why}; write `{ours}: {_json(value)}`, or "auto" here')
+
+    def _scheduled(self, one: str) -> tuple[str, Any]:
+        """The key of ours that says the same, and its value."""
+        schedule, optim = self._config.schedule, self._config.optim
+        return {
+            "warmup_num_steps": ("schedule.warmup_steps", _warmup(self._config, self._derived)),
+            "warmup_type": ("schedule.warmup_type", schedule.warmup_type),
+            "warmup_max_lr": ("optim.lr", optim.lr),
+            "total_num_steps": ("run.steps", self._derived.steps),
+            "cos_min_ratio": ("schedule.final_ratio", schedule.final_ratio),
+        }[one]
 
     # --- precision ---
 
@@ -521,20 +548,21 @@ class _Comparison:
         """DeepSpeed does it for models alone that call its own functions; ours does it for any."""
         section = self._section(key, value)
         mode = self._config.memory.activation_checkpointing.mode
-        if section and mode == "none":
+        if mode == "none" and not all(map(_is_off, section.values())):
             self._say(
                 key,
                 "DeepSpeed checkpoints activations only of models that call its functions, and "
                 "memory.activation_checkpointing.mode is none; write `memory.activation_checkpointing.mode: full`, or "
                 "leave it out",
             )
+        known = [*words.ACTIVATIONS, *_ACTIVATIONS]
         for one, found in section.items():
-            self._by_words(one, found, list(_ACTIVATIONS), (), _ACTIVATIONS, {}, f"{key}.")
+            self._by_words(one, found, known, tuple(words.ACTIVATIONS), _ACTIVATIONS, {}, f"{key}.")
 
 
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_SCHEDULED = ("warmup_num_steps", "warmup_type", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
 _SCHEDULE: Mapping[str, tuple[Any, str]] = {
-    "warmup_type": ("linear", "warm-ups are linear here"),
     "warmup_min_lr": (0, "warm-ups begin above 0"),
     "warmup_min_ratio": (0, "warm-ups begin above 0"),
 }
@@ -563,12 +591,7 @@ _BF16: Mapping[str, tuple[Any, str]] = {
     "immediate_grad_update": (True, "gradients are accumulated in fp32"),
 }
 _ACTIVATIONS: Mapping[str, tuple[Any, str]] = {
-    "partition_activations": (False, "it needs tensor parallelism"),
-    "cpu_checkpointing": (False, "inputs of blocks stay on the device"),
-    "contiguous_memory_optimization": (False, "it needs partition_activations"),
-    "number_checkpoints": (None, "memory.activation_checkpointing.every says how many"),
-    "synchronize_checkpoint_boundary": (False, "nothing is synchronised between blocks"),
-    "profile": (False, "Lockstep measures itself"),
+    "profile": (False, "Lockstep doesn't time each block"),
 }
 
 

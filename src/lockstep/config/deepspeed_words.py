@@ -141,6 +141,23 @@ OFFLOAD_ONE_VALUE: Mapping[str, tuple[Any, str]] = {
     "super_offload": (False, "it has an optimizer of its own"),
 }
 
+SCHEDULER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "WarmupLR": {"warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_type": "log", "warmup_max_lr": 0.001},
+    "WarmupCosineLR": {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 0.0001},
+}
+"""By type: what its params are where the file leaves them out, and the run would be another."""
+
+ACTIVATIONS: Mapping[str, str] = {
+    "partition_activations": "it divides what blocks keep among tensor-parallel ranks, and DeepSpeed has one here",
+    "cpu_checkpointing": "block inputs stay on the device; on a GPU memory.activation_offload: cpu moves them to the "
+    "host",
+    "contiguous_memory_optimization": "it is a layout in memory, and changes no result",
+    "number_checkpoints": "it is the size of contiguous_memory_optimization's buffer",
+    "synchronize_checkpoint_boundary": "it is for timing, and changes no result",
+}
+"""Of its activation checkpointing, beside `memory.activation_checkpointing`, which does it: what becomes of each."""
+
 COMPARED = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization", "activation_checkpointing",

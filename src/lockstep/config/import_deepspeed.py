@@ -46,7 +46,7 @@ def answer(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
     """
     first, rest, word = keys[0], keys[1:], said.word
     if said.value == "auto":
-        return not_needed("left to HF Trainer there; here it follows from the rest of the config")
+        return _auto(keys, facts)
     if said.word == "enabled" and not isinstance(said.value, bool | None):
         return answers.no_switch(said.value)
     if first == "zero_optimization" and rest:
@@ -60,6 +60,24 @@ def answer(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
     if first in words.HANDED_ON:
         return Answer("taken", {".".join((_CONFIG, *keys)): said.value}, "handed on to DeepSpeed")
     return _by_words(first, said, facts, words.ONE_VALUE, words.REFUSED)
+
+
+def _auto(keys: Sequence[str], facts: Facts) -> Answer:
+    """What HF Trainer fills in from its arguments, which are in the same file or nowhere."""
+    ours = _FROM_ARGUMENTS.get(keys[0] if len(keys) == 1 else keys[-1])
+    if ours is not None and facts.kind == "deepspeed":
+        return to_do(f"HF Trainer's arguments say it there: write {ours}")
+    if keys[-1] in words.ZERO_HANDED_ON or keys[0] in words.HANDED_ON:
+        return not_needed("DeepSpeed's own default is taken")
+    return not_needed("left to HF Trainer there; here it follows from the rest of the config")
+
+
+_FROM_ARGUMENTS = {
+    "train_batch_size": "batch.global_size", "gradient_clipping": "optim.clip_norm", "lr": "optim.lr",
+    "weight_decay": "optim.weight_decay", "betas": "optim.betas", "eps": "optim.eps", "momentum": "optim.momentum",
+    "warmup_num_steps": "schedule.warmup_steps, or schedule.warmup_ratio", "total_num_steps": "run.steps or run.epochs",
+    "enabled": "precision.compute", "cos_min_ratio": "schedule.final_ratio",
+}  # fmt: skip
 
 
 def keys_near(path: Sequence[str]) -> list[str]:
@@ -132,9 +150,18 @@ def _optimizer(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
         return not_needed("updates are made by torch's optimizer")
     if keys[0] != "params" or len(keys) < 2:
         return NOTHING if keys[0] == "params" else None
+    if word == "lr" and (peak := _peak(facts)) is not None:
+        return not_needed(f"the scheduler's warmup_max_lr, {peak}, is the peak")
     if word in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov"):
         return Answer("taken", {f"optim.{word}": said.value})
     return _of_optimizers(word, said)
+
+
+def _peak(facts: Facts) -> object:
+    """To which the scheduler sets the rate, whatever the optimizer was given; None: to that."""
+    said = facts.value(("scheduler.params.warmup_max_lr",))
+    left = unsaid_by_scheduler(facts).get("warmup_max_lr")
+    return said if left is None else left["optim.lr"]
 
 
 def _of_optimizers(word: str, said: Said) -> Answer | None:
@@ -160,15 +187,33 @@ def _scheduler(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
         case "total_num_steps":
             return answers.length(said, facts)
         case "warmup_max_lr":
-            same = facts.value(("optimizer.params.lr", "params.lr", "lr"))
-            return taken(optim__lr=said.value) if same is None else not_needed("the optimizer's lr is the peak")
+            return taken(optim__lr=said.value)
         case "cos_min_ratio":
             return taken(schedule__final_ratio=said.value)
         case "warmup_type":
-            return not_needed("warm-ups are linear") if said.value == "linear" else to_do("warm-ups are linear here")
+            known = said.value in ("linear", "log")
+            return taken(schedule__warmup_type=said.value) if known else not_there("linear and log are")
         case "warmup_min_lr" | "warmup_min_ratio":
-            return not_needed("warm-ups begin just above 0") if not said.value else to_do("warm-ups begin just above 0")
+            return not_there("warm-ups begin just above 0; write 0") if said.value else NOTHING
     return NOTHING if word == "params" else None
+
+
+def unsaid_by_scheduler(facts: Facts) -> Mapping[str, Mapping[str, object]]:
+    """By parameter of DeepSpeed's scheduler that the file leaves to its default: what it is in our words."""
+    kind = facts.find(("scheduler.type",))
+    said = {plain(one.path[-1]) for one in facts.said if "scheduler" in map(plain, one.path)}
+    if kind is None or any(one.word == "params" and one.value == "auto" for one in facts.said):
+        return {}
+    defaults = words.SCHEDULER_DEFAULTS.get(str(kind.value), {})
+    return {one: {_SCHEDULED[one]: value} for one, value in defaults.items() if one not in said}
+
+
+_SCHEDULED = {
+    "warmup_num_steps": "schedule.warmup_steps",
+    "warmup_type": "schedule.warmup_type",
+    "warmup_max_lr": "optim.lr",
+    "cos_min_ratio": "schedule.final_ratio",
+}
 
 
 def _fp16(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
@@ -200,17 +245,18 @@ def _bf16(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
 
 
 def _activations(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
-    known = (
-        "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "number_checkpoints",
-        "synchronize_checkpoint_boundary", "profile",
-    )  # fmt: skip
-    if keys[0] not in known:
+    """DeepSpeed's own is for models that call its functions; ours is for any."""
+    key = keys[0]
+    if key == "profile":
+        return not_there("blocks are not timed one by one") if said.value else NOTHING
+    if key not in words.ACTIVATIONS:
         return None
-    if keys[0] in ("partition_activations", "cpu_checkpointing") and said.value:
-        return to_do(
-            "write memory.activation_checkpointing.mode: full if the script calls DeepSpeed's functions for it"
-        )
-    return not_needed("memory.activation_checkpointing does it for any model")
+    if is_off(said.value):
+        return NOTHING
+    on = {"memory.activation_checkpointing.mode": "full"}
+    if key == "cpu_checkpointing":
+        return Answer("to do", on, f"mode: full, but {words.ACTIVATIONS[key]}")
+    return derived(words.ACTIVATIONS[key], on)
 
 
 _SECTIONS = {

@@ -111,6 +111,28 @@ def _recompute(said: Said, facts: Facts) -> Answer:
     return ways.taken(memory__activation_checkpointing__mode="full")
 
 
+def _every_layers(said: Said, facts: Facts) -> Answer:
+    """Each so-many-th block; of whose mode nothing is said, that is full."""
+    switch = facts.find(_RECOMPUTING)
+    if switch is not None and ways.is_off(switch.value):
+        return not_needed(f"{switch.key} is off")
+    if said.value in (0, False):
+        return NOTHING
+    beside = {} if switch is not None else {"memory.activation_checkpointing.mode": "full"}
+    return Answer("taken", {**beside, "memory.activation_checkpointing.every": said.value})
+
+
+def _activations_to_host(said: Said, facts: Facts) -> Answer:
+    return NOTHING if ways.is_off(said.value) else ways.taken(memory__activation_offload="cpu")
+
+
+_RECOMPUTING_SECTIONS = ("activation_checkpointing", "activation_checkpoint", "gradient_checkpointing")
+
+
+def _in_recomputing(*words: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{word}" for section in _RECOMPUTING_SECTIONS for word in words)
+
+
 _RECOMPUTING = (
     "gradient_checkpointing",
     "activation_checkpointing",
@@ -119,8 +141,7 @@ _RECOMPUTING = (
     "enable_gradient_checkpointing",
     "use_gradient_checkpointing",
     "enable_activation_checkpointing",
-    "gradient_checkpointing.enabled",
-    "activation_checkpointing.enabled",
+    *_in_recomputing("enabled", "enable", "mode"),
 )
 
 ANSWERS: Mapping[str, Answering] = {
@@ -210,6 +231,19 @@ ANSWERS: Mapping[str, Answering] = {
     **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), ways.stages),
     **dict.fromkeys(("use_cpu", "no_cuda", "device"), ways.device),
     **dict.fromkeys(_RECOMPUTING, _recompute),
+    **dict.fromkeys(
+        (
+            "checkpoint_every_n_layers",
+            "checkpoint_every_n_blocks",
+            *_in_recomputing("every", "every_n", "every_n_layers", "checkpoint_every", "frequency", "freq", "interval"),
+        ),
+        _every_layers,
+    ),
+    **dict.fromkeys(
+        ("offload_activations", *_in_recomputing("cpu_offload", "offload", "offload_to_cpu", "cpu_checkpointing")),
+        _activations_to_host,
+    ),
+    "preserve_rng_state": _checkpoint_kwargs,
     **dict.fromkeys(
         (
             "gradient_checkpointing_kwargs",

@@ -15,6 +15,7 @@ script's own model and data) comes out as a marked place, or from `also`.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -113,7 +114,7 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     """Another tool's config, or one of ours, as a mapping of sections that `lockstep.train` takes.
 
     A script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, Accelerate's config: `lockstep config import` lists
-    what becomes of each key.
+    what becomes of each key. What only you can say is named on stderr, by the first rank.
 
     Args:
         ranks: on which it was meant to run, where a sum needs it. None: as many as the file says, else as
@@ -126,6 +127,9 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     found = _imported(file, ranks or _ranks_of(file) or _ranks_started(), asks=_ASKS_PYTHON)
     if found.unanswered:
         raise ConfigError([*map(_problem, found.unanswered)])
+    if os.environ.get("RANK", "0") == "0":
+        for problem in map(_problem, (one for one in found.findings if one.answer.standing == "to do")):
+            print(f"lockstep: to do: {problem}", file=sys.stderr)
     return nested(found.settings)
 
 
@@ -369,15 +373,8 @@ def _unsaid_by_deepspeed(facts: Facts, findings: Sequence[Finding]) -> Iterator[
     if settings.get("optim.weight_decay"):
         why = "DeepSpeed's optimizer decays every parameter that it is given"
         yield Finding(f"({name})", "", ways.derived(why, {"optim.decay": "all"}))
-    if "schedule.kind" in settings and _warms_up_by_default(facts):
-        why = 'not in the file, and DeepSpeed\'s default is "log"; warm-ups are linear here'
-        yield Finding("(scheduler.params.warmup_type)", "", to_do(why))
-
-
-def _warms_up_by_default(facts: Facts) -> bool:
-    """Whether DeepSpeed's scheduler warms up, and nobody says in which curve."""
-    says_the_curve = any(one.word == "warmup_type" for one in facts.said)
-    return facts.has_section("scheduler") and not says_the_curve and facts.value(("warmup_num_steps",)) != 0
+    for name, ours in import_deepspeed.unsaid_by_scheduler(facts).items():
+        yield Finding(f"(scheduler.params.{name})", "", ways.derived("not in the file; DeepSpeed's default", ours))
 
 
 def _strategy_of_sections(facts: Facts) -> Iterator[Finding]:

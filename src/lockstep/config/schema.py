@@ -365,6 +365,8 @@ class Schedule(Section):
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     warmup_ratio: Fraction | None = None
     """Share of the run's steps; instead of `warmup_steps`."""
+    warmup_type: Literal["linear", "log"] = "linear"
+    """How the rate rises: in equal steps, or as DeepSpeed's logarithmic warm-up does, fast at first."""
     decay_ratio: Fraction = 0.2
     """warmup-stable-decay: share of the run that decays, at its end."""
     final_ratio: Fraction = 0.0

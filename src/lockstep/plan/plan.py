@@ -144,6 +144,7 @@ def make_plan(
     made = replace(made, warnings=(*made.warnings, *_too_large(made, machine.memory)))
     if strategy == "deepspeed":
         deepspeed.check(config, derived_for_deepspeed(made))
+        made = replace(made, warnings=(*made.warnings, *deepspeed.not_carried_out(config)))
     return made
 
 

@@ -1,6 +1,6 @@
 """Time is a value, and what follows from it is arithmetic: the learning rate, what is due, and when a run is over.
 
-    rate     peak |    ________________                warm-up     (step + 1) / (warm-up steps + 1)
+    rate     peak |    ________________                warm-up     (step + 1) / (warm-up steps + 1), or of logarithms
                   |   /                \\_              curve       of the kind, over what is left after the warm-up
                   |  /                   \\__           final       final_ratio x peak, when all is done
                   | /                       \\ final
@@ -28,7 +28,10 @@ from lockstep.core.records import DataFacts
 def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, steps: int | None) -> float:
     """The learning rate of update `step` (counted from 0), in [0, optim.lr].
 
-        rate = optim.lr x min((step + 1) / (W + 1), 1, curve(x))
+        rate = optim.lr x min(rise, 1, curve(x))
+
+        linear    rise = (step + 1) / (W + 1)
+        log       rise = log(step + 2) / log(W + 2)        DeepSpeed's warmup_type "log"
 
     W is the number of warm-up updates: `warmup_steps`, or `warmup_ratio` of all. No warm-up update has rate 0, and
     update W has the peak. x is how much of the time after the warm-up is over, (done - w) / (1 - w), where w is
@@ -48,8 +51,15 @@ def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, step
     warmup_steps, warmup_share = _warmup(schedule, done, step, steps)
     factor = _CURVES[schedule.kind](schedule, done, warmup_share)
     if step < warmup_steps:
-        factor = min(factor, (step + 1) / (warmup_steps + 1))
+        factor = min(factor, _rise(schedule, step, warmup_steps))
     return optim.lr * factor
+
+
+def _rise(schedule: Schedule, step: int, warmup_steps: float) -> float:
+    """The share of the peak that the warm-up has reached."""
+    if schedule.warmup_type == "linear":
+        return (step + 1) / (warmup_steps + 1)
+    return math.log(step + 2) / math.log(warmup_steps + 2)
 
 
 def _warmup(schedule: Schedule, done: float, step: int, steps: int | None) -> tuple[float, float]:
