@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.core.control_groups import Kills, host_memory, kernel_kills
 from lockstep.distributed.collectives import Alone
-from lockstep.distributed.memory import host_memory, memory_here, memory_of_a_rank, peak_of_a_rank
+from lockstep.distributed.memory import memory_here, memory_of_a_rank, peak_of_a_rank
 from lockstep.distributed.process_group import World
 
 MIB = 1 << 20
@@ -92,3 +93,17 @@ def test_it_is_what_a_rank_that_is_started_finds() -> None:
 def test_a_rank_has_used_what_it_wrote() -> None:
     held = torch.ones(64 * MIB // 4)
     assert held.numel() * 4 < peak_of_a_rank(torch.device("cpu")) < _meminfo()
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "text"),
+    [
+        ("0::/job/step", "sys/fs/cgroup/job/memory.events", "low 0\noom 3\noom_kill 2\noom_group_kill 1"),
+        ("4:memory:/slurm/job_7", "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control", "under_oom 0\noom_kill 2"),
+    ],
+    ids=["version 2, a group above", "version 1"],
+)
+def test_what_the_kernel_has_killed_is_read(tmp_path: Path, groups: str, file: str, text: str) -> None:
+    planted = _plant(tmp_path, groups, {file: text, "proc/vmstat": "nr_free_pages 7\noom_kill 5"})
+    assert kernel_kills(planted) == Kills(in_group=2, on_machine=5)
+    assert kernel_kills(tmp_path / "no linux") == Kills(None, None)

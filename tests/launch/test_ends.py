@@ -5,8 +5,18 @@ import weakref
 
 import pytest
 
+from lockstep.core.control_groups import Kills
 from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped, Waited
-from lockstep.launch.ends import End, Kind, describe, end_of_exception, end_of_process, end_of_return, first_cause
+from lockstep.launch.ends import (
+    End,
+    Kind,
+    describe,
+    end_of_exception,
+    end_of_process,
+    end_of_return,
+    first_cause,
+    why_killed,
+)
 from lockstep.launch.rank import run_entry
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41938"
@@ -52,7 +62,7 @@ def test_exception_raised_from_a_peers_end_is_one() -> None:
         (0, Kind.DONE, ""),
         (3, Kind.CODE, "ended with exit code 3"),
         (130, Kind.STOPPED, ""),
-        (-9, Kind.KILLED, "was killed by SIGKILL: out of memory, perhaps (the kernel's log, dmesg, would say so)"),
+        (-9, Kind.KILLED, "was killed by SIGKILL"),
         (-11, Kind.KILLED, "was killed by SIGSEGV"),
         (-6, Kind.PEER, "was killed by SIGABRT"),
         (-99, Kind.KILLED, "was killed by signal 99"),
@@ -119,3 +129,38 @@ def test_long_tracebacks_lose_their_middle() -> None:
     assert len(text) < 13_000
     assert text.startswith("ValueError: xxx")
     assert text.endswith("the end")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        (Kills(0, 3), Kills(1, 4), "out of memory (the kernel's OOM killer, in this control group). Do less."),
+        (
+            Kills(1, 3),
+            Kills(1, 4),
+            "out of memory (the kernel's OOM killer was at work on this machine meanwhile). Do less.",
+        ),
+        (
+            Kills(None, 3),
+            Kills(None, 3),
+            "by a person or a scheduler; the kernel has counted no out-of-memory kill here",
+        ),
+        (Kills(None, None), Kills(None, None), "out of memory, perhaps (the kernel's log, dmesg, would say so)"),
+    ],
+)
+def test_sigkill_is_told_by_what_the_kernel_has_counted(before: Kills, now: Kills, expected: str) -> None:
+    ends = [End(Kind.ENDED, 1, "", 1.0), End(Kind.KILLED, 1, "was killed by SIGKILL", 0.0)]
+    assert describe(1, ends, 600.0, why_killed(before, now, "Do less.")) == f"rank 1 was killed by SIGKILL: {expected}"
+
+
+def test_what_a_failure_was_raised_from_goes_to_the_log_alone() -> None:
+    def fail() -> int:
+        try:
+            raise ValueError("no such image")
+        except ValueError as error:
+            raise GiveUp("sample 5 can't be read") from error
+
+    end = run_entry(fail)
+    assert end.text == "sample 5 can't be read"
+    assert "Traceback" in end.detail
+    assert end.detail.endswith("ValueError: no such image")

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import NoReturn, TextIO
 
 from lockstep.core.errors import ConfigError, Failure, Stopped
+from lockstep.core.out_of_memory import bytes_asked, ran_out
 from lockstep.launch.torchrun import tell_torchrun
 
 VERBS = {
@@ -51,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("stopped")
         return Stopped.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        asked = bytes_asked(error)
+        _say("out of memory" + (f": {asked:,} bytes were asked for" if asked else ""))
+        return 1
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         _to_nowhere(sys.stdout)
         return 1

@@ -24,6 +24,10 @@ class GiveUp(Failure):
     """The run can't go on, and trying again would not help."""
 
 
+class OutOfMemory(GiveUp):
+    """Memory ran out, of a rank's device or of its machine."""
+
+
 class Waited(GiveUp):
     """Other ranks didn't come to a collective in time: what failed is with them, and they may say nothing of it."""
 

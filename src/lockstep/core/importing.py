@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.out_of_memory import ran_out
 
 _FORM = "write package.module:Name or path/to/file.py:Name"
 
@@ -57,6 +58,8 @@ def construct(target: str, arguments: Mapping[str, Any]) -> Any:
     try:
         return function(**arguments)
     except Exception as error:
+        if ran_out(error):
+            raise
         call = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         raise ConfigError(f"{target}({call}) raised {_describe(error)}") from error
 

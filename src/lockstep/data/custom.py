@@ -27,6 +27,7 @@ from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise
 from lockstep.data.order import Indices
+from lockstep.data.unreadable import read_or_explain
 from lockstep.data.windows import fingerprint
 
 Collate = Callable[[list[Any]], Any]
@@ -117,8 +118,11 @@ class ItemSource:
         sources = [_source(thing) for thing in (self._dataset, collate) if thing is not None]
         kind = f"{type(self._dataset).__module__}.{type(self._dataset).__qualname__}"
         with noise.keyed_generators(0):  # items that are drawn are drawn alike each time
-            known = [_contents(self._dataset[index]) for index in _spread(len(self._dataset)).tolist()]
+            known = read_or_explain(self._known, _spread(len(self._dataset)))
         return fingerprint(kind, len(self._dataset), sources, known)
+
+    def _known(self, indices: Indices) -> list[Any]:
+        return [_contents(self._dataset[index]) for index in indices.tolist()]
 
 
 def as_batch(collated: Any, samples: int) -> Batch:

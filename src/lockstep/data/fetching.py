@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from lockstep.core.records import Batch
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.data import noise
 from lockstep.data.order import Indices
+from lockstep.data.unreadable import explained, named
 
 _UNTIL_HEARD_S = 1.0
 
@@ -79,8 +81,12 @@ def fetch(source: Source, request: Request) -> Batch:
     except Failure:
         raise
     except Exception as error:
-        raise _named_failure(source, request, error) from error
+        raise explained(partial(_fetch_some, source, request), request.indices, error) from error
     return replace(batch, samples=0, tokens=0) if request.filler else batch
+
+
+def _fetch_some(source: Source, request: Request, indices: Indices) -> Batch:
+    return _fetch(source, request._replace(indices=indices))
 
 
 def _fetch(source: Source, request: Request) -> Batch:
@@ -89,30 +95,6 @@ def _fetch(source: Source, request: Request) -> Batch:
     noise.use_epoch(request.epoch_key)
     with noise.keyed_generators(request.generator_key):
         return source.fetch(request.indices)
-
-
-# --- failures ---------------------------------------------------------------------------------------------------
-
-
-def _named_failure(source: Source, request: Request, error: Exception) -> GiveUp:
-    """Finds the sample that can't be read by asking for each alone."""
-    for index in request.indices:
-        try:
-            _fetch(source, request._replace(indices=request.indices[request.indices == index]))
-        except Exception as alone:
-            return GiveUp(f"sample {index} can't be read: {_describe(alone)}")
-    return GiveUp(f"samples {_list(request.indices)} can each be read, but not put into one batch: {_describe(error)}")
-
-
-def _describe(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def _list(indices: Indices) -> str:
-    shown = ", ".join(str(index) for index in indices[:8])
-    return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
 
 
 # --- workers ----------------------------------------------------------------------------------------------------
@@ -158,7 +140,7 @@ def _remembered(requests: Iterable[Request], asked: deque[Request]) -> Iterator[
 def _death(error: Exception, busy: Sequence[Request]) -> GiveUp:
     if isinstance(error.__cause__, GiveUp):  # named when it was heard of
         return error.__cause__
-    samples = f" while samples {' or '.join(_list(request.indices) for request in busy)} were fetched" if busy else ""
+    samples = f" while samples {' or '.join(named(request.indices) for request in busy)} were fetched" if busy else ""
     return GiveUp(
         f"a data worker died{samples}: {str(error).strip(' .')}. If it was killed, memory may have run out: try fewer "
         "data.loader.workers; with 0 the rank fetches itself and shows what happens"
@@ -210,8 +192,8 @@ class _Answers(Dataset[Any]):
         self._busy[worker.id] = int(request.indices[0])
         try:
             batch = fetch(self._source, request)
-        except Failure as failure:
-            return {"failure": failure}
+        except Exception as failure:  # one of ours, or memory ran out
+            return {"failure": failure, "traceback": traceback.format_exc()}
         finally:
             self._busy[worker.id] = -1
         return {"inputs": batch.inputs, "targets": batch.targets, "samples": batch.samples, "tokens": batch.tokens}
@@ -224,13 +206,17 @@ class _Answers(Dataset[Any]):
         return [request for request in asked if int(request.indices[0]) in firsts]
 
 
+class InWorker(Exception):
+    """What a failure was raised from, as the data worker's traceback has it: tracebacks themselves can't be sent."""
+
+
 def _as_it_is(answer: Any) -> Any:
     return answer
 
 
 def _unwrapped(answer: Mapping[str, Any]) -> Batch:
     if "failure" in answer:
-        raise answer["failure"]
+        raise answer["failure"] from InWorker(answer["traceback"])
     inputs = answer["inputs"]
     if not isinstance(inputs, Mapping):
         inputs = tuple(inputs)  # pinning turns tuples into lists

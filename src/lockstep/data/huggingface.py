@@ -28,6 +28,7 @@ from lockstep.data import noise, windows
 from lockstep.data.order import Indices
 from lockstep.data.rows import check_columns, load_rows
 from lockstep.data.tokenizers import load_tokenizer
+from lockstep.data.unreadable import read_or_explain
 
 _NO_TARGET = -100
 _NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
@@ -116,7 +117,7 @@ class Texts:
         known = np.unique(np.linspace(0, len(self) - 1, _ROWS_TO_KNOW_BY).astype(np.int64))
         made = self.section.model_dump(exclude={"name", "tokenizer", "split", "configuration"})
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return windows.fingerprint(kind, len(self), self.at(known), made, vocabulary)
+        return windows.fingerprint(kind, len(self), read_or_explain(self.at, known), made, vocabulary)
 
 
 class NextTokenText:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import missing, needs_hub
+from lockstep.core.out_of_memory import ran_out
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".text": "text"}
 
@@ -33,6 +34,8 @@ def load_rows(name: str, configuration: str | None, split: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # the library raises many kinds, of its own and of those beneath it
+        if ran_out(error):
+            raise
         if path.exists():
             raise ConfigError(f"data set {name}, split {split}, can't be read: {error}") from error
         raise missing("data set", name, error) from error

@@ -9,21 +9,17 @@ CPU    the machine's, or what its control groups (of a     its resident memory
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from lockstep.core.control_groups import Room, host_memory, tightest_room
+
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.distributed.process_group import World
-
-_VERSION_1 = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-_VERSION_2 = "sys/fs/cgroup", "memory.max"
 
 
 def memory_of_a_rank(world: World) -> int:
@@ -61,44 +57,13 @@ def peak_of_a_rank(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def room_of(device: torch.device) -> Room:
+    """How much memory a rank on `device` has, and how much of it is free."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Room(total, free, f"{device}'s")
+    return tightest_room()
+
+
 def _of_device(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-def host_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may use, with all that share its control groups.
-
-    Args:
-        root: where `proc` and `sys` are.
-    """
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([whole, *(limit for file in _limit_files(root) if (limit := _limit(file)) is not None)])
-
-
-def _limit_files(root: Path) -> Iterator[Path]:
-    """Of this process's groups and all above them: each has a limit of its own. A container may see the host's name of
-    its group, which is not there, and its own limit where the host's would be: at the top."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        place, name = _VERSION_1 if controllers else _VERSION_2
-        inside = PurePosixPath(group.lstrip("/"))
-        for folder in (inside, *inside.parents):
-            yield root / place / folder / name
-
-
-def _lines(file: Path) -> list[str]:
-    """None of a file that isn't there: this is not Linux."""
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _limit(file: Path) -> int | None:
-    """None: there is none."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # no such group, or `max`
-        return None

@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.core.out_of_memory import mark
 from lockstep.engine.judging import Unheard, add_up, heard_or_not, sums_of_outputs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lockstep.core.out_of_memory import Phase
     from lockstep.core.protocols import Objective, Sharding
     from lockstep.core.records import Batch, GlobalBatch, Inputs
+
+_FORWARD: Phase = "forward"
+_BACKWARD: Phase = "backward"
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -65,19 +70,26 @@ class Eager:
         sharding, objective = self._sharding, self._objective
         module, last = sharding.module, len(micro_batches) - 1
         total: Tensor | None = None
-        for index, micro_batch in enumerate(micro_batches):
-            self._key_draws(step, index)
-            with sharding.window(index == last), heard_or_not(micro_batch, self._unheard):
-                micro_batch = self._prepare(micro_batch)
-                with self._autocast():
-                    outputs = call(module, micro_batch.inputs)
-                loss = objective.loss_sum(outputs, micro_batch)
-                counted = loss.detach() if micro_batch.samples else torch.zeros_like(loss)
-                total = counted if total is None else total + counted
-                if index == last:
-                    announce(total)
-                weight = 1.0 if micro_batch.samples else 0.0
-                sharding.backward(loss, _seed(seed_scale * weight, loss))
+        index, phase = 0, _FORWARD
+        try:
+            for index, micro_batch in enumerate(micro_batches):
+                phase = _FORWARD
+                self._key_draws(step, index)
+                with sharding.window(index == last), heard_or_not(micro_batch, self._unheard):
+                    micro_batch = self._prepare(micro_batch)
+                    with self._autocast():
+                        outputs = call(module, micro_batch.inputs)
+                    loss = objective.loss_sum(outputs, micro_batch)
+                    counted = loss.detach() if micro_batch.samples else torch.zeros_like(loss)
+                    total = counted if total is None else total + counted
+                    if index == last:
+                        announce(total)
+                    weight = 1.0 if micro_batch.samples else 0.0
+                    phase = _BACKWARD
+                    sharding.backward(loss, _seed(seed_scale * weight, loss))
+        except Exception as error:
+            mark(error, phase, f"in the {phase} pass of micro-batch {index + 1} of {last + 1}, update {step + 1}")
+            raise
 
     @torch.no_grad()
     def outputs(self, inputs: Inputs) -> object:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.errors import Failure
+from lockstep.core.out_of_memory import mark
 from lockstep.engine.judging import Unheard, add_up, heard_or_not, sums_of_outputs
 from lockstep.engine.staging import Order, Stage
 
@@ -95,6 +96,7 @@ class Pipelined:
         except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, Failure):
                 raise error.__cause__ from None
+            mark(error, "backward", f"in the pipeline's schedule of update {batch.step + 1}")
             raise
         finally:
             self._batch = None
@@ -126,10 +128,15 @@ class Pipelined:
         assert batch is not None, "a stage computes in an update"
         micro_batch = batch.micro_batches[number]
         self._key_draws(batch.step, number, stage)
-        with heard_or_not(micro_batch, self._unheard):
-            with self._autocast():
-                found = self._cut.run(stage, hidden, micro_batch.inputs)
-            return self._seeded(found, micro_batch) if stage == self._cut.stages - 1 else found
+        try:
+            with heard_or_not(micro_batch, self._unheard):
+                with self._autocast():
+                    found = self._cut.run(stage, hidden, micro_batch.inputs)
+                return self._seeded(found, micro_batch) if stage == self._cut.stages - 1 else found
+        except Exception as error:
+            micro = f"micro-batch {number + 1} of {len(batch.micro_batches)}, update {batch.step + 1}"
+            mark(error, "forward", f"in stage {stage + 1}'s forward pass of {micro}")
+            raise
 
     def alone(self, stage: int, batch: Batch) -> object:
         """What a stage makes apart from the others, given noise: to be looked at."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 
+from lockstep.core.control_groups import Kills
 from lockstep.core.errors import Failure, Paused, Stopped, Waited, not_answered
 
 
@@ -62,12 +63,14 @@ class End:
     code: the exit code for whoever started the run.
     text: what to show: a message, a traceback, or a sentence.
     time: seconds (CLOCK_MONOTONIC, one clock for all processes) when the rank raised, returned or was found dead.
+    detail: a traceback for the rank's log; empty if `text` has it, or if there is none.
     """
 
     kind: Kind
     code: int
     text: str
     time: float
+    detail: str = ""
 
 
 def end_of_return(code: int, time: float) -> End:
@@ -91,7 +94,7 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
         case Waited():
             return End(Kind.WAITED, error.exit_code, str(error), time)
         case Failure():
-            return End(Kind.MESSAGE, error.exit_code, str(error), time)
+            return End(Kind.MESSAGE, error.exit_code, str(error), time, detail_of(error))
         case SystemExit(code=int() | None):
             return end_of_return(int(error.code or 0), time)
         case SystemExit():
@@ -100,15 +103,35 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
     return End(Kind.PEER if _blames_a_peer(error) else Kind.TRACEBACK, 1, _shortened(text), time)
 
 
+def detail_of(failure: Failure) -> str:
+    """The traceback of what a failure was raised from; empty if it was raised by itself."""
+    cause = failure.__cause__
+    return "" if cause is None else "".join(traceback.format_exception(cause)).rstrip()
+
+
 def end_of_process(exitcode: int, time: float) -> End:
     """Of a process that ended without a report; `exitcode` is minus the signal's number if one killed it."""
     if exitcode >= 0:
         return end_of_return(exitcode, time)
     name = _signal_name(-exitcode)
-    perhaps = ": out of memory, perhaps (the kernel's log, dmesg, would say so)" if name == "SIGKILL" else ""
     if name == "SIGABRT":  # what C++ does with an exception nobody catches; a broken connection is one
         return End(Kind.PEER, 1, f"was killed by {name}", time)
-    return End(Kind.KILLED, 1, f"was killed by {name}{perhaps}", time)
+    return End(Kind.KILLED, 1, f"was killed by {name}", time)
+
+
+def why_killed(before: Kills, now: Kills, remedy: str) -> str:
+    """What SIGKILL may mean, by what the kernel has counted while the ranks ran.
+
+    Args:
+        remedy: sentences that tell what to change when memory ran out.
+    """
+    if now.in_group is not None and before.in_group is not None and now.in_group > before.in_group:
+        return f"out of memory (the kernel's OOM killer, in this control group). {remedy}".rstrip()
+    if now.on_machine is None or before.on_machine is None:
+        return "out of memory, perhaps (the kernel's log, dmesg, would say so)"
+    if now.on_machine > before.on_machine:
+        return f"out of memory (the kernel's OOM killer was at work on this machine meanwhile). {remedy}".rstrip()
+    return "by a person or a scheduler; the kernel has counted no out-of-memory kill here"
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:
@@ -119,11 +142,12 @@ def first_cause(ends: Iterable[End | None]) -> int | None:
     return min(told, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
 
 
-def describe(rank: int, ends: Sequence[End | None], timeout: float) -> str:
+def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str = "") -> str:
     """What a person reads about the first cause. A message that all ranks agree on belongs to none of them.
 
     Args:
         timeout: seconds that a collective may take.
+        sigkill: why a rank may have been killed by SIGKILL.
     """
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
@@ -134,6 +158,8 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float) -> str:
             return _waiting(ends, end.time, timeout)
         case Kind.TRACEBACK | Kind.PEER if "\n" in end.text:
             return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
+        case Kind.KILLED if end.text.endswith("SIGKILL") and sigkill:
+            return f"rank {rank} {end.text}: {sigkill}"
         case Kind.CODE | Kind.KILLED | Kind.PEER:
             return f"rank {rank} {end.text}"
         case _:

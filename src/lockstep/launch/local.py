@@ -33,14 +33,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.config.schema import Launch
+from lockstep.core.control_groups import kernel_kills
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.ranks import STORE_FD, RankEnvironment, names_a_rank
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
-from lockstep.launch.ends import End, Kind, describe, first_cause
+from lockstep.launch.ends import End, Kind, describe, first_cause, why_killed
 from lockstep.launch.group import Member, held_signals, stop_requests, watch
-from lockstep.launch.rank import Orders, run_entry, run_rank, sigterm_stops
+from lockstep.launch.rank import Orders, append, run_entry, run_rank, sigterm_stops
 
 _LOOPBACK = "127.0.0.1"
 
@@ -53,6 +54,7 @@ def launch(
     *,
     apart: bool = False,
     ahead: Sequence[str] = (),
+    remedy: str = "",
 ) -> int:
     """Runs `entry` on `ranks` ranks of this machine, and returns the run's exit code.
 
@@ -67,6 +69,7 @@ def launch(
             warnings are shown at the end. None: all ranks speak to the terminal.
         apart: one rank, too, gets a process of its own, so that this one stays fit to fork others.
         ahead: modules that every rank is going to import; importing them must start no threads and touch no GPU.
+        remedy: what to change if a rank is killed because memory ran out: one or more sentences.
 
     Raises:
         ConfigError: if the ranks can't be started as asked; nothing has been started then.
@@ -84,7 +87,7 @@ def launch(
         for name in ahead:
             with contextlib.suppress(ImportError):  # a rank that needs it will say so
                 importlib.import_module(name)
-    return _run_ranks(entry, ranks, launch, logs)
+    return _run_ranks(entry, ranks, launch, logs, remedy)
 
 
 def started_by_another_launcher(environ: Mapping[str, str]) -> bool:
@@ -115,12 +118,15 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> in
     log = streams.log_path(logs, 0) if logs else None
     with _environment({**variables, **launch.environment}), streams.doubled(log), sigterm_stops():
         ends = [run_entry(entry)]
+        if ends[0].detail and log is not None:
+            append(log, f"{ends[0].detail}\n")
         return _conclude(ends, launch, stopped=False)
 
 
-def _run_ranks(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None) -> int:
+def _run_ranks(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, remedy: str) -> int:
     logged = streams.sizes(logs, ranks) if logs else []
     members: list[Member] = []
+    killed_before = kernel_kills()
     with stop_requests() as requests:
         try:
             with held_signals(), _listener(launch.port, ranks) as listener, _frozen_heap():
@@ -128,7 +134,8 @@ def _run_ranks(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path 
             ends = watch(members, requests, launch.timeout)
         finally:
             _end_all(members)
-        code = _conclude(ends, launch, stopped=requests.count > 0)
+        sigkill = why_killed(killed_before, kernel_kills(), remedy)
+        code = _conclude(ends, launch, stopped=requests.count > 0, sigkill=sigkill)
         if logs is not None:
             _point_to_logs(code, logs, logged)
         return code
@@ -142,14 +149,14 @@ def _point_to_logs(code: int, logs: Path, logged: list[int]) -> None:
         _tell(f"each rank's words are in {logs}")
 
 
-def _conclude(ends: list[End], launch: Launch, stopped: bool) -> int:
+def _conclude(ends: list[End], launch: Launch, stopped: bool, sigkill: str = "") -> int:
     """Says what ended the run, and returns its exit code."""
     cause = first_cause(ends)
     if cause is None:
         return 0
     if stopped and ends[cause].kind in (Kind.PEER, Kind.ENDED):  # ranks that stop break what binds them
         return Stopped.exit_code
-    if text := describe(cause, ends, launch.timeout):
+    if text := describe(cause, ends, launch.timeout, sigkill):
         shows_frames = ends[cause].kind in (Kind.TRACEBACK, Kind.PEER) and "\n" in text
         _tell(text if shows_frames else f"lockstep: {text}")
     return ends[cause].code

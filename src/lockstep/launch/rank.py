@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -76,8 +76,8 @@ def run_rank(entry: Callable[[], int], orders: Orders, channel: Connection) -> N
         end = run_entry(partial(_hear_signals_and_run, entry))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; nothing to interrupt
         if end.text and orders.log is not None:
-            _append(orders.log, end.text)
-        _report(end, channel, waits=orders.rank == 0)
+            append(orders.log, f"{end.detail}\n\n{end.text}" if end.detail else end.text)
+        _report(replace(end, detail=""), channel, waits=orders.rank == 0)
     leave(end.code)
 
 
@@ -178,7 +178,8 @@ def _take_threads() -> None:
         torch.set_num_threads(int(threads))
 
 
-def _append(log: Path, text: str) -> None:
+def append(log: Path, text: str) -> None:
+    """To a rank's log, and not to its terminal."""
     with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"{text}\n")
 

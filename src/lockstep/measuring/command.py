@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped
+from lockstep.core.errors import ConfigError, GiveUp, OutOfMemory, Paused, Stopped
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
@@ -136,8 +136,6 @@ def _device_of(config: Config) -> str:
 
 
 def _be_a_rank(mode: str, config: Config, given: Given, steps: int, file: Path) -> int:
-    import torch
-
     from lockstep.training.job import opened
 
     try:
@@ -146,7 +144,7 @@ def _be_a_rank(mode: str, config: Config, given: Given, steps: int, file: Path) 
             first = session.rooms.world.rank == 0
     except ConfigError as refusal:  # all ranks have it
         found, first = Measured(mode, why=f"refused: {refusal}"), True
-    except torch.OutOfMemoryError:
+    except OutOfMemory:
         found, first = Measured(mode, why="out of memory"), True
     if first:
         file.write_text(json.dumps(asdict(found)), encoding="utf-8")

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import HuggingFaceModel
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.hub import missing, needs_hub
+from lockstep.core.out_of_memory import ran_out
 from lockstep.core.records import DataFacts
 from lockstep.models.blank import Blank, parameters_without_values, reset_in_pieces, stays_in_pieces
 from lockstep.models.blocks import repeated_blocks
@@ -352,7 +353,7 @@ def _refusals_as_config_errors(section: HuggingFaceModel) -> Iterator[None]:
             raise _problem("pretrained", f"can't be loaded: {' '.join(str(error).split())[:300]}") from error
         raise missing("model", section.pretrained, error) from error
     except Exception as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) or ran_out(error):
             raise
         raise _explained(section, error) from error
 

@@ -25,6 +25,7 @@ from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import Identity, Moment, Saver
 from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.out_of_memory import mark
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.monitor.folder import CHECKPOINTS
 from lockstep.monitor.jsonl import finite
@@ -245,14 +246,23 @@ class Checkpoints:
         progress = session.progress
         if self._saved_at == progress.steps:
             return
-        state = session.state()
+        try:
+            self._begin_save(evaluations)
+        except Exception as error:
+            mark(error, "checkpoint", f"in the save after update {progress.steps}")
+            raise
+        if not self._section.asynchronous:
+            saver.finish()
+
+    def _begin_save(self, evaluations: Iterable[EvaluationReport]) -> None:
+        session, saver = self._session, self._saver
+        assert saver is not None, "begin() comes first"
+        progress, state = session.progress, session.state()
         values = {**state.values, "data": data_facts(session), "best": self._best}
         moment = Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)))
         session.hold(saver.start(state, moment))
         self._saved_at = progress.steps
         self._due.restart()
-        if not self._section.asynchronous:
-            saver.finish()
 
     def finish(self) -> list[SaveReport]:
         """Waits for the save under way; returns those that have ended since `outcomes`, on all ranks."""

@@ -28,6 +28,7 @@ from lockstep.training.assemble import make_model, open_sources, refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.given import Given
 from lockstep.training.job import Job, imports_ahead, opened, run_job
+from lockstep.training.out_of_memory import advice, setting_of
 from lockstep.training.places import Place, choose, find
 from lockstep.training.weights import load_weights, to_rebuild
 
@@ -188,7 +189,8 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
     code = ConfigError.exit_code  # what `launch` raises
     try:
         entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
-        code = launch(entry, number, job.config.launch, folder.logs, ahead=ahead)
+        remedy = advice(setting_of(job.config, number), "forward")
+        code = launch(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
     finally:
         folder.release()
         if code == ConfigError.exit_code and not was_there:  # of what failed otherwise, the ranks' words are in it

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.core.out_of_memory import mark
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
 from lockstep.monitor.journal import Journal, recording
@@ -27,14 +28,18 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
     rooms, began = session.rooms, time.perf_counter()
     batches = evaluation_batches(
         source,
-        _micro_size(session),
+        micro_size(session),
         rooms.place.share,
         rooms.place.shares,
         rooms.config.data.loader,
         rooms.world.device,
     )
-    with recording(Journal()):  # what user code logs of an evaluation is not part of the training's curves
-        mine = rooms.engine.evaluate(batches)
+    try:
+        with recording(Journal()):  # what user code logs of an evaluation is not part of the training's curves
+            mine = rooms.engine.evaluate(batches)
+    except Exception as error:
+        mark(error, "evaluation", f"in the evaluation on {name}")
+        raise
     names = sorted(mine)
     told = torch.stack([mine[key].to(rooms.world.device) for key in names])
     total = rooms.world.axis.sum(told if rooms.place.tells_sums else torch.zeros_like(told)).tolist()
@@ -44,8 +49,9 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
     return EvaluationReport(name, session.progress.steps, metrics, source.facts.samples, time.perf_counter() - began)
 
 
-def _micro_size(session: Session) -> int:
-    """Of stages each has but its own activations at a time here: `auto` gives them the whole share at once."""
+def micro_size(session: Session) -> int:
+    """Samples per forward of a rank in an evaluation. Of stages each has but its own activations at a time here: `auto`
+    gives them the whole share at once."""
     size, plan = session.rooms.config.evaluation.micro_size, session.rooms.plan
     if size != "auto":
         return size

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.schema import Config
 from lockstep.config.writing import to_yaml
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import Failure, GiveUp
+from lockstep.core.out_of_memory import ran_out
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import Request, RunFacts, StepReport
 from lockstep.distributed.process_group import World, joined
+from lockstep.launch.rank import append
+from lockstep.launch.streams import log_path
+from lockstep.models.blocks import repeated_blocks
 from lockstep.monitor import journal
 from lockstep.monitor.console import Console
 from lockstep.monitor.environment import describe
@@ -33,8 +38,10 @@ from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.watchers import Watcher
 from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
+from lockstep.training.evaluate import micro_size
 from lockstep.training.given import Given
 from lockstep.training.introduction import run_facts
+from lockstep.training.out_of_memory import Setting, explain, setting_of
 from lockstep.training.run import Results, Unsaved, run
 from lockstep.training.session import Session
 from lockstep.training.text import codec_of, sample
@@ -89,8 +96,7 @@ def run_job(job: Job) -> Finished:
     """Trains on this rank, and returns when the run is done."""
     if job.config.evaluation.prompt is not None:
         codec_of(job.config)  # refuses what makes no text, before anything is trained
-    with opened(job.config, job.given) as session:
-        folder = _agree_on_folder(job, session.rooms.world)
+    with opened(job.config, job.given) as session, _tracebacks_kept(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
         facts = run_facts(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         monitors = Monitors(_watchers(job.config, folder, session.rooms.world))
@@ -112,11 +118,33 @@ def opened(config: Config, given: Given) -> Iterator[Session]:
     """A session on this rank, among the ranks that the environment names."""
     grouped = names_a_rank(os.environ) or config.parallel.strategy in ("ddp", "fsdp", "deepspeed")
     with joined(config.launch, grouped=grouped) as world:
-        session = assemble(config, world, given)
+        session: Session | None = None
         try:
+            session = assemble(config, world, given)
             yield session
+        except Exception as error:
+            failure = explain(error, _setting(config, world, session), world.device)
+            if failure is None:
+                raise
+            raise failure from error
         finally:
-            session.close()
+            if session is not None:
+                session.close()
+
+
+def _setting(config: Config, world: World, session: Session | None) -> Setting:
+    """What decides how much memory a rank needs; without a session, as far as the config tells."""
+    setting = setting_of(config, world.size)
+    if session is None:
+        return setting
+    plan = session.rooms.plan
+    return replace(
+        setting,
+        micro_size=plan.batch.micro_size,
+        evaluation_size=micro_size(session),
+        strategy=plan.strategy,
+        has_blocks=bool(repeated_blocks(session.rooms.sharding.bare)),
+    )
 
 
 @contextmanager
@@ -153,6 +181,22 @@ class _Drain:
         logged = merge([cast("JournalEntries", entries) for entries in self._axis.gather(self._log.drain())])
         if logged:
             self._monitors.journal(step, logged)
+
+
+@contextmanager
+def _tracebacks_kept(job: Job, session: Session) -> Iterator[Path]:
+    """The run's folder. Under a launcher that isn't ours, the traceback of what ends in a sentence is written to the
+    rank's log there; ours does it itself, and one process alone shows its traceback."""
+    folder = _agree_on_folder(job, session.rooms.world)
+    try:
+        yield folder
+    except Exception as error:
+        told = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
+        if told and job.folder is None and names_a_rank(os.environ):
+            logs = RunFolder.open(folder).logs
+            logs.mkdir(exist_ok=True)
+            append(log_path(logs, session.rooms.world.rank), "".join(traceback.format_exception(error)))
+        raise
 
 
 def _agree_on_folder(job: Job, world: World) -> Path:

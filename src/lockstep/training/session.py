@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.out_of_memory import mark
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
@@ -171,7 +172,11 @@ class Session:
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
         self._before_changes()
-        rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, unit), keep)
+        try:
+            rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, unit), keep)
+        except Exception as error:
+            mark(error, "update", f"in the optimizer's step of update {batch.step + 1}")
+            raise
         rooms.scaler.update(keep)
         tokens = rooms.readback.tokens()
         self.progress = self.progress.advance(batch.samples, tokens)

@@ -1,0 +1,118 @@
+"""What the machine and its control groups (of a container, a Slurm job, a service) say of memory: without torch.
+
+limits    the machine's memory, memory.max of this process's group and of all above it, ulimit -v
+kills     how many processes the kernel has ended because memory ran out: in this group, and on the machine
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Where a version of control groups keeps its files: their folder, and the names of those that are read here."""
+
+    place: str
+    limit: str
+    usage: str
+    kills: str
+
+
+_VERSION_1 = _Version("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+_VERSION_2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "memory.events")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much memory there is, and how much of it is free, in bytes; `owner` is what sets the limit."""
+
+    total: int
+    free: int
+    owner: str
+
+
+def host_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process may use, with all that share its control groups.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    limits = (_number(group / version.limit) for version, group in _groups(root))
+    return min([_machine(), *(limit for limit in limits if limit is not None)])
+
+
+def tightest_room(root: Path = _ROOT) -> Room:
+    """The limit on this process's memory that leaves the least free."""
+    rooms = [Room(_machine(), _field(root / "proc/meminfo", "MemAvailable:", 1024) or 0, "the machine's")]
+    for version, group in _groups(root):
+        limit, usage = _number(group / version.limit), _number(group / version.usage)
+        if limit is not None and usage is not None:
+            rooms.append(Room(limit, max(0, limit - usage), "the control group's"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = _field(root / "proc/self/status", "VmSize:", 1024)
+    if limit != resource.RLIM_INFINITY and used is not None:
+        rooms.append(Room(limit, max(0, limit - used), "ulimit -v"))
+    return min(rooms, key=lambda room: room.free)
+
+
+@dataclass(frozen=True, slots=True)
+class Kills:
+    """How many processes the kernel has killed for lack of memory so far; None: it doesn't count them here (no Linux, a
+    sandbox)."""
+
+    in_group: int | None
+    on_machine: int | None
+
+
+def kernel_kills(root: Path = _ROOT) -> Kills:
+    """The counts as they are now; to be compared with those of another moment."""
+    counts = (_field(group / version.kills, "oom_kill ") for version, group in _groups(root))
+    return Kills(
+        next((count for count in counts if count is not None), None), _field(root / "proc/vmstat", "oom_kill ")
+    )
+
+
+def _machine() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
+    """Folders of this process's groups, each followed by all above it: each has a limit of its own. A container may see
+    the host's name of its group, which is not there, and its own limit where the host's would be: at the top."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = _VERSION_1 if controllers else _VERSION_2
+        inside = PurePosixPath(group.lstrip("/"))
+        for folder in (inside, *inside.parents):
+            yield version, root / version.place / folder
+
+
+def _lines(file: Path) -> list[str]:
+    """None of a file that isn't there: this is not Linux."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(file: Path) -> int | None:
+    """None: there is none, no such group, or `max`."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _field(file: Path, name: str, unit: int = 1) -> int | None:
+    """The first number of the line that begins with `name`, times `unit`; None if there is no such line."""
+    line = next((line for line in _lines(file) if line.startswith(name)), None)
+    return None if line is None else int(line.removeprefix(name).split()[0]) * unit

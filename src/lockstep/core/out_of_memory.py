@@ -1,0 +1,77 @@
+"""Which errors mean that memory ran out, how much was asked for, and where in a run it was.
+
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 6442450944 bytes ...")
+        --> ran_out: this error    --> bytes_asked: 6442450944    --> place: "the backward pass of micro-batch 2 ..."
+
+Knows the words of torch, CUDA, numpy and Python without importing any of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from lockstep.core.errors import Failure
+
+Phase = Literal["forward", "backward", "update", "data", "evaluation", "checkpoint"]
+
+_MEANS_MEMORY = re.compile(
+    r"out of memory|(can't|cannot|unable to) allocate|not enough memory|std::bad_alloc|_ALLOC_FAILED", re.IGNORECASE
+)
+_ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?(bytes|[KMGTP]iB)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50}
+
+
+class Place(str):
+    """A note on an exception that states where in a run it was raised."""
+
+    phase: Phase
+
+    def __new__(cls, phase: Phase, text: str) -> Place:
+        place = super().__new__(cls, text)
+        place.phase = phase
+        return place
+
+    def __getnewargs__(self) -> tuple[Phase, str]:  # type: ignore[override]  # a str's own has one
+        return self.phase, str(self)
+
+
+def mark(error: BaseException, phase: Phase, text: str) -> None:
+    """Notes on `error` where it was raised, such as "in the forward pass of update 3"; a traceback shows it."""
+    error.add_note(Place(phase, text))
+
+
+def place_of(error: BaseException) -> Place | None:
+    """The innermost place that was noted on the error or, failing that, on those it was raised from."""
+    for link in reversed(list(_chain(error))):
+        for note in getattr(link, "__notes__", ()):
+            if isinstance(note, Place):
+                return note
+    return None
+
+
+def ran_out(error: BaseException) -> BaseException | None:
+    """The error, or the one it was raised from, that means that memory ran out; None if there is none."""
+    return next((link for link in _chain(error) if _means_memory(link)), None)
+
+
+def bytes_asked(error: BaseException) -> int | None:
+    """How many bytes the failed allocation was for; None if the error doesn't state it."""
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _means_memory(error: BaseException) -> bool:
+    if isinstance(error, Failure):  # already a sentence of ours
+        return False
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, RuntimeError) and _MEANS_MEMORY.search(str(error)) is not None

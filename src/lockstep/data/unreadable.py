@@ -1,0 +1,81 @@
+"""Names the sample that can't be read, or what else kept samples from being read.
+
+read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
+                           one raises            "sample 7 can't be read"
+                           none, read([4, 7, 9]) raises again     "... but not put into one batch"
+                                                 works now        "reading samples 4, 7, 9 failed once"
+                       --> memory ran out: nothing is read again, and nothing is said of the samples
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from lockstep.core.errors import Failure, GiveUp
+from lockstep.core.out_of_memory import mark, ran_out
+from lockstep.data.order import Indices
+
+T = TypeVar("T")
+
+
+def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
+    """What `read(indices)` returns. Raises GiveUp: it raised; names the sample."""
+    try:
+        return read(indices)
+    except Failure:
+        raise
+    except Exception as error:
+        raise explained(read, indices, error) from error
+
+
+def explained(read: Callable[[Indices], object], indices: Indices, error: Exception) -> GiveUp:
+    """The failure to raise in place of `error`, which `read(indices)` has raised; reads the samples again to find it.
+
+    Raises:
+        The error itself: memory ran out; it is marked with the samples.
+    """
+    _pass_on_memory(error, indices)
+    for index in indices:
+        alone = _error_of(read, indices[indices == index])
+        if alone is not None:
+            return GiveUp(f"sample {index} can't be read: {describe(alone)}")
+    together = _error_of(read, indices)
+    if together is not None:
+        return GiveUp(f"samples {named(indices)} can each be read, but not put into one batch: {describe(together)}")
+    return GiveUp(
+        f"reading samples {named(indices)} failed once, and succeeded when it was tried again: {describe(error)}. If "
+        "what they are read from fails now and then (a network file system, a service), catch the error in the data "
+        "set and retry there"
+    )
+
+
+def describe(error: Exception) -> str:
+    """The error and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def named(indices: Indices) -> str:
+    """Eight of them at most."""
+    shown = ", ".join(str(index) for index in indices[:8])
+    return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
+
+
+def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception | None:
+    try:
+        read(indices)
+    except Failure:  # a sentence of its own, or somebody has asked the run to stop
+        raise
+    except Exception as error:
+        _pass_on_memory(error, indices)
+        return error
+    return None
+
+
+def _pass_on_memory(error: Exception, indices: Indices) -> None:
+    if ran_out(error):
+        mark(error, "data", f"while samples {named(indices)} were read")
+        raise error

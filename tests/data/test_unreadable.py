@@ -1,0 +1,107 @@
+"""What keeps a sample from being read is told by its kind: the sample, the batch, a passing fault, or memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from index_sources import IndexSource, make_loader
+
+from lockstep.core.errors import GiveUp, Stopped
+from lockstep.core.out_of_memory import place_of
+from lockstep.core.progress import Progress
+from lockstep.data.custom import adapt_dataset
+
+
+class Failing(IndexSource):
+    """Raises what `errors` returns for the number of the call, from 1."""
+
+    def __init__(self, samples: int, errors: Callable[[int], Exception | None]) -> None:
+        super().__init__(samples)
+        self._errors = errors
+        self.calls = 0
+
+    def fetch(self, indices: Any) -> Any:
+        self.calls += 1
+        error = self._errors(self.calls)
+        if error is not None:
+            raise error
+        return super().fetch(indices)
+
+
+def first_update(source: IndexSource, **options: Any) -> None:
+    loader = make_loader(source, shuffle=False, **options)
+    try:
+        next(loader.updates(Progress()))
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_that_happens_once_is_told_as_that(workers: int) -> None:
+    source = Failing(3, lambda call: OSError("stale file handle") if call == 1 else None)
+    with pytest.raises(GiveUp) as failed:
+        first_update(source, workers=workers)
+    said = str(failed.value)
+    assert said.startswith(
+        "reading samples 0, 1, 2 failed once, and succeeded when it was tried again: OSError: stale file handle ("
+    )
+    assert "can each be read" not in said
+
+
+def test_an_error_that_only_the_batch_has_is_told_as_that() -> None:
+    source = Failing(3, lambda call: ValueError("sizes differ") if call in (1, 5) else None)
+    with pytest.raises(GiveUp, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
+        first_update(source)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_out_of_memory_is_nothing_of_a_sample_and_is_not_tried_again(workers: int) -> None:
+    source = Failing(3, lambda call: MemoryError() if call == 1 else None)
+    with pytest.raises(MemoryError) as failed:
+        first_update(source, workers=workers)
+    place = place_of(failed.value)
+    assert place == "while samples 0, 1, 2 were read"
+    assert place.phase == "data"
+    assert source.calls == (1 if workers == 0 else 0)
+
+
+def test_out_of_memory_while_the_sample_is_looked_for_is_passed_on() -> None:
+    with pytest.raises(MemoryError):
+        first_update(Failing(3, lambda call: ValueError("bad") if call == 1 else MemoryError()))
+
+
+def test_a_stop_while_the_sample_is_looked_for_is_a_stop() -> None:
+    with pytest.raises(Stopped):
+        first_update(Failing(3, lambda call: ValueError("bad") if call == 1 else Stopped("stopped by SIGTERM")))
+
+
+# --- what a fingerprint reads ---------------------------------------------------------------------------------------
+
+
+class Items:
+    """Item 0, which every fingerprint reads, raises `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            raise self._error
+        return torch.zeros(2)
+
+
+def test_a_bad_item_that_the_fingerprint_reads_is_named() -> None:
+    with pytest.raises(GiveUp, match=r"^sample 0 can't be read: KeyError: 'no such image' \(.*unreadable.py:\d+\)$"):
+        adapt_dataset(Items(KeyError("no such image")))
+
+
+def test_a_fingerprint_that_runs_out_of_memory_says_so() -> None:
+    with pytest.raises(MemoryError) as failed:
+        adapt_dataset(Items(MemoryError()))
+    assert place_of(failed.value) == "while samples 0, 1, 2, 3, 4, 5, 6, 7, ... (10 in all) were read"

@@ -1,0 +1,79 @@
+"""Models and a data set that ask for more memory than there is, each at another place of a run."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+PEBIBYTE = 1 << 50
+SAMPLE_BYTES = 160 << 20
+ROOM = 1 << 30
+
+
+class Greedy(nn.Module):
+    """Asks for a pebibyte at `where`, on rank `rank`."""
+
+    def __init__(self, where: str = "", rank: int = 0) -> None:
+        super().__init__()
+        self.where = where if int(os.environ.get("RANK", "0")) == rank else ""
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.limited = False
+        if where == "init":
+            torch.empty(PEBIBYTE, dtype=torch.uint8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward" or (self.where == "evaluation" and not self.training):
+            torch.empty(PEBIBYTE, dtype=torch.uint8)
+        if self.where == "limit":
+            self._use_memory(len(x))
+        if self.where == "hog":
+            self.held: list[Tensor] = []
+            while True:
+                self.held.append(torch.ones(16 << 20, dtype=torch.uint8))
+        for block in self.blocks:
+            x = block(x)
+        return _Backward.apply(x) if self.where == "backward" else x  # type: ignore[no-any-return,no-untyped-call]
+
+    def _use_memory(self, samples: int) -> None:
+        """Of a process that may use a gibibyte more than it had at its first forward."""
+        if not self.limited:
+            line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line)
+            limit = int(line.split()[1]) * 1024 + ROOM
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            self.limited = True
+        torch.empty(samples, SAMPLE_BYTES, dtype=torch.uint8)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        bytearray(PEBIBYTE)
+        return gradient
+
+
+class Items(Dataset[Any]):
+    """64 items; item `bad` can't be read, or asks for a pebibyte."""
+
+    def __init__(self, bad: int = -1, memory: bool = False) -> None:
+        self.bad = bad
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == self.bad:
+            if self.memory:
+                bytearray(PEBIBYTE)
+            raise ValueError("no such image")
+        return torch.full((8,), float(index)), index % 8
