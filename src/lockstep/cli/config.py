@@ -12,6 +12,7 @@ from lockstep.cli.words import (
     add_config,
     add_trust,
     add_untested,
+    approved_config,
     ranks,
     read_config,
     short_overrides,
@@ -121,7 +122,8 @@ def _deepspeed(words: Sequence[str]) -> int:
     add_untested(parser)
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
-    loaded, _ = read_config(asked.config, [*overrides, *short_overrides(asked)], parser.flags())
+    chosen = [*overrides, *short_overrides(asked)]
+    loaded, _ = approved_config(asked.config, chosen, parser.flags(), trusted=asked.trust_run)
 
     from lockstep.training.command import deepspeed_config
 

@@ -12,7 +12,7 @@ from lockstep.cli.words import (
     add_trust,
     add_untested,
     ranks,
-    read_config,
+    approved_config,
     short_overrides,
     split,
     whole,
@@ -41,7 +41,8 @@ def run(words: Sequence[str]) -> int:
     add_untested(parser)
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
-    loaded, name = read_config(asked.config, [*overrides, *short_overrides(asked)], parser.flags())
+    chosen = [*overrides, *short_overrides(asked)]
+    loaded, name = approved_config(asked.config, chosen, parser.flags(), trusted=asked.trust_run)
 
     from lockstep.measuring.command import memory
 

@@ -12,7 +12,7 @@ from lockstep.cli.words import (
     add_trust,
     add_untested,
     ranks,
-    read_config,
+    approved_config,
     short_overrides,
     size,
     split,
@@ -34,10 +34,11 @@ def run(words: Sequence[str]) -> int:
     add_untested(parser)
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
-    loaded, name = read_config(
+    loaded, name = approved_config(
         asked.config,
         [*overrides, *short_overrides(asked)],
         parser.flags(),
+        trusted=asked.trust_run,
     )
 
     from lockstep.training.command import plan

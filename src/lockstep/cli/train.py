@@ -14,7 +14,7 @@ from lockstep.cli.words import (
     add_untested,
     path,
     ranks,
-    read_config,
+    approved_config,
     short_overrides,
     split,
     step,
@@ -49,9 +49,8 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError("--fork goes on from another run: lockstep train RUN --fork FOLDER")
     if asked.fresh and (asked.step is not None or asked.fork is not None):
         raise ConfigError("--fresh begins anew; --from and --fork go on from a checkpoint: give one of them")
-    names = asked.config if origin is None else [str(origin / "config.yaml"), *asked.config[1:]]
     overrides = [*_place(origin, asked.fork), *overrides, *short_overrides(asked)]
-    loaded, name = read_config(names, overrides, parser.flags())
+    loaded, name = approved_config(asked.config, overrides, parser.flags(), trusted=asked.trust_run, writes=True)
 
     from lockstep.monitor.folder import recipe_of
     from lockstep.training.command import train
@@ -59,6 +58,7 @@ def run(words: Sequence[str]) -> int:
     arguments = TrainArguments(
         json=asked.json,
         trust_remote_code=asked.trust_remote_code,
+        trust_run=asked.trust_run,
         fresh=asked.fresh,
         step=asked.step,
         origin=origin if asked.fork is not None else None,

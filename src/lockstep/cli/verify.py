@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, add_trust, path, read_config, split, whole
+from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, add_trust, approved_config, path, split, whole
 from lockstep.core.arguments import VerifyArguments
 
 _EPILOG = f"""{CONFIG_EPILOG}
@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
     add_trust(parser)
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
-    loaded, name = read_config(asked.config, overrides, parser.flags())
+    loaded, name = approved_config(asked.config, overrides, parser.flags(), trusted=asked.trust_run)
 
     from lockstep.proof.command import verify
 

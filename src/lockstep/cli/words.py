@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -89,17 +90,34 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(names: Sequence[str], overrides: Sequence[Override], flags: Iterable[str] = ()) -> tuple[Loaded, str]:
-    """The config, and what a run of it is called. Raises ConfigError; `flags` are what else might have been meant."""
+    """The config, to be looked at, and what a run of it is called. Raises ConfigError; `flags` are what else might have
+    been meant."""
     check_flags(overrides, flags)
     with _no_collections():
         from lockstep.config.loading import load
         from lockstep.config.recipes import resolve_all
 
-        name, files = resolve_all(names)
-        loaded = load(files, overrides)
+        found = resolve_all(names)
+        loaded = load([one.path for one in found], overrides, of_runs=[one.path for one in found if one.of_run])
     for note in loaded.notes:
         print(f"lockstep: {note}", file=sys.stderr)
-    return loaded, name
+    return loaded, found[0].name
+
+
+def approved_config(
+    names: Sequence[str],
+    overrides: Sequence[Override],
+    flags: Iterable[str] = (),
+    *,
+    trusted: bool,
+    writes: bool = False,
+) -> tuple[Loaded, str]:
+    """As `read_config`, to be acted on. Raises ConfigError, too, if it is somebody else's and `trusted` is not said."""
+    loaded, name = read_config(names, overrides, flags)
+
+    from lockstep.config.approval import approved
+
+    return replace(loaded, config=approved(loaded, trusted=trusted, writes=writes)), name
 
 
 @contextmanager
@@ -200,4 +218,6 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trust-run", action="store_true", help="let code run that the run's config names")
+    parser.add_argument(
+        "--trust-run", action="store_true", help="let code run that the config of somebody else's run names"
+    )

@@ -1,40 +1,43 @@
-"""Code that a config names. Whoever builds the model of somebody else's run runs it.
+"""What a config asks of whoever uses it: code to import, variables to set, folders to write to.
 
 model.target, objective.target, data...target, data...collate      imported, which runs it
-launch.environment                                                  LD_PRELOAD and its like make a process run it
+model.architecture: auto_map, ..._implementation with a /           transformers loads code by these
+launch.environment                                                  LD_PRELOAD and its like make a process run code
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.secrets import is_harmless_variable
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource
 
-_HARMLESS = ("CUDA_VISIBLE_DEVICES", "MKL_NUM_THREADS", "NCCL_DEBUG", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-"""Variables that can't: too many can, under names that only their libraries know, to list those."""
-
 
 def code_named_by(config: Config) -> tuple[str, ...]:
-    """Each key that names code, and the code: `model.target: mine.py:Net`."""
-    return tuple(f"{key}: {code if code.isprintable() else repr(code)}" for key, code in _named(config))
+    """Each key that names code or sets a variable, and what: `model.target: mine.py:Net`."""
+    return tuple(f"{key}: {printable(what)}" for key, what in demands(config))
 
 
-def refuse_untrusted(config: Config) -> None:
-    """Raises ConfigError if the config names any code."""
-    named = code_named_by(config)
-    if named:
-        shown = "".join(f"\n  {one}" for one in named)
-        raise ConfigError(
-            f"the config of this run names code, which would run here:{shown}\n"
-            "--trust-run lets it, if you trust whoever made the run"
-        )
+def printable(text: str) -> str:
+    return text if text.isprintable() else repr(text)
 
 
-def _named(config: Config) -> Iterator[tuple[str, str]]:
+def demands(config: Config) -> Iterator[tuple[str, str]]:
+    """Each key that makes somebody else's code run, or could, and what it asks for."""
+    yield from code_in(config)
+    if config.model.kind == "huggingface":
+        yield from _of_architecture("model.architecture", config.model.architecture or {})
+    for name, value in config.launch.environment.items():
+        if not is_harmless_variable(name):
+            yield f"launch.environment.{name}", f"{value} (a variable can make a process run code)"
+
+
+def code_in(config: Config) -> Iterator[tuple[str, str]]:
+    """Each key that names code to import, and its target."""
     if config.model.kind == "custom":
         yield "model.target", config.model.target
     if config.objective.target is not None:
@@ -42,9 +45,6 @@ def _named(config: Config) -> Iterator[tuple[str, str]]:
     yield from _of_data("data.train", config.data.train)
     for name, section in config.data.evaluation.items():
         yield from _of_data(f"data.evaluation.{name}", section)
-    for name, value in config.launch.environment.items():
-        if name not in _HARMLESS:
-            yield f"launch.environment.{name}", f"{value} (a variable can make a process run code)"
 
 
 def _of_data(key: str, section: DataSource) -> Iterator[tuple[str, str]]:
@@ -53,3 +53,16 @@ def _of_data(key: str, section: DataSource) -> Iterator[tuple[str, str]]:
     yield f"{key}.target", section.target
     if section.collate is not None:
         yield f"{key}.collate", section.collate
+
+
+_LOADS_CODE = re.compile(r"auto_map|custom_pipelines|kernel_config|use_kernels|\w*_implementation")
+
+
+def _of_architecture(key: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """`attn_implementation: flash_attention_2` is the library's own; with a / it is a repository of kernels."""
+    for name, value in values.items():
+        place = f"{key}.{name}"
+        if _LOADS_CODE.fullmatch(str(name)) and not (str(name).endswith("_implementation") and "/" not in str(value)):
+            yield place, f"{value} (transformers loads code by it)"
+        elif isinstance(value, Mapping):
+            yield from _of_architecture(place, value)

@@ -11,7 +11,7 @@ Later layers win key by key: see `merging`. Everything that is wrong is reported
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from lockstep.config import shape
 from lockstep.config.complaints import problems
 from lockstep.config.fitting import fit
+from lockstep.config.known_runs import RunConfig, config_of_run, run_around
 from lockstep.config.merging import merge
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_environment, from_flags
@@ -37,31 +38,47 @@ class Loaded:
     config: what was asked, checked.
     origins: by dotted key, file:line:column, a flag, an environment variable, `default`, or `Python`.
     notes: what a user should know of how it was put together, one sentence each.
+    runs: those of the files that are the configs of runs.
     """
 
     config: Config
     origins: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    runs: tuple[RunConfig, ...] = ()
 
 
 def load(
     files: Sequence[Path | str],
     overrides: Sequence[str | Override] = (),
     environ: Mapping[str, str] | None = None,
+    *,
+    of_runs: Collection[Path] = (),
 ) -> Loaded:
     """The config of these files, merged left to right, under the environment (None: this process's) and overrides.
+
+    To act on it, `approval.approved` must be asked.
+
+    Args:
+        of_runs: files that were named by the folders of runs that they lie in. Files that lie in a run's folder
+            otherwise are recognized.
 
     Raises ConfigError with every problem there is.
     """
     found: list[Problem] = []
     layers: list[Table] = []
-    for file in files:
-        tree, wrong = read_file(Path(file))
-        layers += [] if tree is None else [tree]
+    runs: list[RunConfig] = []
+    for file in map(Path, files):
+        tree, wrong = read_file(file)
         found += wrong
+        if tree is None:
+            continue
+        layers.append(tree)
+        run = file.absolute().parent if file in of_runs else run_around(file)
+        if run is not None:
+            runs.append(config_of_run(file, run, tree))
     if len(layers) < len(files):  # what can't be read would look as if it were missing
         raise ConfigError(found)
-    return _combine(layers, overrides, os.environ if environ is None else environ, found)
+    return _combine(layers, overrides, os.environ if environ is None else environ, found, tuple(runs))
 
 
 def validate(values: Config | Mapping[str, Any], overrides: Sequence[str | Override] = ()) -> Loaded:
@@ -80,6 +97,7 @@ def _combine(
     overrides: Sequence[str | Override],
     environ: Mapping[str, str],
     found: list[Problem],
+    runs: tuple[RunConfig, ...] = (),
 ) -> Loaded:
     tree, notes = Table(), list[str]()
     for layer in layers:
@@ -90,7 +108,7 @@ def _combine(
         notes += said
         found += wrong
     config = _check(tree, found)
-    return Loaded(config, dict(_origins(config, tree)), tuple(notes))
+    return Loaded(config, dict(_origins(config, tree)), tuple(notes), runs)
 
 
 def _check(tree: Table, found: list[Problem]) -> Config:

@@ -11,7 +11,7 @@ One folder, in sight at the top of the repository; nothing to link or to keep al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config.closeness import close
@@ -29,10 +29,12 @@ class Recipe:
     """Attributes:
     name: what a run of it is called.
     path: of the file.
+    of_run: it was named by the folder of the run that it lies in.
     """
 
     name: str
     path: Path
+    of_run: bool = False
 
     @property
     def description(self) -> str:
@@ -65,7 +67,7 @@ def resolve_recipe(name_or_path: str) -> Recipe:
     if path.suffix in _SUFFIXES or path.is_file():
         return _file(path)
     if (path / "config.yaml").is_file():
-        return replace(_file(path / "config.yaml"), name=path.absolute().name)
+        return Recipe(path.absolute().name, path / "config.yaml", of_run=True)
     known = {recipe.name: recipe for recipe in recipes()}
     laid_over = {recipe.name: recipe for recipe in overlays()}
     if name_or_path in known or name_or_path in laid_over:
@@ -75,10 +77,9 @@ def resolve_recipe(name_or_path: str) -> Recipe:
     raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file nor a run's folder; {meant}")
 
 
-def resolve_all(names_or_paths: Sequence[str]) -> tuple[str, list[Path]]:
-    """A run's name and its files: the first is the recipe, the others are laid over it."""
-    found = [resolve_recipe(name) for name in names_or_paths or (DEFAULT_RECIPE,)]
-    return found[0].name, [recipe.path for recipe in found]
+def resolve_all(names_or_paths: Sequence[str]) -> list[Recipe]:
+    """The first is the recipe, whose name is the run's; the others are laid over it."""
+    return [resolve_recipe(name) for name in names_or_paths or (DEFAULT_RECIPE,)]
 
 
 def _file(path: Path) -> Recipe:

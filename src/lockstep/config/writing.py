@@ -1,24 +1,64 @@
-"""A config as a YAML file that loads equal: what the run folder keeps.
+"""A config as a YAML file that loads equal; without its secrets, what the run folder keeps.
 
-    Config  ->  to_plain  ->  {"optim": {"lr": 0.001, ...}}  ->  to_yaml  ->  text
+    Config  ->  to_plain   ->  {"optim": {"lr": 0.001, ...}}  ->  to_yaml  ->  text
+            ->  to_public  ->  the same, with secrets hidden
 
 Text is quoted wherever YAML 1.2, as `reading` has it, would take it for something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import yaml
 
 from lockstep.config.reading import resolve
 from lockstep.config.schema import Config
+from lockstep.core.secrets import HIDDEN, hidden_setting, is_harmless_variable, without_secrets
 
 
 def to_plain(config: Config) -> dict[str, Any]:
     """Mappings, lists, numbers, text: what JSON can hold."""
     return config.model_dump(mode="json")
+
+
+def to_public(config: Config) -> dict[str, Any]:
+    """As `to_plain`, without secrets: what may lie in a run's folder and its checkpoints."""
+    return cast("dict[str, Any]", _public(to_plain(config), ()))
+
+
+def hidden_in(config: Config) -> list[tuple[tuple[str, ...], str]]:
+    """Path and value of each text that `to_public` hides, or hides a part of."""
+    return list(_hidden(to_plain(config), ()))
+
+
+def _hidden(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    for key, item in _members(value):
+        yield from _hidden(item, (*path, key))
+    if isinstance(value, str) and _shown(value, path) != value:
+        yield path, value
+
+
+def _public(value: Any, path: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return {key: _public(item, (*path, str(key))) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_public(item, (*path, key)) for key, item in _members(value)]
+    return _shown(value, path) if isinstance(value, str) else value
+
+
+def _members(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return ((str(key), item) for key, item in value.items())
+    return ((str(number), item) for number, item in enumerate(value)) if isinstance(value, list) else ()
+
+
+def _shown(text: str, path: tuple[str, ...]) -> str:
+    if path[:2] == ("launch", "environment"):
+        return without_secrets(text) if is_harmless_variable(path[2]) else HIDDEN
+    name = next((key for key in reversed(path) if not key.isdecimal()), "")
+    return hidden_setting(name, text)
 
 
 def to_yaml(config: Config) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -43,6 +44,20 @@ def import_target(target: str) -> object:
     for part in name.split("."):
         found = _attribute(found, part, target)
     return found
+
+
+def locate(target: str) -> str:
+    """Where the code that `target` names lies, without importing any of it; empty if it can't be found."""
+    place, _, _ = target.rpartition(":")
+    if place.endswith(".py"):
+        return str(Path(place).expanduser().resolve())
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(place.split(".")[0], [*sys.path, str(Path.cwd())])
+    except (ImportError, ValueError, OSError):
+        return ""
+    if spec is None:
+        return ""
+    return str(Path(spec.origin or next(iter(spec.submodule_search_locations or ("",)))).resolve())
 
 
 def construct(target: str, arguments: Mapping[str, Any]) -> Any:

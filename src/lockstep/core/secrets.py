@@ -1,0 +1,129 @@
+"""Recognizes secrets, by what a value is called and by what it looks like, and hides them.
+
+    WANDB_API_KEY=...                    hidden whole, by its name
+    https://me:hunter2@example.org/a     https://(hidden)@example.org/a
+    hf_..., ghp_..., AKIA..., eyJ...     hidden wherever they stand in a text
+
+Whatever a run leaves behind (config, environment, manifests, report, logs) goes through here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+HIDDEN = "(hidden)"
+
+_ANYWHERE = re.compile(
+    r"secret|passw|passphrase|credential|bearer|jwt|cookie|apikey|accesskey|privatekey|token(?!iz|s(?:_|\b|$))", re.I
+)
+_WORDS = frozenset({"pass", "pw", "pwd", "pat", "key", "keys", "auth", "authorization", "signature", "netrc", "dsn"})
+_STRONG = re.compile(
+    r"secret|passw|passphrase|credential|bearer|jwt|cookie|(api|access|private)_?key|(api|auth|access|hub|hf)_?token", re.I
+)
+_STRONG_WORDS = frozenset({"pass", "pw", "pwd", "pat"})
+_NO_SECRETS = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+
+_SHAPES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]{0,30}://)[^\s/@?#\"'<>]{1,500}@"), rf"\1{HIDDEN}@"),
+    (
+        re.compile(
+            r"([?&;](?:[A-Za-z0-9_.-]{0,60}(?:token|key|secret|password|signature|credential|auth)|sig|pwd|pw)=)"
+            r"[^&#\s\"'<>]{1,5000}",
+            re.I,
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"\b(bearer)([ =:]+)[A-Za-z0-9._~+/=-]{12,5000}", re.I), rf"\1\2{HIDDEN}"),
+    (re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:[\s\S]{0,20000}?-----END [A-Z ]{0,40}-----)?"), HIDDEN),
+    (re.compile(r"\beyJ[A-Za-z0-9_-]{8,5000}\.[A-Za-z0-9_-]{4,5000}\.[A-Za-z0-9_-]{0,5000}"), HIDDEN),
+    (
+        re.compile(
+            r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_[A-Za-z0-9_]{16,}"
+            r"|glpat-[A-Za-z0-9_-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}"
+            r"|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9_-]{16,}|pypi-[A-Za-z0-9_-]{30,}"
+            r"|npm_[A-Za-z0-9]{30,}|dckr_pat_[A-Za-z0-9_-]{16,}|nvapi-[A-Za-z0-9_-]{20,}|wandb_v1_[A-Za-z0-9_]{20,})"
+        ),
+        HIDDEN,
+    ),
+)
+_MAY_HOLD_ONE = re.compile(
+    r"://|[?&;]\w|bearer|-----BEGIN|eyJ|hf_|api_org_|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|sk-|xox|AIza|ya29|"
+    r"pypi-|npm_|dckr_|nvapi-|wandb_",
+    re.I,
+)
+
+
+def without_secrets(text: str) -> str:
+    """The text, with whatever looks like a secret hidden."""
+    if _MAY_HOLD_ONE.search(text) is None:
+        return text
+    for shape, instead in _SHAPES:
+        text = shape.sub(instead, text)
+    return text
+
+
+def names_a_secret(name: str) -> bool:
+    """Whether an environment variable, a flag or a key of this name is likely to hold a secret."""
+    if name in _NO_SECRETS:
+        return False
+    return _ANYWHERE.search(name) is not None or any(_is_word(part, _WORDS) for part in _PARTS.findall(name))
+
+
+def is_harmless_variable(name: str) -> bool:
+    """Whether an environment variable of this name tunes libraries, and can neither hold a secret nor run code."""
+    return name in _TUNING or (_TUNES.match(name) is not None and not names_a_secret(name))
+
+
+_TUNING = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "TOKENIZERS_PARALLELISM"})
+_TUNES = re.compile(r"(OMP|MKL|OPENBLAS|NUMEXPR|KMP)_(NUM_THREADS|AFFINITY|BLOCKTIME|PROC_BIND|PLACES|DYNAMIC)$|NCCL_DEBUG$|"
+                    r"NCCL_(IB|P2P|SHM|SOCKET|ALGO|PROTO|BUFFSIZE|NTHREADS|MIN|MAX|CROSS|ASYNC|BLOCKING|TIMEOUT)\w*$")
+
+
+def hidden_variable(name: str, value: str) -> str:
+    """The value of an environment variable as it may be written down."""
+    return HIDDEN if names_a_secret(name) else without_secrets(value)
+
+
+def hidden_setting(name: str, value: str) -> str:
+    """The value of a config's key as it may be written down.
+
+    A config also calls columns and patterns `key`, `token` or `auth`: under these names, what looks like a plain word
+    is none.
+    """
+    strong = _STRONG.search(name) is not None or any(part.lower() in _STRONG_WORDS for part in _PARTS.findall(name))
+    if strong or (names_a_secret(name) and _looks_random(value)):
+        return HIDDEN if value else value
+    return without_secrets(value)
+
+
+def masked(text: str, secrets: tuple[str, ...]) -> str:
+    """The text without these values, and without what looks like a secret."""
+    for secret in secrets:
+        if secret in text:
+            text = text.replace(secret, HIDDEN)
+    return without_secrets(text)
+
+
+def secrets_in(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """The values of variables that hold secrets, the longest first; too short ones would hide words of every text."""
+    found = {value for name, value in variables.items() if len(value) >= _SHORTEST and names_a_secret(name)}
+    return tuple(sorted(found, key=len, reverse=True))
+
+
+_SHORTEST = 8
+
+
+def is_hidden(value: Any) -> bool:
+    """Whether something of a text was hidden before it was written down."""
+    return isinstance(value, str) and HIDDEN in value
+
+
+def _is_word(part: str, words: frozenset[str]) -> bool:
+    return part.lower() in words or (len(part) > 3 and part.lower().endswith("key"))
+
+
+def _looks_random(value: str) -> bool:
+    return " " not in value and (len(value) >= 20 or (len(value) >= 6 and any(sign.isdigit() for sign in value)))

@@ -1,0 +1,103 @@
+"""Remembers things for this user on this machine: small JSON files in a folder that nobody else can write.
+
+    $XDG_STATE_HOME/lockstep/KIND/NAME.json      by default ~/.local/state; folders 0700, files 0600
+
+It is a memory, not a store: what can't be written is forgotten, and so are the oldest of too many. Files and folders of
+somebody else, or that somebody else can write, are not believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_MOST_FILES = 1000
+_MOST_BYTES = 256 * 1024
+
+
+def remember(kind: str, name: str, record: Mapping[str, Any]) -> bool:
+    """Keeps the record under this name, in place of what was there. Returns whether it could."""
+    text = json.dumps(record)
+    if len(text) > _MOST_BYTES:
+        return False
+    try:
+        folder = _folder(kind)
+        if folder is None:
+            return False
+        _write(folder / f"{name}.json", text)
+        _forget_oldest(folder)
+    except OSError:
+        return False
+    return True
+
+
+def recall(kind: str, name: str) -> dict[str, Any] | None:
+    """What was remembered under this name; None if nothing was, or it can't be believed."""
+    try:
+        folder = _folder(kind, make=False)
+        if folder is None:
+            return None
+        handle = os.open(folder / f"{name}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(handle, encoding="utf-8") as file:
+            facts = os.fstat(handle)
+            if not stat.S_ISREG(facts.st_mode) or not _is_ours_alone(facts) or facts.st_size > _MOST_BYTES:
+                return None
+            found = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _folder(kind: str, *, make: bool = True) -> Path | None:
+    root = _root()
+    if root is None:
+        return None
+    folder = root / "lockstep" / kind
+    for path in (root / "lockstep", folder):
+        if make:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        if not _is_ours_alone(path.lstat()) or not path.is_dir():
+            return None
+    return folder
+
+
+def _root() -> Path | None:
+    asked = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(asked):  # the specification says to ignore a relative one
+        return Path(asked)
+    try:
+        return Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+
+
+def _is_ours_alone(facts: os.stat_result) -> bool:
+    return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+
+
+def _write(path: Path, text: str) -> None:
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".new-")  # 0600, under a name that nobody can foresee
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def _forget_oldest(folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        files = [(entry.stat(follow_symlinks=False).st_mtime, entry.path) for entry in entries]
+    for _, path in sorted(files)[: max(0, len(files) - _MOST_FILES)]:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
