@@ -4,13 +4,19 @@ Under nohup, or in the background of a script, a process begins with SIGHUP or S
 tests start: what they send would not be heard.
 """
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+_STATE = tempfile.mkdtemp(prefix="lockstep-tests-")
+os.environ["XDG_STATE_HOME"] = _STATE  # what a user's runs are known by; tests leave the real one alone
+atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

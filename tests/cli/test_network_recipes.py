@@ -100,5 +100,5 @@ def test_without_a_network_it_fails_at_once(recipe: str, tmp_path: Path) -> None
 
 def test_an_overlay_says_nothing_of_how_to_train() -> None:
     for name in set(TINY.values()):
-        _, files = resolve_all(["digits", name])
-        assert set(yaml.safe_load(files[1].read_text())) == {"model", "data", "run"}
+        _, overlay = resolve_all(["digits", name])
+        assert set(yaml.safe_load(overlay.path.read_text())) == {"model", "data", "run"}

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from contextlib import chdir
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit.commands import run_lockstep
+from kit.commands import Done, run_lockstep
 
+import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import main
+from lockstep.config import known_runs
+from lockstep.config.approval import approved
 from lockstep.config.foreign_code import code_named_by
-from lockstep.config.loading import validate
+from lockstep.config.loading import load, validate
 from lockstep.core.arguments import EvaluateArguments, ExportArguments, GenerateArguments
+from lockstep.core.errors import ConfigError
 
 FOREIGN = """
 from pathlib import Path
@@ -43,6 +50,15 @@ def collate(items):
 """
 
 
+RELATIVE = {
+    "model": {"kind": "custom", "target": "foreign.py:Net"},
+    "objective": {"kind": "custom", "target": "foreign.py:Loss"},
+    "data": {"train": {"kind": "digits"}},
+    "run": {"steps": 1},
+}
+CONFIG_OF_RELATIVE = validate(RELATIVE).config
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a file's model, objective and data."""
@@ -67,38 +83,173 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path) -> Path:
-    """The mark that the file's code leaves is gone."""
+    """The mark that the file's code leaves is gone. The run is this user's own."""
     (finished.parent / "executed").unlink(missing_ok=True)
     return finished
 
 
-VERBS = {"eval": ("eval",), "generate": ("generate", "def "), "export": ("export", "--format", "hf")}
+@pytest.fixture
+def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same run, to a user who has started none here."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return run
+
+
+# What each verb would do with a run; `*` is its folder.
+VERBS: dict[str, tuple[str, ...]] = {
+    "train": ("train", "*", "run.steps=3"),
+    "train --fork": ("train", "*", "--fork", "fork", "run.steps=3"),
+    "train, its config named": ("train", "*/config.yaml", "run.folder=elsewhere"),
+    "train, its config laid over a recipe": ("train", "digits", "*/config.yaml", "run.folder=elsewhere"),
+    "plan": ("plan", "*"),
+    "plan, its config named": ("plan", "*/config.yaml"),
+    "verify": ("verify", "*", "--ranks", "1"),
+    "memory": ("memory", "*", "--modes", "none"),
+    "config deepspeed": ("config", "deepspeed", "*", "parallel.strategy=deepspeed"),
+    "eval": ("eval", "*"),
+    "generate": ("generate", "*", "def "),
+    "export": ("export", "*", "--format", "hf"),
+    "export, its checkpoints named": ("export", "*/checkpoints", "--format", "hf"),
+}
+LOOKS: dict[str, tuple[str, ...]] = {
+    "config show": ("config", "show", "*"),
+    "config check": ("config", "check", "*"),
+    "report": ("report", "*"),
+    "ckpt ls": ("ckpt", "ls", "*"),
+    "ckpt show": ("ckpt", "show", "*"),
+    "ckpt verify": ("ckpt", "verify", "*"),
+    "ckpt audit": ("ckpt", "audit", "*"),
+    "ckpt prune": ("ckpt", "prune", "*", "--dry-run"),
+    "export": ("export", "*", "--to", "weights.safetensors"),
+}
+
+
+def _run(words: tuple[str, ...], run: Path, cwd: Path, *more: str) -> Done:
+    return run_lockstep(*(word.replace("*", str(run)) for word in words), *more, cwd=cwd)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_code_of_a_run_is_named_and_does_not_run(run: Path, verb: str) -> None:
-    name, *words = VERBS[verb]
-    done = run_lockstep(name, run, *words)
-    file = run.parent / "foreign.py"
+def test_code_of_somebody_elses_run_is_named_and_does_not_run(stranger: Path, tmp_path: Path, verb: str) -> None:
+    done = _run(VERBS[verb], stranger, tmp_path)
+    file = stranger.parent / "foreign.py"
     assert done.returncode == 2
-    assert done.stderr == (
-        "lockstep: the config of this run names code, which would run here:\n"
-        f"  model.target: {file}:Net\n"
-        f"  objective.target: {file}:Loss\n"
-        f"  data.train.target: {file}:points\n"
-        f"  data.train.collate: {file}:collate\n"
-        f"  data.evaluation.same.target: {file}:points\n"
-        f"  data.evaluation.same.collate: {file}:collate\n"
-        "--trust-run lets it, if you trust whoever made the run\n"
+    first, *lines, last = [line for line in done.stderr.splitlines() if "kind is now" not in line]
+    assert first.startswith(f"lockstep: {stranger}/")
+    assert first.endswith(
+        " is the config of a run that you have not started here, and it asks for what can run code or reach your files:"
     )
-    assert not (run.parent / "executed").exists()
+    assert lines == [
+        f"  model.target: {file}:Net",
+        f"  objective.target: {file}:Loss",
+        f"  data.train.target: {file}:points",
+        f"  data.train.collate: {file}:collate",
+        f"  data.evaluation.same.target: {file}:points",
+        f"  data.evaluation.same.collate: {file}:collate",
+    ]
+    assert last == "--trust-run lets it, if you trust whoever made the run (in Python: trust_run=True)"
+    assert not (stranger.parent / "executed").exists()
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"state"}
 
 
-def test_trusted_it_runs(run: Path) -> None:
-    done = run_lockstep("eval", run, "--trust-run")
+def test_who_only_looks_is_not_asked(stranger: Path, tmp_path: Path) -> None:
+    for verb, words in LOOKS.items():
+        done = _run(words, stranger, tmp_path)
+        assert done.returncode == 0, (verb, done.stderr)
+    assert not (stranger.parent / "executed").exists()
+
+
+def test_python_is_asked_too(stranger: Path, tmp_path: Path) -> None:
+    def evaluated(config: str, *, trust_run: bool) -> None:
+        with lockstep.session(config, trust_run=trust_run) as session:
+            session.evaluate()
+
+    for config in (str(stranger), str(stranger / "config.yaml")):
+        for call in (lockstep.train, lockstep.verify, partial(evaluated, trust_run=False)):
+            with pytest.raises(ConfigError, match=r"(?s)have not started here.*trust_run=True"):
+                call(config)
+    with pytest.raises(ConfigError, match=r"objective\.target"):  # what isn't handed over
+        lockstep.train(str(stranger), model=torch.nn.Linear(4, 3))
+    assert not (stranger.parent / "executed").exists()
+    evaluated(str(stranger), trust_run=True)
+    assert (stranger.parent / "executed").exists()
+
+
+def test_a_run_of_ones_own_needs_no_trust(run: Path, tmp_path: Path) -> None:
+    for verb in ("eval", "plan", "train --fork"):
+        done = _run(VERBS[verb], run, tmp_path)
+        assert done.returncode == 0, (verb, done.stderr)
+    again = _run(("train", "fork", "run.steps=4"), run, tmp_path)  # the fork is one's own, too, wherever it lies
+    (tmp_path / "fork").rename(tmp_path / "moved")
+    moved = _run(("eval", "moved"), run, tmp_path)
+    assert (again.returncode, moved.returncode) == (0, 0), again.stderr + moved.stderr
+
+
+def test_trusted_it_runs(stranger: Path, tmp_path: Path) -> None:
+    done = _run(VERBS["eval"], stranger, tmp_path, "--trust-run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("same: loss ")
-    assert (run.parent / "executed").exists()
+    assert (stranger.parent / "executed").exists()
+
+
+def test_links_and_copies_and_changes_make_it_nobodys(run: Path, tmp_path: Path) -> None:
+    """Known is what was started, and nothing that looks like it."""
+    (tmp_path / "link").symlink_to(run)
+    assert _run(("plan", "link"), run, tmp_path).returncode == 0
+    (tmp_path / "config.yaml").symlink_to(run / "config.yaml")
+    assert _run(("plan", "config.yaml"), run, tmp_path).returncode == 0
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert _run(("plan", "copy"), run, tmp_path).returncode == 0, "the same id, config and code"
+    (copy / "notes").mkdir()
+    shutil.copy(copy / "config.yaml", copy / "notes" / "own.yaml")
+    text = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(text.replace("foreign.py:Net", "foreign.py:Net2"))
+    for words in (("plan", "copy"), ("plan", "copy/config.yaml"), ("plan", "copy/notes/own.yaml")):
+        done = _run(words, run, tmp_path)
+        assert done.returncode == 2, words
+        assert "have not started here" in done.stderr
+    (copy / "config.yaml").write_text(text)
+    environment = json.loads((copy / "environment.json").read_text())
+    (copy / "environment.json").write_text(json.dumps(environment | {"run": "0" * 32}))
+    assert "have not started here" in _run(("plan", "copy"), run, tmp_path).stderr
+
+
+def test_code_that_lies_elsewhere_now_is_not_what_was_started(tmp_path: Path) -> None:
+    """A stranger may send back a run of one's own, with another file under the name that its config has."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+        (folder / "foreign.py").write_text(FOREIGN)
+    known_runs.recorded(CONFIG_OF_RELATIVE, "f" * 32)
+    with chdir(mine):
+        text = known_runs.recorded(CONFIG_OF_RELATIVE, "f" * 32)
+    for folder in (mine, theirs):
+        (folder / "config.yaml").write_text(text)
+        (folder / "environment.json").write_text(json.dumps({"run": "f" * 32}))
+    with chdir(mine):
+        assert approved(load(["config.yaml"], of_runs=[Path("config.yaml")]), trusted=False) == CONFIG_OF_RELATIVE
+    with chdir(theirs), pytest.raises(ConfigError) as caught:
+        approved(load(["config.yaml"], of_runs=[Path("config.yaml")]), trusted=False)
+    assert f"foreign.py:Net (it was {mine}/foreign.py when you started the run" in str(caught.value)
+
+
+def test_a_config_of_ones_own_is_trusted(tmp_path: Path) -> None:
+    """Also under the name that a run's has, beside checkpoints that it keeps there."""
+    (tmp_path / "foreign.py").write_text(FOREIGN)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(json.dumps(RELATIVE))
+    with chdir(tmp_path):
+        assert approved(load(["config.yaml"]), trusted=False) == CONFIG_OF_RELATIVE
+        with pytest.raises(ConfigError, match="have not started here"):
+            approved(load(["config.yaml"], of_runs=[Path("config.yaml")]), trusted=False)
+
+
+def test_what_the_user_says_himself_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").touch()
+    (tmp_path / "config.yaml").write_text(
+        json.dumps(RELATIVE | {"objective": {}, "model": {"kind": "image-classifier"}})
+    )
+    loaded = load([tmp_path / "config.yaml"], ["model.kind=custom", "model.target=mine:Net"])
+    assert approved(loaded, trusted=False).model.target == "mine:Net"
 
 
 def test_tensors_are_exported_without_trust(run: Path, tmp_path: Path) -> None:
@@ -144,6 +295,23 @@ def test_variables_that_can_run_code() -> None:
     """A loader's or a compiler's name in the environment is code too."""
     [named] = _named(launch={"environment": {"OMP_NUM_THREADS": "2", "LD_PRELOAD": "evil.so"}})
     assert named == "launch.environment.LD_PRELOAD: evil.so (a variable can make a process run code)"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "named"),
+    [
+        ({"auto_map": {"AutoModel": "evil.py--Net"}}, "model.architecture.auto_map"),
+        ({"attn_implementation": "evil/kernels"}, "model.architecture.attn_implementation"),
+        (
+            {"text_config": {"_attn_implementation": "evil/kernels"}},
+            "model.architecture.text_config._attn_implementation",
+        ),
+        ({"attn_implementation": "sdpa"}, None),
+    ],
+)
+def test_keys_by_which_transformers_loads_code(architecture: dict[str, Any], named: str | None) -> None:
+    model = {"kind": "huggingface", "task": "causal-lm", "architecture": {"model_type": "llama", **architecture}}
+    assert [one.split(": ")[0] for one in _named(model=model)] == ([named] if named else [])
 
 
 def test_names_cannot_write_on_the_terminal() -> None:

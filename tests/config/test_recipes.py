@@ -67,9 +67,9 @@ def test_an_overlay_has_a_name_and_is_no_recipe() -> None:
     names = [overlay.name for overlay in overlays()]
     assert names == ["tiny/bert", "tiny/llama2"]
     assert not {recipe.name for recipe in recipes()} & set(names)
-    name, files = resolve_all(["llama2-wikitext", "tiny/llama2"])
-    config = load(files, environ={}).config
-    assert (name, config.model.kind, config.run.steps, config.batch.global_size) == (
+    found = resolve_all(["llama2-wikitext", "tiny/llama2"])
+    config = load([one.path for one in found], environ={}).config
+    assert (found[0].name, config.model.kind, config.run.steps, config.batch.global_size) == (
         "llama2-wikitext", "huggingface", 4, 128,
     )  # fmt: skip
 
@@ -77,10 +77,10 @@ def test_an_overlay_has_a_name_and_is_no_recipe() -> None:
 def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("run: {seed: 3}\n")
-    name, files = resolve_all(["digits", str(more)])
-    assert name == "digits"
-    assert load(files, environ={}).config.run.seed == 3
-    assert resolve_all([])[0] == DEFAULT_RECIPE
+    found = resolve_all(["digits", str(more)])
+    assert found[0].name == "digits"
+    assert load([one.path for one in found], environ={}).config.run.seed == 3
+    assert resolve_all([])[0].name == DEFAULT_RECIPE
     assert resolve_recipe(str(more)).name == "more"
 
 

@@ -25,7 +25,7 @@ from lockstep.core.arguments import ExportArguments
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.models.model_tensors import model_tensors
 from lockstep.training.assemble import make_model, open_sources
-from lockstep.training.command import run_config
+from lockstep.training.command import loaded_config, run_config
 from lockstep.training.exporting import export
 from lockstep.training.given import Given
 from lockstep.training.importing_weights import import_weights
@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(run: Path) -> nn.Module:
     """The run's model, without its weights."""
-    config = to_rebuild(run_config(run), trusted=True)
+    config = to_rebuild(loaded_config(run), trusted=True)
     return make_model(config, open_sources(config, Given())[0].facts, Given())
 
 

@@ -82,7 +82,7 @@ class LocalStorage:
 
     def claim(self) -> bool:
         self._make()
-        handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process's own, however often it asks
         except (BlockingIOError, PermissionError):
@@ -161,7 +161,7 @@ class LocalSink:
     """A file, unbuffered; what a write before it left there is overwritten."""
 
     def __init__(self, path: Path) -> None:
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
 
     def write(self, data: memoryview) -> None:
         written = 0

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.words import Parser, add_json, check_flags, path, read_config, split, step, whole
+from lockstep.cli.words import Parser, add_json, add_trust, approved_config, check_flags, path, split, step, whole
 from lockstep.config.closeness import close
 from lockstep.core.errors import ConfigError, Distrust, GiveUp
 
@@ -255,6 +255,7 @@ def _import(words: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     parser.add_argument("--config", metavar="RECIPE", help="of the run to make: a recipe, or a file")
     add_json(parser)
+    add_trust(parser)
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
     if asked.config is not None:
@@ -275,13 +276,13 @@ def _import(words: Sequence[str]) -> int:
 def _import_run(asked: argparse.Namespace, overrides: Sequence[Override], flags: Mapping[str, bool]) -> int:
     if asked.force:
         raise ConfigError("--force replaces a file of weights; a run is made in a new folder")
-    loaded, name = read_config([asked.config], overrides, flags)
+    loaded, name = approved_config([asked.config], overrides, flags, trusted=asked.trust_run)
 
     from lockstep.training.command import refuse_given
     from lockstep.training.importing_runs import import_run
 
     refuse_given(loaded.config)
-    made = import_run(asked.file, asked.folder, loaded.config, name)
+    made = import_run(asked.file, asked.folder, loaded.config, name, trust_remote_code=asked.trust_remote_code)
     print(made)
     if asked.json:
         _print_json({"run": str(made.run), "of": str(made.of), "steps": made.steps})

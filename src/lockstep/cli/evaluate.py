@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, path, ranks
+from lockstep.cli.words import Parser, add_json, add_trust, path, ranks
 from lockstep.core.arguments import EvaluateArguments
 
 
@@ -15,7 +15,6 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
     add_json(parser)
     add_trust(parser)
-    add_trust_run(parser)
     asked = parser.parse_args(words)
 
     from lockstep.training.command import evaluate

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, path, step
+from lockstep.cli.words import Parser, add_json, add_trust, path, step
 from lockstep.core.arguments import ExportArguments
 
 _EPILOG = """\
@@ -31,7 +31,6 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
     add_trust(parser)
-    add_trust_run(parser)
     asked = parser.parse_args(words)
 
     from lockstep.training.exporting import export

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, add_trust, add_trust_run, path, seed, temperature, whole
+from lockstep.cli.words import Parser, add_json, add_trust, path, seed, temperature, whole
 from lockstep.core.arguments import GenerateArguments
 
 
@@ -26,7 +26,6 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=seed, default=usual.seed, metavar="N", help="of the draws, %(default)s")
     add_json(parser)
     add_trust(parser)
-    add_trust_run(parser)
     asked = parser.parse_args(words)
 
     from lockstep.training.command import generate

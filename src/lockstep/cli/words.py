@@ -212,12 +212,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Whose code may run."""
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="let code that comes with a downloaded model run"
     )
-
-
-def add_trust_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-run", action="store_true", help="let code run that the config of somebody else's run names"
     )

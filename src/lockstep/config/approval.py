@@ -1,15 +1,14 @@
 """Decides whether a config may be acted on: before anything is imported, set or written.
 
-    a file of the user's own, overrides, Python      yes
-    a run's that this user has started here          yes; what was hidden in its config is back
-    any other run's                                  what it demands is listed; --trust-run (trust_run=True) lets it
+a file of the user's own, overrides, Python      yes
+a run's that this user has started here          yes; what was hidden in its config is back
+any other run's                                  what it demands is listed; --trust-run (trust_run=True) lets it
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +58,10 @@ def _unapproved(loaded: Loaded, writes: bool) -> list[tuple[str, str]]:
     targets = dict(code_in(loaded.config))
     found = []
     for key, what in demands(loaded.config):
-        origin = loaded.origins.get(key, "")
-        if any(one.holds(origin) for one in foreign):
+        origin = loaded.origins.get(key)  # of a whole mapping there is none
+        if any(origin is None or one.holds(origin) for one in foreign):
             found.append((key, what))
-        elif key in targets and (moved := _moved(targets[key], origin, loaded.runs)):
+        elif key in targets and (moved := _moved(targets[key], origin or "", loaded.runs)):
             found.append((key, moved))
     return [*found, *(_folders(loaded, foreign) if writes else ())]
 
@@ -72,7 +71,11 @@ def _moved(target: str, origin: str, runs: tuple[RunConfig, ...]) -> str | None:
     for one in runs:
         if one.known is not None and one.holds(origin):
             then, now = one.known.code.get(target, ""), locate(target)
-            return f"{target} (it was {then or 'not found'} when you started the run, and is {now})" if then != now else None
+            return (
+                f"{target} (it was {then or 'not found'} when you started the run, and is {now})"
+                if then != now
+                else None
+            )
     return None
 
 
@@ -99,12 +102,10 @@ def _with_hidden_values(loaded: Loaded) -> Config:
         return loaded.config
     problems = []
     for path in paths:
-        holder = reduce(lambda held, key: held[int(key) if isinstance(held, list) else key], path[:-1], plain)
-        key = int(path[-1]) if isinstance(holder, list) else path[-1]
         if path in known:
-            holder[key] = known[path]
+            _put(plain, path, known[path])
         elif path[:2] == _VARIABLES and path[2] in os.environ:
-            del holder[key]
+            del plain["launch"]["environment"][path[2]]
         else:
             problems.append(_unknown(path))
     if problems:
@@ -112,11 +113,21 @@ def _with_hidden_values(loaded: Loaded) -> Config:
     return validate(plain).config
 
 
+def _put(holder: Any, path: tuple[str, ...], value: str) -> None:
+    *way, last = path
+    for key in way:
+        holder = holder[int(key) if isinstance(holder, list) else key]
+    holder[int(last) if isinstance(holder, list) else last] = value
+
+
 def _still_hidden(values: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    members = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in members:
-        yield from _still_hidden(value, (*path, str(key)))
-    if is_hidden(values):
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _still_hidden(value, (*path, str(key)))
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from _still_hidden(value, (*path, str(number)))
+    elif is_hidden(values):
         yield path
 
 

@@ -95,6 +95,8 @@ def _is_there(path: Path) -> bool:
 def recorded(config: Config, run_id: str) -> str:
     """The text of a run's config.yaml, without secrets. This user knows the run by what it says from now on."""
     public = to_public(config)
+    if not _ID.fullmatch(run_id):  # of a checkpoint that somebody else has made
+        return plain_yaml(public)
     record = user_state.recall(_KIND, run_id) or {}
     configs = record.get("configs")
     kept = dict(configs) if isinstance(configs, dict) else {}
@@ -117,8 +119,18 @@ def known_as(run_id: str, values: object) -> Known | None:
     return Known(found.get("code", {}), {tuple(path): value for path, value in found.get("hidden", ())})
 
 
-def config_of_run(file: Path, run: Path, tree: Table) -> RunConfig:
-    """What a config file of a run's folder is known as; `tree` is what it says."""
+def run_of(file: Path, tree: Table, *, named: bool) -> RunConfig | None:
+    """What a config file is as one of a run; None: it is of none.
+
+    Args:
+        tree: what the file says.
+        named: the run's folder was named, and the file lies in it.
+    """
+    run = file.absolute().parent if named else run_around(file)
+    return _config_of_run(file, run, tree) if run is not None else None
+
+
+def _config_of_run(file: Path, run: Path, tree: Table) -> RunConfig:
     run_id = _id_of(run) if file.resolve() == (run / CONFIG).resolve() else None
     known = known_as(run_id, to_python(tree)) if run_id is not None else None
     return RunConfig(str(file), run, known)

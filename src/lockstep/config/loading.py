@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from lockstep.config import shape
 from lockstep.config.complaints import problems
 from lockstep.config.fitting import fit
-from lockstep.config.known_runs import RunConfig, config_of_run, run_around
+from lockstep.config.known_runs import RunConfig, run_of
 from lockstep.config.merging import merge
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_environment, from_flags
@@ -73,9 +73,8 @@ def load(
         if tree is None:
             continue
         layers.append(tree)
-        run = file.absolute().parent if file in of_runs else run_around(file)
-        if run is not None:
-            runs.append(config_of_run(file, run, tree))
+        run = run_of(file, tree, named=file in of_runs)
+        runs += [run] if run is not None else []
     if len(layers) < len(files):  # what can't be read would look as if it were missing
         raise ConfigError(found)
     return _combine(layers, overrides, os.environ if environ is None else environ, found, tuple(runs))

@@ -17,6 +17,7 @@ class TrainArguments:
     Attributes:
         json: the last line on stdout is a JSON object.
         trust_remote_code: code that comes with a downloaded model may run.
+        trust_run: code that the config of somebody else's run names may run.
         fresh: begin anew, whatever was saved before.
         step: go on from the checkpoint of this step; None: from the newest.
         origin: go on from a checkpoint of the run in this folder, as a run of its own.
@@ -25,6 +26,7 @@ class TrainArguments:
 
     json: bool = False
     trust_remote_code: bool = False
+    trust_run: bool = False
     fresh: bool = False
     step: int | None = None
     origin: Path | None = None
@@ -37,7 +39,7 @@ class EvaluateArguments:
     ranks: processes on this machine; auto: one a GPU, or one; None: as many as the run had.
     json: as in training.
     trust_remote_code: as in training.
-    trust_run: code that the run's config names may run.
+    trust_run: as in training.
     """
 
     ranks: int | Literal["auto"] | None = None
@@ -55,7 +57,7 @@ class GenerateArguments:
     seed: of the draws.
     json: as in training.
     trust_remote_code: as in training.
-    trust_run: as in evaluation.
+    trust_run: as in training.
     """
 
     tokens: int = 256
@@ -76,7 +78,7 @@ class ExportArguments:
     format: auto: hf for a Hugging Face model, otherwise safetensors.
     force: replace what is there.
     trust_remote_code: as in training; for `hf`.
-    trust_run: as in evaluation; for `hf`.
+    trust_run: as in training; for `hf`.
     """
 
     step: int | None = None

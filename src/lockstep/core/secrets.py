@@ -20,7 +20,8 @@ _ANYWHERE = re.compile(
 )
 _WORDS = frozenset({"pass", "pw", "pwd", "pat", "key", "keys", "auth", "authorization", "signature", "netrc", "dsn"})
 _STRONG = re.compile(
-    r"secret|passw|passphrase|credential|bearer|jwt|cookie|(api|access|private)_?key|(api|auth|access|hub|hf)_?token", re.I
+    r"secret|passw|passphrase|credential|bearer|jwt|cookie|(api|access|private)_?key|(api|auth|access|hub|hf)_?token",
+    re.I,
 )
 _STRONG_WORDS = frozenset({"pass", "pw", "pwd", "pat"})
 _NO_SECRETS = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
@@ -78,8 +79,10 @@ def is_harmless_variable(name: str) -> bool:
 
 
 _TUNING = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "TOKENIZERS_PARALLELISM"})
-_TUNES = re.compile(r"(OMP|MKL|OPENBLAS|NUMEXPR|KMP)_(NUM_THREADS|AFFINITY|BLOCKTIME|PROC_BIND|PLACES|DYNAMIC)$|NCCL_DEBUG$|"
-                    r"NCCL_(IB|P2P|SHM|SOCKET|ALGO|PROTO|BUFFSIZE|NTHREADS|MIN|MAX|CROSS|ASYNC|BLOCKING|TIMEOUT)\w*$")
+_TUNES = re.compile(
+    r"(OMP|MKL|OPENBLAS|NUMEXPR|KMP)_(NUM_THREADS|AFFINITY|BLOCKTIME|PROC_BIND|PLACES|DYNAMIC)$|NCCL_DEBUG$|"
+    r"NCCL_(IB|P2P|SHM|SOCKET|ALGO|PROTO|BUFFSIZE|NTHREADS|MIN|MAX|CROSS|ASYNC|BLOCKING|TIMEOUT)\w*$"
+)
 
 
 def hidden_variable(name: str, value: str) -> str:

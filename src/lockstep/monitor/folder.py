@@ -24,8 +24,9 @@ import json
 import os
 import shutil
 import socket
+import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class RunFolder:
         where = Path(path).absolute()
         if not is_run(where):
             raise GiveUp(f"{where} is not the folder of a run: it has no {CONFIG}")
+        refuse_ways_out(where)
         return cls(where)
 
     @classmethod
@@ -95,6 +97,7 @@ class RunFolder:
                 f"run folder {path} holds something else ({', '.join(held[:3])}{', ...' if held[3:] else ''}); "
                 "give run.folder the name of a new folder, or empty this one"
             )
+        refuse_ways_out(path)
         lock = _take_lock(path)
         for name in (TENSORBOARD, LOGS):
             (path / name).mkdir(exist_ok=True)
@@ -203,7 +206,7 @@ def write_atomically(path: Path, text: str) -> None:
     """The file has the old text or the new, never a part. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with open(_new_file(temporary), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -211,6 +214,51 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _new_file(path: Path) -> int:
+    """One that was there already, left by a process of the same number or put there by somebody, is removed."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+
+
+def refuse_ways_out(run: Path) -> None:
+    """Raises ConfigError if anything in a run's folder leads out of it: a link, or what is neither file nor folder.
+
+    Whoever made the folder could have the files behind it read, overwritten or deleted. A link to a run's folder is
+    no such link.
+    """
+    home = run.resolve()
+    for path, mode in _reached(run):
+        if stat.S_ISLNK(mode) and not path.resolve().is_relative_to(home):
+            raise ConfigError(
+                f"{path} is a link to {path.resolve()}, outside of the run's folder; put what it leads to in its "
+                "place, and keep checkpoints elsewhere with checkpoint.folder"
+            )
+        if not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ConfigError(f"{path} is neither a file nor a folder; a run's folder holds nothing else: remove it")
+
+
+def _reached(run: Path) -> Iterator[tuple[Path, int]]:
+    """What Lockstep opens by name, or lists, with its mode; checkpoints look after themselves."""
+    try:
+        for path in run.iterdir():
+            mode = _mode(path)
+            yield path, mode
+            if path.name in _FOLDERS and stat.S_ISDIR(mode):
+                yield from ((inside, _mode(inside)) for inside in path.iterdir())
+    except OSError as error:
+        raise GiveUp(_cannot("read", run, error)) from error
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:  # a run under way writes and renames
+        return stat.S_IFREG
+
+
+_FOLDERS = (TENSORBOARD, LOGS, EARLIER, "model")
 
 
 def _free_name(recipe: str) -> Path:
@@ -234,7 +282,7 @@ def _free_name(recipe: str) -> Path:
 
 def _take_lock(path: Path) -> int | None:
     """Held as long as this process, or a rank forked from it, lives."""
-    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

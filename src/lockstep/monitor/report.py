@@ -31,7 +31,7 @@ from lockstep.core.errors import GiveUp
 from lockstep.monitor import figures, page
 from lockstep.monitor.charts import Chart
 from lockstep.monitor.curves import MOST_LOGGED, charts, unit_of
-from lockstep.monitor.folder import CONFIG, EARLIER, is_run, write_atomically
+from lockstep.monitor.folder import CONFIG, EARLIER, is_run, refuse_ways_out, write_atomically
 from lockstep.monitor.headline import big_figures, facts, last_values
 from lockstep.monitor.markup import Markup, element
 from lockstep.monitor.recorded import Recorded, Save, Text, read
@@ -89,6 +89,7 @@ def compose(recorded: Recorded) -> str:
 def _checked(folder: Path) -> Path:
     """The folder of a run; otherwise GiveUp, with the run that may have been meant."""
     if is_run(folder):
+        refuse_ways_out(folder)
         return folder
     if not folder.exists():
         raise GiveUp(f"there is no folder {folder}")

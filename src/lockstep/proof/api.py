@@ -40,6 +40,7 @@ def verify(
     steps: int = 8,
     precision: Precise = "fp32",
     tamper: Tamper | None = None,
+    trust_run: bool = False,
 ) -> list[Row]:
     """Runs `config` under each strategy on each number of ranks, beside one process on the same samples.
 
@@ -52,6 +53,7 @@ def verify(
         ranks: on how many, one number or several.
         steps: updates of each run.
         precision: of forward and backward.
+        trust_run: as of `lockstep.train`.
         tamper: called with each session before its first update, but not with the single process's: a fault of your
             making, to see that it is found.
 
@@ -66,7 +68,9 @@ def verify(
         model=model, dataset=dataset, collate=collate, objective=objective, optimizer=optimizer, schedule=schedule
     )
     numbers = [ranks] if isinstance(ranks, int) else ranks
-    outcome, _ = prove(resolved(config, given), given, strategies, numbers, steps, precision, tamper=tamper)
+    outcome, _ = prove(
+        resolved(config, given, trusted=trust_run), given, strategies, numbers, steps, precision, tamper=tamper
+    )
     return list(outcome.rows)
 
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.config.approval import approved
+from lockstep.config.known_runs import run_of
 from lockstep.config.loading import load, validate
 from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
@@ -69,6 +72,7 @@ def train(
     schedule: Callable[[int, int | None], float] | None = None,
     ranks: int | Literal["auto"] | None = None,
     name: str = "run",
+    trust_run: bool = False,
 ) -> Finished:
     """Trains, and returns when the run is done.
 
@@ -85,6 +89,7 @@ def train(
         schedule: (step from 0, steps of the run or None) -> learning rate as a share of `optim.lr`.
         ranks: starts so many processes; None: trains in this one (or as the rank that a launcher made of it).
         name: what the run is called; part of its folder's name.
+        trust_run: let code run that the config of somebody else's run names (`config` is its folder, or a file in it).
 
     Raises:
         ConfigError: something asked for can't be had; says all that is wrong.
@@ -99,7 +104,7 @@ def train(
         optimizer=optimizer,
         schedule=schedule,
     )
-    job = Job(resolved(config, given), name, given=given)
+    job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given)
     if ranks is None or names_a_rank(os.environ):
         return run_job(job)
     return _train_in_ranks(job, ranks)
@@ -116,6 +121,7 @@ def session(
     objective: object | None = None,
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     schedule: Callable[[int, int | None], float] | None = None,
+    trust_run: bool = False,
 ) -> Iterator[Session]:
     """The rooms of a run, for a loop of yours: `accumulate`, `commit`, `evaluate`. Arguments as of `train`.
 
@@ -130,25 +136,40 @@ def session(
         optimizer=optimizer,
         schedule=schedule,
     )
-    with opened(resolved(config, given), given) as opened_session:
+    with opened(resolved(config, given, trusted=trust_run), given) as opened_session:
         yield opened_session
 
 
-def resolved(config: ConfigLike, given: Given) -> Config:
-    """The config, with `given` where objects were handed over. Raises ConfigError: all that is wrong with it."""
+def resolved(config: ConfigLike, given: Given, *, trusted: bool = False, writes: bool = False) -> Config:
+    """The config, with `given` where objects were handed over. Raises ConfigError: all that is wrong with it.
+
+    Args:
+        trusted, writes: as of `approval.approved`.
+    """
     handed = _handed(given)
-    if isinstance(config, str | os.PathLike):
-        file = resolve_recipe(os.fspath(config)).path
-        if not handed:
-            return load([file]).config
-        tree, wrong = read_file(file)
-        if wrong or tree is None:
-            raise ConfigError(wrong)
-        config = cast("Mapping[str, Any]", to_python(tree))
-    values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
-    for name, section in handed.items():
-        values[name] = {**_still_meant(name, values.get(name, {})), **section}
-    return validate(values).config
+    if not isinstance(config, str | os.PathLike):
+        values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
+        return approved(validate(_with(values, handed)), trusted=trusted)
+    recipe = resolve_recipe(os.fspath(config))
+    if not handed:
+        loaded = load([recipe.path], of_runs=[recipe.path] if recipe.of_run else [])
+        return approved(loaded, trusted=trusted, writes=writes)
+    tree, wrong = read_file(recipe.path)
+    if wrong or tree is None:
+        raise ConfigError(wrong)
+    loaded = validate(_with(cast("Mapping[str, Any]", to_python(tree)), handed))
+    run = run_of(recipe.path, tree, named=recipe.of_run)
+    if run is None:
+        return approved(loaded, trusted=trusted, writes=writes)
+    loaded = replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
+    return approved(loaded, trusted=trusted, writes=writes)
+
+
+def _with(values: Mapping[str, Any], handed: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **values,
+        **{name: {**_still_meant(name, values.get(name, {})), **section} for name, section in handed.items()},
+    }
 
 
 def _still_meant(name: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from lockstep.checkpoint.loading import Loaded, load_newest, set_back
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import Identity, Moment, Saver
-from lockstep.config.writing import to_plain
+from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.out_of_memory import mark
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
@@ -71,6 +71,7 @@ class Checkpoints:
     """Of one run, on one rank; all ranks call the same methods at the same updates.
 
     Attributes:
+        run: id of the run, from `begin` on.
         resumed_from: the step that this attempt went on from; None: it began anew.
     """
 
@@ -87,6 +88,7 @@ class Checkpoints:
         self._saved_at: int | None = None
         self._best: float | None = None
         self.resumed_from: int | None = None
+        self.run = ""
 
     # --- at the start ---------------------------------------------------------------------------------------------
 
@@ -120,8 +122,8 @@ class Checkpoints:
                 identity = found.manifest.run if resume.origin is None else identity
             elif resume.step is not None or resume.origin is not None:
                 raise GiveUp(f"there is no checkpoint in {origin.place}")
-        run = cast("str", self._axis.broadcast(identity))
-        written = finite(to_plain(self._session.rooms.config))
+        run = self.run = cast("str", self._axis.broadcast(identity))
+        written = finite(to_public(self._session.rooms.config))
         saver = self._saver = Saver(
             self._storage,
             self._axis,
@@ -307,7 +309,7 @@ _THE_RUN = ("model", "objective", "data.train", "data.shuffle", "data.drop_last"
 
 def changes(config: Mapping[str, Any], state: Mapping[str, Any], session: Session) -> list[str]:
     """What makes this another run than the one that was saved, one line each."""
-    here = finite(to_plain(session.rooms.config))
+    here = finite(to_public(session.rooms.config))
     found = []
     for place in _THE_RUN:
         then, now = _at(config, place), _at(here, place)

@@ -68,7 +68,7 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
 def _refuse_start(config: Config, arguments: TrainArguments) -> None:
     """A step that isn't there, or that leaves nothing to train; before a folder is made or a rank is started for it."""
     if arguments.origin is not None:
-        place = find(arguments.origin)
+        place = find(arguments.origin, trusted=arguments.trust_run)
     elif arguments.step is None:
         return
     elif config.run.folder is None:
@@ -104,7 +104,7 @@ def _refuse_taken_fork(config: Config, arguments: TrainArguments) -> None:
 def _resume(arguments: TrainArguments) -> Resume:
     origin = None
     if arguments.origin is not None:
-        origin = Path(storage_of(run_config(arguments.origin), arguments.origin).place)
+        origin = find(arguments.origin, trusted=arguments.trust_run).folder
     return Resume(arguments.fresh, arguments.step, origin, arguments.accept_changes)
 
 
@@ -225,7 +225,7 @@ def _print_summary(folder: Path, as_json: bool) -> None:
 
 def evaluate(run: Path, arguments: EvaluateArguments) -> int:
     """Judges the weights that a run left, on its evaluation sets."""
-    config = _for_whole_weights(to_rebuild(run_config(run), trusted=arguments.trust_run))
+    config = _for_whole_weights(to_rebuild(loaded_config(run), trusted=arguments.trust_run))
     if arguments.ranks is not None:
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": arguments.ranks})})
     if names_a_rank(os.environ):
@@ -266,7 +266,7 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
     from lockstep.models.generation import generate as continuations
     from lockstep.training.text import codec_of, context_of
 
-    config = to_rebuild(run_config(run), trusted=arguments.trust_run)
+    config = to_rebuild(loaded_config(run), trusted=arguments.trust_run)
     given = Given(trust_remote_code=arguments.trust_remote_code)
     codec = codec_of(config)
     facts = open_sources(config, given)[0].facts
@@ -290,10 +290,16 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
 
 
 def run_config(run: Path) -> Config:
-    """The resolved config in a run's folder."""
+    """The resolved config in a run's folder, to be looked at; secrets are hidden in it."""
+    return loaded_config(run).config
+
+
+def loaded_config(run: Path) -> Loaded:
+    """The same, with whether this user has started the run."""
     from lockstep.config.loading import load
 
-    return load([RunFolder.open(run).config], environ={}).config
+    file = RunFolder.open(run).config
+    return load([file], environ={}, of_runs=[file])
 
 
 # --- before a run -------------------------------------------------------------------------------------------------

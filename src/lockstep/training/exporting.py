@@ -9,7 +9,7 @@ RUN --> checkpoint: newest whose model verifies | --step N | --best --> its mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from lockstep.checkpoint.manifest import Damaged, Manifest
 from lockstep.checkpoint.reading import Reader, Wanted, by_step, read_manifest
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.storage import MANIFEST
+from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, Failure, GiveUp
 from lockstep.models.model_tensors import model_tensors
@@ -33,6 +35,7 @@ from lockstep.training.weights import FILE, save_for_transformers, save_tensors,
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
+    from lockstep.config.loading import Loaded
     from lockstep.config.schema import Config
     from lockstep.core.arguments import ExportArguments
 
@@ -74,10 +77,11 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     """
     place = find(run)
     step = _step(place, arguments)
-    config = _config_of(place)
+    loaded = _config_of(place)
+    config = loaded.config
     form = _form(config, arguments)
     if form == "hf":  # said before anything large is read
-        config = to_rebuild(config, trusted=arguments.trust_run)
+        config = to_rebuild(loaded, trusted=arguments.trust_run)
     if arguments.to is not None:
         _refuse_to_overwrite(_target(None, form, "", arguments.to), form, force=arguments.force)
     taken = _take(place.storage, step)
@@ -117,7 +121,7 @@ def _step(place: Place, arguments: ExportArguments) -> int | None:
         raise ConfigError(f"{place.folder} has no checkpoint of step {arguments.step}; it has those of {there}")
     if arguments.step is not None:
         return arguments.step
-    config = _config_of(place)
+    config = _config_of(place).config
     if arguments.best or config.run.end_with == "best":
         return _best(place, config)
     return None
@@ -132,18 +136,25 @@ def _best(place: Place, config: Config) -> int:
     return step
 
 
-def _config_of(place: Place) -> Config:
+def _config_of(place: Place) -> Loaded:
     """Of the run; or, where checkpoints lie alone, of the newest of them."""
-    if place.config is not None:
-        return place.config
+    if place.loaded is not None:
+        return place.loaded
     names = by_step(place.storage.names())
     faults = []
     for step in sorted(names, reverse=True):
         try:
-            return validate(read_manifest(place.storage, names[step]).config).config
+            return _config_in(read_manifest(place.storage, names[step]), place.folder / names[step] / MANIFEST)
         except Damaged as fault:
             faults.append(f"\n  {names[step]}: {fault}")
     raise GiveUp(f"{place.folder} has no checkpoint that can be used:{''.join(faults)}")
+
+
+def _config_in(manifest: Manifest, file: Path) -> Loaded:
+    """As if the manifest were the config of its run."""
+    loaded = validate(manifest.config)
+    run = RunConfig(str(file), file.parent, known_as(manifest.run, manifest.config))
+    return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config, Parallel
-from lockstep.config.writing import to_yaml
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import TrainingState
 from lockstep.models.starting_weights import fit_weights
@@ -52,7 +52,7 @@ class Begun:
         )
 
 
-def import_run(source: Path, folder: Path, config: Config, recipe: str) -> Begun:
+def import_run(source: Path, folder: Path, config: Config, recipe: str, *, trust_remote_code: bool = False) -> Begun:
     """Raises:
     ConfigError: it can't be read, isn't Adam's, doesn't fit the config's model; or something is in the folder.
     GiveUp: the folder can't be written.
@@ -66,7 +66,7 @@ def import_run(source: Path, folder: Path, config: Config, recipe: str) -> Begun
         raise ConfigError(f"optim.name is {config.optim.name}: moments are taken for {' and '.join(_ADAMS)}")
     found = read_zero(source.expanduser(), moments=True)
     alone = config.model_copy(update={"parallel": Parallel(strategy="single")})
-    with opened(alone, Given()) as session:
+    with opened(alone, Given(trust_remote_code=trust_remote_code)) as session:
         _put(session, found)
         _save(session, folder, config, recipe)
     return Begun(folder, found.place, found.steps)
@@ -108,8 +108,8 @@ def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:
         for report in checkpoints.finish():
             if report.failure is not None:
                 raise GiveUp(f"{folder}: the checkpoint could not be written: {report.failure}")
-        place.write_config(to_yaml(config))
-        place.write_environment(environment)
+        place.write_config(recorded(config, checkpoints.run))
+        place.write_environment({**environment, "run": checkpoints.run})
     finally:
         place.release()
         place.remove_unbegun()

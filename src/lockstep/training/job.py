@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
-from lockstep.config.writing import to_yaml
 from lockstep.core.errors import Failure, GiveUp
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.ranks import names_a_rank
@@ -218,8 +218,8 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
             place.begin_anew()
         else:
             place.rewind(checkpoints.resumed_from)
-        place.write_config(to_yaml(job.config))
-        place.write_environment(environment)
+        place.write_config(recorded(job.config, checkpoints.run))
+        place.write_environment({**environment, "run": checkpoints.run})
     session.rooms.world.axis.barrier()
     if job.resume.origin is not None:
         checkpoints.save()

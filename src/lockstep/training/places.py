@@ -19,9 +19,10 @@ from lockstep.checkpoint.inspection import aside_in, is_checkpoint
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import by_step
 from lockstep.core.errors import ConfigError, GiveUp
-from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run
+from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_ways_out
 
 if TYPE_CHECKING:
+    from lockstep.config.loading import Loaded
     from lockstep.config.schema import Config
 
 
@@ -32,28 +33,37 @@ class Place:
     Attributes:
         folder: that they lie in.
         run: folder of the run that they are of; None: only they were named.
-        config: of that run, if it has one.
+        loaded: the config of that run, if it has one, to be looked at.
         name: of the one that was named; None: all of them were.
     """
 
     folder: Path
     run: Path | None = None
-    config: Config | None = None
+    loaded: Loaded | None = None
     name: str | None = None
+
+    @property
+    def config(self) -> Config | None:
+        return self.loaded.config if self.loaded is not None else None
 
     @property
     def storage(self) -> LocalStorage:
         return LocalStorage(self.folder)
 
 
-def find(path: Path) -> Place:
-    """Raises ConfigError: it is none of the three."""
+def find(path: Path, *, trusted: bool = False) -> Place:
+    """Args:
+        trusted: the config of a run that somebody else has started may say where its checkpoints lie.
+
+    Raises:
+        ConfigError: it is none of the three; or it is somebody else's run, whose config or links lead elsewhere.
+    """
     where = path.absolute()
     if is_run(where):
-        return _of_run(where)
+        return _of_run(where, trusted=trusted)
     if is_checkpoint(where):
         around = _around(where.parent)
-        return Place(where.parent, around.run, around.config, where.name)
+        return Place(where.parent, around.run, around.loaded, where.name)
     if _holds_checkpoints(where):
         return _around(where)
     if not path.exists():
@@ -82,19 +92,28 @@ def choose(place: Place, step: int | None) -> str:
     return steps[step]
 
 
-def _of_run(run: Path) -> Place:
+def _of_run(run: Path, *, trusted: bool = False) -> Place:
+    from lockstep.config.approval import outside
     from lockstep.config.loading import load
 
+    refuse_ways_out(run)
     file = run / CONFIG
-    config = load([file], environ={}).config if file.is_file() else None
-    folder = config.checkpoint.folder if config is not None else None
-    return Place(Path(folder).absolute() if folder is not None else run / CHECKPOINTS, run, config)
+    loaded = load([file], environ={}, of_runs=[file]) if file.is_file() else None
+    folder = loaded.config.checkpoint.folder if loaded is not None else None
+    if loaded is None or folder is None:
+        return Place(run / CHECKPOINTS, run, loaded)
+    if not trusted and loaded.runs[0].known is None and outside(folder, run):
+        raise ConfigError(
+            f"{file} says that its checkpoints lie in {Path(folder).absolute()}, outside of the run's folder, and you "
+            "have not started that run here; if you mean that folder, name it instead of the run"
+        )
+    return Place(Path(folder).absolute(), run, loaded)
 
 
 def _around(folder: Path) -> Place:
     """A folder of checkpoints, with the run that it is part of, if it is."""
     if folder.name == CHECKPOINTS and is_run(folder.parent):
-        of_run = _of_run(folder.parent)
+        of_run = _of_run(folder.parent, trusted=True)  # what is returned lies where the user has said
         if of_run.folder == folder:
             return of_run
     return Place(folder)
@@ -114,7 +133,7 @@ def at_rest(run: Path) -> Iterator[None]:
         GiveUp: it is under way.
     """
     try:
-        handle = os.open(run / LOCK, os.O_RDWR)
+        handle = os.open(run / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:  # nobody has started it with the command here, so there is nothing to hold
         yield
         return

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.config.foreign_code import refuse_untrusted
+from lockstep.config.approval import approved
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.monitor.folder import is_finished
@@ -25,6 +25,7 @@ from lockstep.training.publishing import whole_file, whole_folder
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lockstep.config.loading import Loaded
     from lockstep.config.schema import Config
     from lockstep.models.model_tensors import ModelTensors
 
@@ -188,13 +189,12 @@ def tokenizer_of(config: Config) -> str | None:
     return None if name == "bytes" else name
 
 
-def to_rebuild(config: Config, *, trusted: bool) -> Config:
+def to_rebuild(loaded: Loaded, *, trusted: bool) -> Config:
     """The config with which a run's model is made again, to be given the weights that the run left.
 
     Raises:
-        ConfigError: it names code to import, and nobody has said that it is trusted.
+        ConfigError: it names code, is of somebody else's run, and nobody has said that it is trusted.
     """
-    if not trusted:
-        refuse_untrusted(config)
+    config = approved(loaded, trusted=trusted)
     section = config.model.model_copy(update={"init_from": None, "init_partial": False})
     return config.model_copy(update={"model": section})
