@@ -132,6 +132,163 @@ def test_what_is_not_there_is_said(words: dict[str, Any], tmp_path: Path) -> Non
     assert [one.key.partition(".")[0] for one in found.unanswered] == list(words)
 
 
+NEEDS_NOTHING = {
+    "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "use_cache", "torch_empty_cache_steps",
+    "logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level",
+    "log_level_replica", "run_name", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object",
+    "eval_accumulation_steps", "batch_eval_metrics", "save_only_model", "enable_jit_checkpoint", "ignore_data_skip",
+    "restore_callback_states_from_checkpoint", "dataloader_in_order", "length_column_name", "ddp_broadcast_buffers",
+    "do_train", "do_eval", "do_predict", "local_rank", "output_dir",
+}  # fmt: skip
+"""Fields whose reason was looked at: what they ask for holds here, or no result and nothing written is lost."""
+
+
+def test_a_field_that_asks_for_something_is_not_called_unneeded(
+    tmp_path: Path, training_arguments: dict[str, Any]
+) -> None:
+    for name, usual in training_arguments.items():
+        if name in NEEDS_NOTHING or name == "use_cpu":
+            continue
+        beside = {"push_to_hub": True} if name.startswith("hub_") else {}
+        asking = not usual if isinstance(usual, bool) else usual + 7 if isinstance(usual, int | float) else ["zzz"]
+        file = tmp_path / "one.json"
+        file.write_text(json.dumps({"output_dir": "out", "save_steps": 5, **beside, name: asking}))
+        found = {one.key: one.answer for one in listed(read_foreign(file, "trainer"), 8)}
+        assert found[name].standing != "not needed", (name, asking, found[name])
+
+
+LIGHTNING = {
+    "accelerator": "gpu", "strategy": "ddp", "devices": 4, "num_nodes": 2, "precision": "bf16-mixed", "logger": True,
+    "callbacks": ["x"], "fast_dev_run": True, "max_epochs": 3, "min_epochs": 1, "max_steps": 10, "min_steps": 1,
+    "max_time": "00:12:00:00", "limit_train_batches": 0.5, "limit_val_batches": 10, "limit_test_batches": 10,
+    "limit_predict_batches": 10, "overfit_batches": 2, "val_check_interval": 0.25, "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": 2, "log_every_n_steps": 50, "enable_checkpointing": True, "enable_progress_bar": True,
+    "enable_model_summary": True, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0,
+    "gradient_clip_algorithm": "value", "deterministic": True, "benchmark": True, "inference_mode": True,
+    "use_distributed_sampler": False, "profiler": "simple", "detect_anomaly": True, "barebones": True,
+    "plugins": ["x"], "sync_batchnorm": True, "reload_dataloaders_every_n_epochs": 1, "default_root_dir": "out",
+    "enable_autolog_hparams": True, "model_registry": "x",
+}  # fmt: skip
+LOST_OF_LIGHTNING = [
+    "callbacks", "max_time", "num_sanity_val_steps", "gradient_clip_algorithm", "benchmark", "use_distributed_sampler",
+    "profiler", "detect_anomaly", "barebones", "plugins", "reload_dataloaders_every_n_epochs",
+    "enable_autolog_hparams", "model_registry",
+]  # fmt: skip
+
+
+def test_each_argument_of_lightning_s_trainer_has_an_answer(tmp_path: Path) -> None:
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.5}}
+    found = imported(tmp_path, {"trainer": LIGHTNING, "optimizer": optimizer, "seed_everything": 7}, "yaml", None)
+    assert [one.key.removeprefix("trainer.") for one in found.unanswered] == LOST_OF_LIGHTNING
+    assert (found.settings["optim.name"], found.settings["optim.momentum"]) == ("sgd", 0.5)
+    assert (found.settings["evaluation.every"], found.settings["run.seed"]) == ("0.25 epochs", 7)
+    to_do = {one.key.removeprefix("trainer.") for one in found.findings if one.answer.standing == "to do"}
+    assert {"num_nodes", "fast_dev_run", "limit_train_batches", "limit_val_batches", "overfit_batches"} <= to_do
+
+
+def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None:
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    file = tmp_path / "default_config.json"
+    for field in dataclasses.fields(config_args.ClusterConfig):
+        for value in (True, 7, "x", ["x"]):
+            file.write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", field.name: value}))
+            assert all(one.answer.standing != "not known" for one in listed(read_foreign(file, "accelerate"), 8)), field
+
+
+@pytest.mark.parametrize(
+    ("words", "standing", "why"),
+    [
+        ({"push_to_hub": True}, "not there", "the hub is never written to"),
+        ({"hub_model_id": "me/x", "push_to_hub": True}, "not there", "the hub is never written to"),
+        ({"hub_model_id": "me/x", "push_to_hub": False}, "not needed", "push_to_hub is off"),
+        ({"report_to": ["wandb", "tensorboard"]}, "not there", "not yet wandb"),
+        ({"report_to": "none"}, "taken", ""),
+        ({"use_wandb": False}, "not needed", "asks for nothing"),
+        ({"use_wandb": True}, "not there", "other trackers are not there yet"),
+        ({"wandb_project": "x", "use_wandb": False}, "not needed", "use_wandb is off"),
+        ({"wandb_project": "x"}, "not there", "other trackers are not there yet"),
+        ({"wandb": {"project": "x", "enabled": False}}, "not needed", "wandb.enabled is off"),
+        ({"auto_find_batch_size": True}, "not there", "isn't tried again smaller"),
+        ({"model_revision": "v2"}, "not there", "the newest revision is loaded"),
+        ({"model_revision": "main"}, "not needed", "asks for nothing"),
+        ({"eval_delay": 1}, "not there", "from the first on"),
+        ({"save_safetensors": False}, "not there", "as safetensors"),
+        ({"save_safetensors": True}, "not needed", "asks for nothing"),
+        ({"debug": ["underflow_overflow"]}, "not there", "isn't traced"),
+        ({"bf16_full_eval": True, "bf16": True}, "not needed", "evaluation computes in precision.compute"),
+        ({"bf16_full_eval": True}, "not there", "and bf16 isn't said"),
+        ({"run_name": "a"}, "to do", "write run.folder: runs/a"),
+        ({"run_name": "a", "output_dir": "b"}, "not needed", "output_dir names it"),
+        ({"resume_from_checkpoint": True}, "not needed", "asks for nothing"),
+        ({"resume_from_checkpoint": "out/checkpoint-5"}, "to do", "--from CHECKPOINT"),
+        ({"overwrite_output_dir": True}, "to do", "--fresh begins anew"),
+        ({"nnodes": 2}, "to do", "torchrun on every machine"),
+        ({"attn_implementation": "sdpa", "model_name": "gpt2"}, "taken", ""),
+        ({"attn_implementation": "sdpa"}, "to do", "beside a model of kind huggingface"),
+        ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "to do", "another word for gradient_accumulation_steps"),
+        ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}, "zero_optimization": {"stage": 1}},
+         "not there", "moments are always corrected"),
+        ({"val_check_interval": 8, "accumulate_grad_batches": 4}, "derived", "8 micro-batches, 4 an update"),
+    ],
+)  # fmt: skip
+def test_what_is_lost_is_not_called_unneeded(words: dict[str, Any], standing: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(words))
+    found = listed(read_foreign(file, "deepspeed" if "zero_optimization" in words else "yaml"), 1)
+    one = next(one.answer for one in found if one.key != "optimizer.type")
+    assert (one.standing, why in one.why) == (standing, True), one
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        ({"sharding_strategy": "FULL_SHARD", "cpu_offload": False, "use_orig_params": True}, "fsdp"),
+        ({"zero_stage": 2, "cpu_offload": True, "overlap_comm": True, "steps_per_print": 9}, "deepspeed"),
+        ({"static_graph": True, "bucket_cap_mb": 50}, "ddp"),
+        ({"find_unused_parameters": True}, None),
+        ({"distributed": {"static_graph": False}, "fsdp": {"cpu_offload": False}}, "fsdp"),
+        ({"zero_stage": 3, "strategy": "ddp"}, "ddp"),
+    ],
+)
+def test_options_of_one_strategy_say_which(words: dict[str, Any], strategy: str | None, tmp_path: Path) -> None:
+    found = imported(tmp_path, words, "yaml")
+    assert (found.settings.get("parallel.strategy"), found.unanswered) == (strategy, ())
+
+
+def test_options_of_several_strategies_ask_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "both.json"
+    file.write_text(json.dumps({"sharding_strategy": "FULL_SHARD", "zero_stage": 2}))
+    assert main(["config", "import", str(file)]) == 0
+    asked = "write parallel.strategy: the file has options of fsdp and deepspeed"
+    assert f"# To do: (strategy): {asked}\n" in capsys.readouterr().out
+    import_config(file)
+    assert asked in capsys.readouterr().err
+
+
+def test_what_deepspeed_takes_may_stand_flat(tmp_path: Path) -> None:
+    words = {"zero_stage": 3, "offload_param": True, "reduce_bucket_size": 10, "wall_clock_breakdown": True}
+    found = imported(tmp_path, words, "yaml")
+    section: Any = nested(found.settings)["parallel"]
+    assert section["deepspeed"] == {
+        "zero_stage": 3, "offload_param": "cpu",
+        "config": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}, "wall_clock_breakdown": True},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ({"fsdp": "", "fsdp_config": {"min_num_params": 9, "xla": False}, "output_dir": "o", "save_steps": 1}, None),
+        ({"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"},
+          "deepspeed_config": {"zero_stage": 3}}, "ddp"),
+    ],
+)  # fmt: skip
+def test_options_of_what_is_off_are_not_taken(file: dict[str, Any], kind: str | None, tmp_path: Path) -> None:
+    found = imported(tmp_path, file)
+    assert found.settings.get("parallel.strategy") == kind
+    assert not [key for key in found.settings if key.startswith(("parallel.fsdp", "parallel.deepspeed"))]
+
+
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +320,7 @@ DEEPSPEED = {
         "overlap_comm": True,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "wandb": {"enabled": True},
+    "csv_monitor": {"enabled": True},
 }
 
 

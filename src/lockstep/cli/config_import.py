@@ -94,6 +94,9 @@ def _text(imported: Imported) -> str:
     lines = [f"# From {imported.file.path.name} ({NAMES[imported.file.kind]}), by lockstep config import.\n"]
     for key, how in imported.missing.items():
         lines.append(f"# To be added: {key}: {how}\n")
+    for one in imported.findings:
+        if one.answer.standing == "to do":
+            lines.append(f"# To do: {one.key}: {one.answer.why}\n")
     return "".join(lines) + plain_yaml(nested(imported.settings))
 
 

@@ -47,7 +47,7 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "data.train.tokenizer": ("tokenizer_name", "tokenizer_name_or_path"),
     "monitor.every": ("logging_steps", "log_every", "log_every_n_steps", "log_interval", "steps_per_print"),
     "evaluation.every": ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
-    "run.seed": ("random_seed", "data_seed", "manual_seed"),
+    "run.seed": ("random_seed", "data_seed", "manual_seed", "seed_everything"),
     "run.folder": ("output_dir", "default_root_dir", "save_dir", "out_dir", "logging_dir", "log_dir"),
     "launch.ranks": ("devices", "num_processes", "nproc_per_node", "num_gpus", "gpus", "world_size"),
     "launch.timeout": ("ddp_timeout",),

@@ -574,7 +574,7 @@ def log_every(said: Said, facts: Facts) -> Answer:
     if isinstance(said.value, float) and 0 < said.value < 1:
         found = _share("monitor.every", said.value, facts)
         whole = isinstance(found.settings.get("monitor.every"), int)
-        return found if whole else not_needed("monitor.every counts steps, and how many there are is not said")
+        return found if whole else to_do("write monitor.every: a number of steps")
     return taken(monitor__every=int(said.value) if isinstance(said.value, float) else said.value)
 
 
@@ -584,12 +584,76 @@ def trackers(said: Said, facts: Facts) -> Answer:
         return taken(monitor__tensorboard=said.value)
     others = [name for name in names if name not in ("none", "all", "tensorboard", "None")]
     if others:
-        return not_needed(f"metrics.jsonl and TensorBoard are written; {', '.join(others)} is not there")
+        found = {"monitor.tensorboard": "tensorboard" in names}
+        return Answer("not there", found, f"metrics.jsonl and TensorBoard are written; not yet {', '.join(others)}")
     return taken(monitor__tensorboard=names != ["none"] and bool(said.value))
 
 
+def run_name(said: Said, facts: Facts) -> Answer:
+    first = facts.find(FOLDERS)
+    if is_off(said.value) or not isinstance(said.value, str):
+        return NOTHING
+    if first is not None:
+        return not_needed(f"a run is its folder, and {first.key} names it")
+    return to_do(f"a run is its folder: write run.folder: runs/{said.value}")
+
+
+def narrow_evaluation(said: Said, facts: Facts) -> Answer:
+    """bf16_full_eval and fp16_full_eval: the model itself in half precision."""
+    if is_off(said.value):
+        return NOTHING
+    narrow = said.word.partition("_")[0]
+    if facts.value((narrow,)) is True:
+        return not_needed("evaluation computes in precision.compute, as training does")
+    return not_there(f"evaluation computes in precision.compute, as training does, and {narrow} isn't said")
+
+
+def validation_interval(said: Said, facts: Facts) -> Answer:
+    """Lightning's val_check_interval: a share of an epoch, or a number of micro-batches."""
+    if isinstance(said.value, float):
+        return derived("a share of an epoch", {"evaluation.every": f"{said.value:g} epochs"})
+    steps = facts.number(ACCUMULATION_HERE) or 1
+    if not isinstance(said.value, int) or steps == 1:
+        return Answer("taken", {"evaluation.every": said.value})
+    return derived(
+        f"{said.value} micro-batches, {steps} an update", {"evaluation.every": max(1, round(said.value / steps))}
+    )
+
+
+def validation_epochs(said: Said, facts: Facts) -> Answer:
+    """Lightning's check_val_every_n_epoch."""
+    if said.value in (1, None) and facts.find(("val_check_interval",)) is not None:
+        return not_needed("val_check_interval says how often")
+    return renamed("check_val_every_n_epoch", said, facts)
+
+
+def of_class(answer: Callable[[Said, Facts], Answer]) -> Callable[[Said, Facts], Answer]:
+    """The answer to `torch.optim.AdamW`, as LightningCLI and Hydra write it, by the class alone."""
+    return lambda said, facts: answer(Said(said.path, str(said.value).rpartition(".")[2], said.where), facts)
+
+
+def to_host(said: Said, facts: Facts) -> Answer:
+    """`cpu_offload`, which is DeepSpeed's old word, too."""
+    of_fsdp = any(plain(part).startswith("fsdp") for part in said.path) or facts.find(("sharding_strategy",))
+    if of_fsdp or facts.find(("zero_stage", "stage")) is None:
+        return Answer("taken", {"parallel.fsdp.cpu_offload": said.value})
+    return NOTHING if is_off(said.value) else taken(parallel__deepspeed__offload_optimizer="cpu")
+
+
+def attention(said: Said, facts: Facts) -> Answer:
+    model = facts.find(MODEL)
+    if said.value in (None, "auto"):
+        return NOTHING
+    if model is None and facts.find(("model_type",)) is None:
+        return to_do(f"write model.architecture.attn_implementation: {said.value} beside a model of kind huggingface")
+    return Answer("taken", {"model.architecture.attn_implementation": said.value})
+
+
+FOLDERS = ("output_dir", "folder", "default_root_dir", "save_dir", "out_dir")
+
+
 def folder(said: Said, facts: Facts) -> Answer:
-    first = facts.find(("output_dir", "folder", "default_root_dir", "save_dir", "out_dir"))
+    first = facts.find(FOLDERS)
     if first is not None and first.path != said.path:
         return not_needed(f"all of a run lies in one folder, and {first.key} names it")
     return taken(run__folder=said.value)

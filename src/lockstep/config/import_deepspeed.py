@@ -26,8 +26,9 @@ _MAKES_ANOTHER_RUN = {
     "weight_quantization", "quantize_training", "progressive_layer_drop", "eigenvalue", "sparse_attention",
     "hybrid_engine", "pipeline", "tensor_parallel", "expert_parallel", "use_data_before_expert_parallelism",
     "sequence_parallel_size", "data_parallel_size", "amp", "data_types", "zenflow", "ratio", "super_offload",
+    "wandb", "comet", "elasticity", "autotuning", "compile",
 }  # fmt: skip
-"""Of what is not taken: whoever leaves it out trains another run, or needs another machine."""
+"""Of what is not taken: whoever leaves it out trains another run, needs another machine, or lacks what it leaves."""
 _CURVES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 
 
@@ -119,7 +120,7 @@ def _zero(keys: Sequence[str], said: Said, facts: Facts) -> Answer | None:
     if key == "cpu_offload_use_pin_memory":
         return taken(parallel__deepspeed__pin_memory=said.value)
     if key in words.ZERO_HANDED_ON:
-        stage = facts.value(("zero_optimization.stage",))
+        stage = facts.value(("zero_optimization.stage", "zero_stage", "stage"))
         beside = {} if stage is None else {f"{_CONFIG}.zero_optimization.stage": stage}
         place = ".".join((_CONFIG, "zero_optimization", *keys))
         return Answer("taken", {**beside, place: said.value}, "handed on to DeepSpeed")
@@ -167,8 +168,10 @@ def _peak(facts: Facts) -> object:
 def _of_optimizers(word: str, said: Said) -> Answer | None:
     if word == "adam_w_mode":
         return derived("a part of the optimizer's name", {})
-    if word in ("torch_adam", "bias_correction", "fused", "set_grad_none", "adagrad"):
-        return not_needed("updates are made by torch's optimizer, with moments corrected")
+    if word == "bias_correction":
+        return NOTHING if said.value in (True, None) else not_there("moments are always corrected")
+    if word in ("torch_adam", "fused", "set_grad_none", "adagrad"):
+        return not_needed("updates are made by torch's optimizer")
     if word in ("amsgrad", "maximize", "dampening", "freeze_step", "cuda_aware", "comm_backend_name", "max_grad_norm"):
         return not_there("torch's plain optimizer has no part of it") if said.value else NOTHING
     return None

@@ -16,7 +16,7 @@ from lockstep.config import import_answers as ways
 from lockstep.config import import_deepspeed
 from lockstep.config.foreign_files import Said, plain, read_foreign
 from lockstep.config.import_answers import NOTHING, Answer, Facts, not_needed, not_there
-from lockstep.config.import_words import NOT_THERE
+from lockstep.config.import_words import NOT_THERE, TO_DO
 
 Answering = Callable[[Said, Facts], Answer]
 
@@ -160,7 +160,9 @@ ANSWERS: Mapping[str, Answering] = {
         ("min_lr_ratio", "min_lr_rate", "lr_min_ratio"),
         lambda said, facts: ways.taken(schedule__final_ratio=said.value),
     ),
-    **dict.fromkeys(("lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "fsdp_plugin"), _as_a_mapping),
+    **dict.fromkeys(
+        ("lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "fsdp_plugin", "dynamo_config"), _as_a_mapping
+    ),
     "num_decay_steps": _decay_steps,
     "lr_scheduler_kwargs.num_cycles": lambda said, facts: (
         NOTHING if said.value == 0.5 else not_there("cosine curves are of half a period")
@@ -366,7 +368,26 @@ ANSWERS: Mapping[str, Answering] = {
         ),
         ways.folder,
     ),
-    **dict.fromkeys(("seed", "random_seed", "manual_seed", "data_seed"), ways.seed),
+    **dict.fromkeys(("run_name", "experiment_name", "exp_name", "job_name", "project_name"), ways.run_name),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), ways.narrow_evaluation),
+    "val_check_interval": ways.validation_interval,
+    "check_val_every_n_epoch": ways.validation_epochs,
+    "cpu_offload": ways.to_host,
+    **dict.fromkeys(("optimizer.class_path", "optimizer._target_"), ways.of_class(ways.optimizer)),
+    **dict.fromkeys(
+        tuple(f"{section}.{word}" for section in ("scheduler", "lr_scheduler") for word in ("class_path", "_target_")),
+        ways.of_class(ways.curve),
+    ),
+    **dict.fromkeys(
+        tuple(f"{section}.{word}" for section in ("model", "data", "dataset") for word in ("class_path", "_target_")),
+        lambda said, facts: ways.to_do(TO_DO["model_class"]),
+    ),
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), ways.attention),
+    **dict.fromkeys(
+        ("gradient_accumulation_kwargs.num_steps", "gradient_accumulation_plugin.num_steps"),
+        lambda said, facts: NOTHING if ways.is_off(said.value) else ways.to_do(TO_DO["gradient_accumulation_kwargs"]),
+    ),
+    **dict.fromkeys(("seed", "random_seed", "manual_seed", "data_seed", "seed_everything"), ways.seed),
     **dict.fromkeys(ways.MODEL, ways.model),
     **dict.fromkeys(("task", "task_type", "model.type", "model_class", "model.task", "model.class"), ways.task),
     **dict.fromkeys(("num_labels", "num_classes"), ways.labels),

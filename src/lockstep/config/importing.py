@@ -214,6 +214,8 @@ def _findings(facts: Facts, asks: str) -> Iterator[Finding]:
 def answered(said: Said, facts: Facts) -> Answer:
     """Raises NeedsRanks."""
     path = tuple(plain(part) for part in said.path)
+    if (off := _of_another_strategy(path, facts)) is not None:
+        return not_needed(f"{off} is off")
     inside = _inside_deepspeed(path, facts)
     if inside:
         found = import_deepspeed.answer(inside, said, facts)
@@ -226,8 +228,20 @@ def answered(said: Said, facts: Facts) -> Answer:
         if word in import_words.NOT_NEEDED and (word not in _OPENED or word == path[-1]):
             return not_needed(import_words.NOT_NEEDED[word])
         if word in import_words.NOT_THERE:
-            return NOTHING if is_off(said.value) else not_there(import_words.NOT_THERE[word])
+            return _unless_off(word, said, facts, not_there(import_words.NOT_THERE[word]))
     return _by_word(said, facts)
+
+
+def _unless_off(word: str, said: Said, facts: Facts, answer: Answer) -> Answer:
+    """The answer, if the word asks for anything."""
+    switch = import_words.switched_off(word, lambda name: facts.value((name,)))
+    if switch is not None:
+        return not_needed(f"{switch} is off") if switch != said.word else NOTHING
+    neutral = import_words.NEUTRAL.get(word)
+    if neutral is None:
+        return NOTHING if is_off(said.value) else answer
+    same = any(type(said.value) is type(one) and said.value == one for one in neutral)
+    return NOTHING if same or said.value is None else answer
 
 
 def _unless_unsaid(word: str, said: Said, facts: Facts) -> Answer:
@@ -239,7 +253,7 @@ def _unless_unsaid(word: str, said: Said, facts: Facts) -> Answer:
 def _by_word(said: Said, facts: Facts) -> Answer:
     word = said.word
     if word in import_words.TO_DO:
-        return NOTHING if is_off(said.value) else to_do(import_words.TO_DO[word])
+        return _unless_off(word, said, facts, to_do(import_words.TO_DO[word]))
     if said.value in (None, "auto", [], {}) and word in _known():
         return NOTHING
     if word in import_words.OWN:
@@ -248,7 +262,8 @@ def _by_word(said: Said, facts: Facts) -> Answer:
         return NOTHING if is_off(said.value) else not_needed("the section around it says so")
     found = ways.renamed(word, said, facts)
     if found.standing == "not known":
-        return _unknown(said, _known_or_ours())
+        flat = import_deepspeed.answer(_in_deepspeed(word), said, facts) if _in_deepspeed(word) else None
+        return flat or _unknown(said, _known_or_ours())
     if found.standing == "not there" and (is_off(said.value) or word in _REASONS_THAT_HOLD):
         return not_needed(found.why.removesuffix("; leave it out"))
     return found
@@ -257,6 +272,26 @@ def _by_word(said: Said, facts: Facts) -> Answer:
 def _unknown(said: Said, known: Sequence[str]) -> Answer:
     near = close(said.path[-1], [word for word in known if word != said.word], cutoff=0.8)
     return Answer("not known", {}, f"did you mean {near}?" if near else "no tool that Lockstep knows has it")
+
+
+def _of_another_strategy(path: tuple[str, ...], facts: Facts) -> str | None:
+    """The strategy that HF Trainer or Accelerate is not under, of which the key is an option."""
+    if len(path) < 2 or facts.kind not in ("trainer", "accelerate") or path[0] not in _SECTION_OF:
+        return None
+    name = _SECTION_OF[path[0]]
+    switch = facts.value(("distributed_type",) if facts.kind == "accelerate" else (name,))
+    on = plain(str(switch)).startswith(name) if facts.kind == "accelerate" else not is_off(switch)
+    return None if on else name
+
+
+_SECTION_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
+
+
+def _in_deepspeed(word: str) -> tuple[str, ...]:
+    """Where a word would stand in DeepSpeed's config, if it is one of it."""
+    if word in (*deepspeed_words.ZERO_HANDED_ON, *deepspeed_words.ZERO_ONE_VALUE, *deepspeed_words.ZERO_REFUSED):
+        return ("zero_optimization", word)
+    return (word,) if word in (*deepspeed_words.HANDED_ON, *deepspeed_words.ONE_VALUE) else ()
 
 
 def _inside_deepspeed(path: tuple[str, ...], facts: Facts) -> tuple[str, ...]:
@@ -275,10 +310,7 @@ _OF_ACCELERATE = ("gradient_accumulation_steps", "gradient_clipping")
 _REASONS_THAT_HOLD = (
     "use_orig_params", "fsdp_use_orig_params", "sync_module_states", "fsdp_sync_module_states", "limit_all_gathers",
     "fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading", "fsdp_limit_all_gathers", "fsdp_state_dict_type",
-    "state_dict_type", "fsdp_version", "gradient_checkpointing_kwargs", "resume_from_checkpoint", "resume",
-    "resume_from", "resume_path", "auto_resume", "ckpt_path",
-    "overwrite_output_dir", "checkpointing", "enable_checkpointing", "num_nodes", "nnodes", "num_machines",
-    "machine_rank", "node_rank",
+    "state_dict_type", "fsdp_version", "gradient_checkpointing_kwargs", "checkpointing", "enable_checkpointing",
 )  # fmt: skip
 """Of what `foreign_words` says isn't there: always so, or somebody else's business."""
 _THEIRS_TOO = (("model", "task"),)
@@ -347,7 +379,7 @@ def _defaults(facts: Facts, findings: Sequence[Finding], asks: str) -> Iterator[
     if facts.kind == "deepspeed":
         yield from _unsaid_by_deepspeed(facts, findings)
     if facts.kind == "yaml" and "parallel.strategy" not in said:
-        yield from _strategy_of_sections(facts)
+        yield from _strategy_of_options(facts, said)
 
 
 def _left_open(words: str, facts: Facts) -> bool:
@@ -377,14 +409,21 @@ def _unsaid_by_deepspeed(facts: Facts, findings: Sequence[Finding]) -> Iterator[
         yield Finding(f"(scheduler.params.{name})", "", ways.derived("not in the file; DeepSpeed's default", ours))
 
 
-def _strategy_of_sections(facts: Facts) -> Iterator[Finding]:
+def _strategy_of_options(facts: Facts, said: Collection[str]) -> Iterator[Finding]:
+    """The strategy whose options the file has; a question, where they are of several."""
     sections = {"fsdp": ("fsdp", "fsdp_config"), "deepspeed": ("deepspeed", "zero_optimization"), "ddp": ("ddp",)}
-    there = [name for name, names in sections.items() if facts.has_section(*names)]
+    own = [key.split(".")[1] for key in said if key.startswith("parallel.") and key not in _OF_SEVERAL]
+    named = [name for name, names in sections.items() if facts.has_section(*names)]
+    there = named or [name for name in sections if name in own]
     if len(there) == 1:
-        why = f"there is a section for {there[0]}, and for no other"
+        why = f"the file has options of {there[0]}, and of no other"
         yield Finding("(strategy)", "", ways.derived(why, {"parallel.strategy": there[0]}))
+    elif there:
+        why = f"write parallel.strategy: the file has options of {', '.join(there[:-1])} and {there[-1]}"
+        yield Finding("(strategy)", "", to_do(why))
 
 
+_OF_SEVERAL = ("parallel.ddp.find_unused_parameters",)  # fsdp's, too
 _DEFAULTS: Mapping[Kind, tuple[tuple[str, str, Mapping[str, object]], ...]] = {
     "trainer": (
         ("learning_rate", "optim.lr", {"optim.lr": 5e-5}),
