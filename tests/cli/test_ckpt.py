@@ -35,10 +35,11 @@ class Answer:
     code: int
     lines: list[str]
     error: str
+    stdout: str
 
     @property
     def json(self) -> Any:
-        return json.loads(self.lines[-1])
+        return json.loads(self.stdout)
 
 
 Ask = Callable[..., Answer]
@@ -49,9 +50,13 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     """lockstep ckpt ..., in this process."""
 
     def ask(*words: object) -> Answer:
+        capsys.readouterr()  # of a run that the test has made
         code = main(["ckpt", *map(str, words)])
         captured = capsys.readouterr()
-        return Answer(code, captured.out.splitlines(), captured.err)
+        if "--json" not in words:
+            return Answer(code, captured.out.splitlines(), captured.err, captured.out)
+        lines, mark, error = captured.err.partition("lockstep: ")  # with --json all but the object goes to stderr
+        return Answer(code, [*lines.splitlines(), *captured.out.splitlines()], mark + error, captured.out)
 
     return ask
 

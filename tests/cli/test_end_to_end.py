@@ -34,9 +34,9 @@ def call(*words: object, cwd: Path, launcher: list[str]) -> subprocess.Completed
 
 
 def said(done: subprocess.CompletedProcess[str] | Done) -> Any:
-    """The last line of a command that succeeded, which is JSON."""
+    """What a command that succeeded has on stdout: JSON alone."""
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run of two ranks, and the last line on stdout."""
+    """A run of two ranks, and what it has printed as JSON."""
     pytest.importorskip("sklearn")
     folder = tmp_path_factory.mktemp("digits")
     words = ["--run.steps", "12", "--monitor.every", "5", "--evaluation.every", "6", "--run.folder", "run"]
@@ -92,7 +92,7 @@ def test_the_metrics(digits: tuple[Path, dict[str, Any]]) -> None:
 def test_a_finished_run_says_so(digits: tuple[Path, dict[str, Any]]) -> None:
     run, summary = digits
     done = run_lockstep("train", run, "--json", cwd=run.parent)
-    assert "is finished" in done.stdout
+    assert "is finished" in done.stderr
     assert said(done) == summary
 
 
@@ -367,7 +367,7 @@ def test_a_run_that_is_further_is_left_as_it_is(own: Path) -> None:
     before = {path: path.read_bytes() for path in (own / "further").rglob("*") if path.is_file()}
     shorter = run_lockstep("train", "further", "--run.steps", "2", "--json", cwd=own)
     assert said(shorter)["steps"] == 4
-    assert "is at step 4 already, past run.steps 2; give it a longer run.steps" in shorter.stdout
+    assert "is at step 4 already, past run.steps 2; give it a longer run.steps" in shorter.stderr
     as_long = run_lockstep("train", "further", "--run.steps", "null", "--run.samples", "1", cwd=own)
     assert (as_long.returncode, "past run.samples 1;" in as_long.stdout) == (0, True)
     assert {path: path.read_bytes() for path in (own / "further").rglob("*") if path.is_file()} == before

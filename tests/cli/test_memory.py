@@ -17,8 +17,8 @@ def test_modes_are_measured_beside_none(capfd: pytest.CaptureFixture[str]) -> No
     asked = ["memory", "stdlib-lm", "--ranks", "1", "--modes", modes, "--steps", "1", "--json", *SMALL]
     assert main(asked) == 0
     printed = capfd.readouterr()
-    lines = printed.out.strip().splitlines()
-    rows = {row["mode"]: row for row in json.loads(lines[-1])}
+    lines = printed.err.splitlines()
+    rows = {row["mode"]: row for row in json.loads(printed.out)}
     assert list(rows) == ["none", "full+loss-chunk", "offload"]
     assert rows["full+loss-chunk"]["peak"] < 0.7 * rows["none"]["peak"]
     assert rows["none"]["held"] == rows["full+loss-chunk"]["held"] > 3 * 4 * 40_000

@@ -54,9 +54,9 @@ def test_a_tiny_model_runs_under_the_recipes_own_settings(recipe: str, tmp_path:
 
 
 def said(done: Done) -> Any:
-    """The last line of a command that succeeded, which is JSON."""
+    """What a command that succeeded has on stdout: JSON alone."""
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout)
 
 
 def _ran_as_asked(summary: dict[str, Any], run: Path, mine: Config) -> None:

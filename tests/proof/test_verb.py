@@ -19,7 +19,7 @@ def verify(*words: str, cwd: Path) -> Done:
 def test_a_recipe_is_proved(tmp_path: Path) -> None:
     done = verify("--strategies", "ddp,fsdp,fsdp-hybrid", "--ranks", "1,2", "--steps", "4", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])
+    rows = json.loads(done.stdout)
     assert {(row["strategy"], row["ranks"]) for row in rows} == {
         ("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp-hybrid", 2)
     }  # fmt: skip
@@ -27,7 +27,7 @@ def test_a_recipe_is_proved(tmp_path: Path) -> None:
         assert set(row) >= FIELDS
         assert row["passed"] is True
         assert row["max_loss_difference"] <= 1e-6
-    lines = done.stdout.splitlines()
+    lines = done.stderr.splitlines()
     assert sum(line.endswith("passed") for line in lines) == len(rows) == 15
     assert f"all {len(rows)} runs are the single process's" in lines
     assert "note: not run: fsdp-hybrid on 1 rank: two replicas, each divided, take an even number of ranks" in lines
@@ -47,12 +47,12 @@ def test_a_difference_ends_with_exit_code_3(tmp_path: Path) -> None:
     words = ["--strategies", "ddp", "--ranks", "2", "--steps", "2", "--json", "--html", "page/mine.html"]
     done = verify(*words, "--parallel.ddp.compression", "fp16", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])
+    rows = json.loads(done.stdout)
     assert [row["passed"] for row in rows] == [False] * 3
     assert all(row["step"] == 1 and row["parameter"] for row in rows)
-    assert "likely: by design: parallel.ddp.compression fp16 loses bits of each gradient" in done.stdout
-    assert "something on the way is in a lower precision" in done.stdout
-    assert "3 of 3 runs are not the single process's" in done.stdout
+    assert "likely: by design: parallel.ddp.compression fp16 loses bits of each gradient" in done.stderr
+    assert "something on the way is in a lower precision" in done.stderr
+    assert "3 of 3 runs are not the single process's" in done.stderr
     page = (tmp_path / "page" / "mine.html").read_text()
     assert "Not proved" in page
     assert "loses bits of each gradient" in page

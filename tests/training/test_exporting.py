@@ -316,10 +316,10 @@ def _with_checkpoint(tmp_path: Path, tensors: dict[str, Tensor], ranks: int) -> 
 def test_the_verb(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "a.pt"
     assert main(["export", str(run), "--best", "--to", str(target), "--json"]) == 0
-    line, values = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{target}: step 2, ")
-    assert json.loads(values)["step"] == 2
-    assert json.loads(values)["to"] == str(target)
+    found = capsys.readouterr()
+    assert f"{target}: step 2, " in found.err
+    assert json.loads(found.out)["step"] == 2
+    assert json.loads(found.out)["to"] == str(target)
     assert main(["export", str(run), "--best", "--step", "2"]) == 2
     assert "not allowed with" in capsys.readouterr().err
 

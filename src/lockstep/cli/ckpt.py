@@ -6,17 +6,17 @@ Each takes the folder of a run, of checkpoints, or of one checkpoint. Only `diff
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.cli.words import Parser, add_json, add_trust, approved_config, check_flags, path, split, step, whole
 from lockstep.config.closeness import close
 from lockstep.core.errors import ConfigError, Distrust, GiveUp
+from lockstep.core.json_output import emit
 
 if TYPE_CHECKING:
     from lockstep.config.every import Every
@@ -77,7 +77,7 @@ def _ls(words: Sequence[str]) -> int:
     why, aside = reasons(found, _section(place)), aside_in(place.folder)
     _print(ckpt_text.listed(place.folder, found, why, aside))
     if asked.json:
-        _print_json({"run": str(asked.run), **ckpt_text.listed_json(place.folder, found, why, aside)})
+        emit({"run": str(asked.run), **ckpt_text.listed_json(place.folder, found, why, aside)})
     return 0
 
 
@@ -97,7 +97,7 @@ def _show(words: Sequence[str]) -> int:
         manifest = manifest_of(place.storage, name)
     _print(ckpt_text.shown(place.folder / name, manifest, tensors=asked.tensors))
     if asked.json:
-        _print_json({"run": str(asked.run), **ckpt_text.shown_json(name, manifest, tensors=asked.tensors)})
+        emit({"run": str(asked.run), **ckpt_text.shown_json(name, manifest, tensors=asked.tensors)})
     return 0
 
 
@@ -135,7 +135,7 @@ def _verify(words: Sequence[str]) -> int:
     damaged = [one for one in published if one.fault is not None]
     if asked.json:
         found = {"checkpoints": [asdict(one) for one in results], "weights": [asdict(one) for one in published]}
-        _print_json({"run": str(asked.run), "ok": not faults and not damaged, **found})
+        emit({"run": str(asked.run), "ok": not faults and not damaged, **found})
     if faults or damaged:
         told = [ckpt_text.distrusted(place.folder, faults, len(results))] if faults else []
         told += [f"{run}/{one.name} is damaged: {one.fault}" for one in damaged]
@@ -167,7 +167,7 @@ def _audit(words: Sequence[str]) -> int:
         raise Distrust(f"{place.folder / name} can't be audited: {error}") from None
     _print(ckpt_text.audited(manifest.step, found))
     if asked.json:
-        _print_json({"run": str(asked.run), "step": manifest.step, **ckpt_text.audited_json(found)})
+        emit({"run": str(asked.run), "step": manifest.step, **ckpt_text.audited_json(found)})
     if not found.complete:
         raise Distrust(f"{place.folder / name}: {ckpt_text.incomplete(found)}")
     return 0
@@ -203,7 +203,7 @@ def _diff(words: Sequence[str]) -> int:
     shown = [str(place.folder / name) for place, name in zip(places, names, strict=True)]
     _print(ckpt_text.compared(shown, found))
     if asked.json:
-        _print_json({"checkpoints": shown, **ckpt_text.compared_json(found)})
+        emit({"checkpoints": shown, **ckpt_text.compared_json(found)})
     return 0 if found.equal else 1
 
 
@@ -234,7 +234,7 @@ def _prune(words: Sequence[str]) -> int:
         aside = prune_aside(place.storage, dry=asked.dry_run) if asked.aside else {}
     _print(ckpt_text.pruned(pruned, aside, dry=asked.dry_run))
     if asked.json:
-        _print_json({"run": str(asked.run), **ckpt_text.pruned_json(pruned, aside, dry=asked.dry_run)})
+        emit({"run": str(asked.run), **ckpt_text.pruned_json(pruned, aside, dry=asked.dry_run)})
     return 0
 
 
@@ -269,7 +269,7 @@ def _import(words: Sequence[str]) -> int:
     made = import_weights(asked.file, asked.folder, force=asked.force)
     print(made)
     if asked.json:
-        _print_json({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
+        emit({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
     return 0
 
 
@@ -285,7 +285,7 @@ def _import_run(asked: argparse.Namespace, overrides: Sequence[Override], flags:
     made = import_run(asked.file, asked.folder, loaded.config, name, trust_remote_code=asked.trust_remote_code)
     print(made)
     if asked.json:
-        _print_json({"run": str(made.run), "of": str(made.of), "steps": made.steps})
+        emit({"run": str(made.run), "of": str(made.of), "steps": made.steps})
     return 0
 
 
@@ -346,7 +346,3 @@ def _section(place: Place) -> Checkpoint:
 def _print(lines: Sequence[str]) -> None:
     for line in lines:
         print(line, flush=True)
-
-
-def _print_json(found: Any) -> None:
-    print(json.dumps(found, allow_nan=False), flush=True)

@@ -19,6 +19,7 @@ from lockstep.cli.words import (
     split,
 )
 from lockstep.config.closeness import close
+from lockstep.core.json_output import emit
 
 _WAYS = {
     "show": "every value, and where it came from",
@@ -56,7 +57,7 @@ def run(words: Sequence[str]) -> int:
 
 def _show(words: Sequence[str]) -> int:
     parser = _parser("show")
-    parser.add_argument("--json", action="store_true", help="as a JSON object: key to value and origin")
+    parser.add_argument("--json", action="store_true", help="stdout is a JSON object alone: key to value and origin")
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)
     loaded, _ = read_config(asked.config, overrides, parser.flags())
@@ -67,7 +68,7 @@ def _show(words: Sequence[str]) -> int:
     found = values(loaded.config)
     if asked.json:
         told = {key: {"value": value, "from": loaded.origins[key]} for key, value in found.items()}
-        print(json.dumps(told, indent=2, ensure_ascii=False))
+        emit(told, indent=2)
         return 0
     _print_table([
         (key, value if isinstance(value, str) and value else yaml_like(value), loaded.origins[key])

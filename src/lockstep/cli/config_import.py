@@ -7,7 +7,6 @@ Nothing is written where a key would be lost that changes the run, unless --leni
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from lockstep.cli.words import Parser, check_flags, path, split, whole
 from lockstep.core.errors import ConfigError
+from lockstep.core.json_output import emit
 
 if TYPE_CHECKING:
     from lockstep.config.importing import Finding, Imported
@@ -55,7 +55,7 @@ def run(words: Sequence[str]) -> int:
 
     imported = import_file(asked.file, asked.kind, asked.ranks, overrides, asked.lenient)
     if asked.json:
-        print(json.dumps(_as_json(imported), indent=2))
+        emit(_as_json(imported), indent=2)
     else:
         _tell(imported, sys.stdout if asked.to else sys.stderr)
     if imported.unanswered and not asked.lenient:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 
 from lockstep.cli.words import Parser, add_json, add_trust, path, step
 from lockstep.core.arguments import ExportArguments
+from lockstep.core.json_output import emit
 
 _EPILOG = """\
 Optimizer state is not read, so damage to it is not seen here: `lockstep ckpt verify RUN` reads the whole checkpoint."""
@@ -53,5 +53,5 @@ def run(words: Sequence[str]) -> int:
     if asked.json:
         values = {"run": asked.run, "checkpoint": made.checkpoint, "step": made.step, "format": made.form}
         values |= {"to": made.target, "tensors": made.tensors, "elements": made.elements, "broken": dict(made.broken)}
-        print(json.dumps(values, default=str))
+        emit(values)
     return 0

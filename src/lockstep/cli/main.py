@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import NoReturn, TextIO
 
 from lockstep.core.errors import ConfigError, Failure, Stopped
+from lockstep.core.json_output import alone
 from lockstep.core.out_of_memory import bytes_asked, ran_out
 from lockstep.launch.torchrun import tell_torchrun
 
@@ -88,7 +89,8 @@ def _dispatch(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb not in VERBS:
         raise ConfigError(_no_verb(verb))
-    code = import_module(f"lockstep.cli.{VERBS[verb][0]}").run(rest)
+    with alone("--json" in rest):
+        code = import_module(f"lockstep.cli.{VERBS[verb][0]}").run(rest)
     assert isinstance(code, int)
     if code != 0:
         _flush(sys.stdout)

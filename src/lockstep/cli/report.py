@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from lockstep.cli.words import Parser, add_json, path
+from lockstep.core.json_output import emit
 
 
 def run(words: Sequence[str]) -> int:
@@ -22,5 +22,5 @@ def run(words: Sequence[str]) -> int:
     written = write_report(asked.run, asked.output)
     print(written)
     if asked.json:
-        print(json.dumps({"run": str(asked.run), "report": str(written), "finished": is_finished(asked.run)}))
+        emit({"run": str(asked.run), "report": str(written), "finished": is_finished(asked.run)})
     return 0

@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default fp32")
     parser.add_argument("--html", type=path, metavar="FILE", help="the page; by default runs/verify-RECIPE.html")
-    parser.add_argument("--json", action="store_true", help="the last line on stdout is a JSON list, an object a run")
+    parser.add_argument("--json", action="store_true", help="stdout is a JSON list alone, an object a run")
     add_trust(parser)
     own, overrides = split(words, parser.flags())
     asked = parser.parse_args(own)

@@ -208,7 +208,7 @@ def add_untested(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the last line on stdout is a JSON object")
+    parser.add_argument("--json", action="store_true", help="stdout is a JSON object alone; all else goes to stderr")
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

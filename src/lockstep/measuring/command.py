@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.errors import ConfigError, GiveUp, OutOfMemory, Paused, Stopped
+from lockstep.core.json_output import emit
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
@@ -70,7 +71,7 @@ def memory(loaded: Loaded, recipe: str, arguments: MemoryArguments) -> int:
     if rows[0].held is not None:
         print(f"\nmodel and optimizer hold {size(rows[0].held)} besides")
     if arguments.json:
-        print(json.dumps([asdict(row) for row in rows]), flush=True)
+        emit([asdict(row) for row in rows])
     return 0
 
 

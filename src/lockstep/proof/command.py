@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, Distrust, GiveUp
+from lockstep.core.json_output import emit
 from lockstep.monitor.folder import write_atomically
 from lockstep.proof.api import prove
 from lockstep.proof.html import Told, compose
@@ -50,7 +50,7 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     told = Told(recipe, rows, tuple(remarks), arguments.steps, arguments.precision)
     print(_write(told, said_of_all, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
     if arguments.json:
-        print(json.dumps([row.as_json() for row in rows]), flush=True)
+        emit([row.as_json() for row in rows])
     if any(row.passed is False for row in rows):
         return Distrust.exit_code
     return 0 if any(row.passed for row in rows) else ConfigError.exit_code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.reading import by_step, read_manifest
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.json_output import emit
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.distributed.memory import memory_here
@@ -217,7 +219,7 @@ def _be_a_rank(job: Job, folder: Path) -> int:
 
 def _print_summary(folder: Path, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(read_summary(folder)), flush=True)
+        emit(read_summary(folder))
 
 
 # --- after a run --------------------------------------------------------------------------------------------------
@@ -228,11 +230,17 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
     config = _for_whole_weights(to_rebuild(loaded_config(run), trusted=arguments.trust_run))
     if arguments.ranks is not None:
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": arguments.ranks})})
-    if names_a_rank(os.environ):
-        return _evaluate_rank(config, run, arguments)
-    ranks = choose_ranks(config.launch)
-    entry = partial(_evaluate_rank, config, run, arguments)
-    return launch(entry, ranks, config.launch, None, ahead=imports_ahead(config))
+    with tempfile.TemporaryDirectory(prefix="lockstep-eval-") as folder:
+        file = Path(folder, "evaluation.json")
+        entry = partial(_evaluate_rank, config, run, arguments, file)
+        if names_a_rank(os.environ):
+            code = entry()
+        else:
+            ranks = choose_ranks(config.launch)
+            code = launch(entry, ranks, config.launch, None, ahead=imports_ahead(config))
+        if arguments.json and file.exists():  # on the first rank, or by it
+            emit({"run": str(run), "evaluation": json.loads(file.read_text(encoding="utf-8"))})
+    return code
 
 
 def _for_whole_weights(config: Config) -> Config:
@@ -243,7 +251,8 @@ def _for_whole_weights(config: Config) -> Config:
     return config.model_copy(update={"parallel": parallel})
 
 
-def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments) -> int:
+def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments, file: Path) -> int:
+    """Prints what it finds; as JSON, it goes into `file`."""
     from lockstep.monitor.summary import by_set
 
     given = Given(trust_remote_code=arguments.trust_remote_code)
@@ -254,8 +263,7 @@ def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments) -> i
             for report in reports:
                 figures = "  ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
                 print(f"{report.name}: {figures}  ({report.samples:,} samples in {report.seconds:.1f} s)")
-            if arguments.json:
-                print(json.dumps({"run": str(run), "evaluation": by_set(reports)}), flush=True)
+            file.write_text(json.dumps(by_set(reports)), encoding="utf-8")
     return 0
 
 
@@ -283,7 +291,7 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
     )
     text = codec.decode(list(tokens))
     if arguments.json:
-        print(json.dumps({"run": str(run), "prompt": prompt, "text": text}))
+        emit({"run": str(run), "prompt": prompt, "text": text})
     else:
         sys.stdout.write(prompt + text + "\n")
     return 0
@@ -320,7 +328,10 @@ def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
     memory = arguments.memory or memory_here(gpus, count_cores(), ranks)
     made = make_plan(config, ranks, source.facts, parameter_facts(model), Machine(memory=memory))
     refuse_cuts(config, made.mesh, model)
-    print(json.dumps(as_json(made)) if arguments.json else f"{recipe}\n{describe(made)}")
+    if arguments.json:
+        emit(as_json(made))
+    else:
+        print(f"{recipe}\n{describe(made)}")
     return 0
 
 

@@ -1,0 +1,75 @@
+"""With `--json`, stdout holds the verb's JSON document and nothing else.
+
+verb prints lines, ranks print, user code prints, C++ prints --> stderr
+emit(value)                                                  --> kept until the verb is done --> stdout
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_kept: list[str] = []
+
+
+def emit(value: Any, *, indent: int | None = None) -> None:
+    """Prints `value` as JSON; inside `alone`, at its end. A verb calls it once, in the process that was started."""
+    _kept.append(json.dumps(_finite(value), default=str, indent=indent, allow_nan=False))
+    if sys.stdout is not _diverted:
+        _print_kept()
+
+
+@contextmanager
+def alone(wanted: bool) -> Iterator[None]:
+    """While the block runs, whatever is printed goes to stderr, also by processes that are started in it; then what
+    `emit` was given is printed on stdout. Not `wanted`: all goes where it always goes."""
+    global _diverted
+    if not wanted:
+        yield
+        return
+    stdout = sys.stdout
+    stdout.flush()
+    saved = _divert_descriptor()
+    sys.stdout = _diverted = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        sys.stdout, _diverted = stdout, None
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+        _print_kept()
+
+
+_diverted: Any = None  # what stands for stdout inside `alone`
+
+
+def _divert_descriptor() -> int | None:
+    """Descriptor 1 becomes descriptor 2; returns a copy of what it was. None: one of them is closed."""
+    try:
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:
+        return None
+    return saved
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: null stands for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _print_kept() -> None:
+    kept, _kept[:] = list(_kept), []
+    for text in kept:
+        print(text, flush=True)
