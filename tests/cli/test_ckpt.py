@@ -63,10 +63,9 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 
 def _save(folder: Path, step: int, tensors: dict[str, Tensor] | None = None, **of: Any) -> Path:
     """One checkpoint of one rank; returns where it lies."""
-    axis = Meeting(1).axis(0)
-    saver = Saver(
-        LocalStorage(folder), axis, torch.device("cpu"), Identity(of.get("run", "run"), of.get("config", {}), {})
-    )
+    axis, storage = Meeting(1).axis(0), LocalStorage(folder)
+    run = of.get("run", storage.run or "run")
+    saver = Saver(storage, axis, torch.device("cpu"), Identity(run, of.get("config", {}), {}))
     values = {"sharding": {}, **of.get("state", {})}
     moment = Moment(step, 10 * step, 100 * step, values, of.get("metrics", {}))
     saver.start(state_of({"model.a": torch.arange(6.0)} if tensors is None else tensors), moment)

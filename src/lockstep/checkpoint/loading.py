@@ -15,7 +15,8 @@ import torch
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import Damaged, Manifest
-from lockstep.checkpoint.reading import Reader, Wanted, by_step, manifest_bytes
+from lockstep.checkpoint.ownership import Foreign, refuse_foreign
+from lockstep.checkpoint.reading import Reader, Wanted, by_step, manifest_bytes, read_manifest
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.core.errors import GiveUp
 from lockstep.core.records import TrainingState
@@ -79,8 +80,18 @@ def set_back(storage: Storage, step: int, broken: Mapping[str, str]) -> list[str
     aside = []
     for later, name in by_step(storage.names()).items():
         if later > step:
-            aside.append(storage.set_aside(name, "broken" if name in broken else "superseded"))
+            why = "foreign" if is_foreign(storage, name) else "broken" if name in broken else "superseded"
+            aside.append(storage.set_aside(name, why))
     return aside
+
+
+def is_foreign(storage: Storage, name: str) -> bool:
+    """Whether it is whole as far as its manifest says, and of another run."""
+    try:
+        read_manifest(storage, name)
+    except Damaged as fault:
+        return isinstance(fault, Foreign)
+    return False
 
 
 def _candidates(storage: Storage, step: int | None) -> list[str] | str:
@@ -123,6 +134,7 @@ def _manifest_or_fault(storage: Storage, name: str) -> bytes | str:
     try:
         data = manifest_bytes(storage, name)
         manifest = manifests.from_bytes(data)
+        refuse_foreign(manifest, storage.run)
     except Damaged as fault:
         return str(fault)
     if by_step([name]) != {manifest.step: name}:

@@ -4,6 +4,7 @@ checkpoints/
 ├── step-00000240/                   published: renamed once all in it was on the disk
 │   ├── manifest.json
 │   └── rank-00000.safetensors
+├── owner.json                       whose checkpoints these are
 ├── .draft-step-00000480/            being written
 └── broken-step-00000360/            set aside
 """
@@ -18,17 +19,53 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.checkpoint.storage import MANIFEST
+from lockstep.checkpoint import ownership
+from lockstep.checkpoint.ownership import OWNER, Owner
+from lockstep.checkpoint.storage import MANIFEST, read_whole
 
 _LOCK = ".lock"
 _PUBLISHED, _DRAFT, _DELETED, _WITNESS = "step-", ".draft-", ".deleted-", ".witness-"
 
 
 class LocalStorage:
-    """A folder. It is made when it is first written to."""
+    """A folder. It is made when it is first written to.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        run: id of the run that is known to own it; None: the one that `owner.json` names.
+    """
+
+    def __init__(self, folder: Path, run: str | None = None) -> None:
         self._folder = folder
+        self._run = run
+
+    @property
+    def run(self) -> str | None:
+        if self._run is not None:
+            return self._run
+        owner = self.owner()
+        return owner.run if owner is not None else None
+
+    def owner(self) -> Owner | None:
+        try:
+            source = LocalSource(self._folder / OWNER)
+            try:
+                return ownership.from_bytes(read_whole(source, ownership.MOST_BYTES))
+            finally:
+                source.close()
+        except OSError:
+            return None
+
+    def set_owner(self, owner: Owner) -> None:
+        self._run = owner.run
+        if self.owner() == owner:  # a disk that is full has no room to say the same again
+            return
+        self._make()
+        new = self._folder / f"{_WITNESS}{OWNER}"
+        sink = LocalSink(new)
+        sink.write(memoryview(ownership.to_bytes(owner)))
+        sink.close()
+        new.rename(self._folder / OWNER)
+        _flush_folder(self._folder)
 
     @property
     def place(self) -> str:

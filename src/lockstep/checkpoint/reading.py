@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.fingerprints import BLOCK, Binding
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, Damaged, Manifest, Part
+from lockstep.checkpoint.ownership import refuse_foreign
 from lockstep.checkpoint.storage import MANIFEST, read_whole
 from lockstep.distributed.parts import Box
 
@@ -30,8 +31,10 @@ _THREADS = 4  # hashing and reading leave the interpreter alone
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
-    """Raises Damaged."""
-    return manifests.from_bytes(manifest_bytes(storage, name))
+    """Raises Damaged, also if it is a checkpoint of another run than the storage's."""
+    manifest = manifests.from_bytes(manifest_bytes(storage, name))
+    refuse_foreign(manifest, storage.run)
+    return manifest
 
 
 def manifest_bytes(storage: Storage, name: str) -> bytes:

@@ -13,7 +13,10 @@ is none yet.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.ownership import Owner
 
 MANIFEST = "manifest.json"
 
@@ -87,6 +90,16 @@ class Storage(Protocol):
 
     def claim(self) -> bool:
         """Whether this process alone saves here, from now on until it ends. Raises OSError."""
+
+    @property
+    def run(self) -> str | None:
+        """Id of the run whose checkpoints these must be; None: nothing says."""
+
+    def owner(self) -> Owner | None:
+        """The run that this place belongs to, as far as it says. Never raises."""
+
+    def set_owner(self, owner: Owner) -> None:
+        """From now on it belongs to `owner`. Raises OSError."""
 
     def sweep(self) -> None:
         """Removes drafts that nobody will finish. Never raises."""

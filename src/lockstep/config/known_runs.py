@@ -131,18 +131,19 @@ def run_of(file: Path, tree: Table, *, named: bool) -> RunConfig | None:
 
 
 def _config_of_run(file: Path, run: Path, tree: Table) -> RunConfig:
-    run_id = _id_of(run) if file.resolve() == (run / CONFIG).resolve() else None
+    run_id = id_of_run(run) if file.resolve() == (run / CONFIG).resolve() else None
     known = known_as(run_id, to_python(tree)) if run_id is not None else None
     return RunConfig(str(file), run, known)
 
 
-def _id_of(run: Path) -> str | None:
+def id_of_run(run: Path) -> str | None:
+    """The id of the run in this folder, which its checkpoints carry, too; None: it has none yet."""
     try:
         with (run / ENVIRONMENT).open("rb") as file:
             found = json.loads(file.read(_MOST_ENVIRONMENT)).get("run")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) and found else None
 
 
 def _digest(values: object) -> str:

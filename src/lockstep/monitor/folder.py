@@ -2,7 +2,7 @@
 
     runs/stdlib-lm-20261121-093000/
     ├── config.yaml         the resolved config
-    ├── environment.json    the machine, the versions, the state of the user's code
+    ├── environment.json    the run's id, the machine, the versions, the state of the user's code
     ├── metrics.jsonl       a line every `monitor.every` steps
     ├── events.jsonl        evaluations, epochs, and what user code logged
     ├── tensorboard/        curves

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import Loaded, load_newest, set_back
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import Identity, Moment, Saver
+from lockstep.config.known_runs import id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.out_of_memory import mark
@@ -59,29 +61,47 @@ class Resume:
     accept_changes: bool = False
 
 
-def storage_of(config: Config, run: Path) -> LocalStorage:
-    """Where a run's checkpoints lie. Raises ConfigError if that is a file."""
+def checkpoint_folder(config: Config, run: Path) -> Path:
+    """Where a run's checkpoints lie, absolute. Raises ConfigError if that is a file."""
     place = Path(config.checkpoint.folder or run / CHECKPOINTS).absolute()
     if place.exists() and not place.is_dir():
         raise ConfigError(Problem("", "checkpoint.folder", f"{place} is a file; name a folder"))
-    return LocalStorage(place)
+    return place
+
+
+def storage_of(config: Config, run: Path) -> LocalStorage:
+    """A run's checkpoints. Raises ConfigError if a file lies there."""
+    return LocalStorage(checkpoint_folder(config, run), id_of_run(run))
 
 
 class Checkpoints:
     """Of one run, on one rank; all ranks call the same methods at the same updates.
+
+    Args:
+        home: the run's folder; None: a session without one.
+        recipe: what the run is called.
 
     Attributes:
         run: id of the run, from `begin` on.
         resumed_from: the step that this attempt went on from; None: it began anew.
     """
 
-    def __init__(self, session: Session, storage: Storage, environment: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        storage: Storage,
+        environment: Mapping[str, Any],
+        home: Path | None = None,
+        recipe: str = "session",
+    ) -> None:
         config = session.rooms.config
         self._session = session
         self._storage = storage
         self._axis = session.rooms.world.axis
         self._section = config.checkpoint
         self._environment = environment
+        self._home = home
+        self._recipe = recipe
         self._retention = Retention(storage, config.checkpoint, session.rooms.plan.epoch_samples)
         self._due = Due(config.checkpoint.every, Request.SAVE, session.rooms.plan.epoch_samples)
         self._saver: Saver | None = None
@@ -110,7 +130,8 @@ class Checkpoints:
         self._all_see_it()
         self._claim()
         notes: list[str] = []
-        identity = uuid.uuid4().hex
+        begins_anew = resume.fresh or resume.origin is not None
+        identity = (None if begins_anew else self._storage.run) or uuid.uuid4().hex
         if resume.fresh:
             self._put_aside(-1, {}, notes)
         else:
@@ -123,6 +144,7 @@ class Checkpoints:
             elif resume.step is not None or resume.origin is not None:
                 raise GiveUp(f"there is no checkpoint in {origin.place}")
         run = self.run = cast("str", self._axis.broadcast(identity))
+        self._own(run)
         written = finite(to_public(self._session.rooms.config))
         saver = self._saver = Saver(
             self._storage,
@@ -134,6 +156,15 @@ class Checkpoints:
         self._session.standing = lambda: saver.standing
         self._session.heard = saver.hear
         return notes
+
+    def _own(self, run: str) -> None:
+        """From now on the folder says whose it is; a session without a folder leaves what a run has written there."""
+        if self._axis.rank != 0:
+            return
+        owner = self._storage.owner()
+        if self._home is None and owner is not None and owner.run == run:
+            return
+        self._storage.set_owner(Owner(run, str(self._home) if self._home is not None else None, self._recipe))
 
     def _load(self, origin: Storage, resume: Resume, check: Callable[[Manifest], None]) -> Loaded | None:
         try:

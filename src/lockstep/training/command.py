@@ -24,14 +24,16 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
-from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, read_summary
+from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, read_summary, recipe_of
 from lockstep.plan.schedule import used_of_budget
 from lockstep.training.assemble import make_model, open_sources, refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.given import Given
 from lockstep.training.job import Job, imports_ahead, opened, run_job
 from lockstep.training.out_of_memory import advice, setting_of
+from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.places import Place, choose, find
+from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.weights import load_weights, to_rebuild
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
 
-_LENGTHS = ("steps", "samples", "tokens", "epochs")
+_SHOWN = 5  # settings that differ, in a message
 
 
 def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
@@ -52,6 +54,8 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     _refuse_start(config, arguments)
     _refuse_taken_fork(config, arguments)
     again = arguments.fresh or arguments.step is not None
+    if folder is not None and not again:
+        _refuse_other_recipe(config, recipe, Path(folder))
     if folder is not None and not again and _has_enough(config, Path(folder)):
         _print_summary(Path(folder), arguments.json)
         return 0
@@ -110,16 +114,37 @@ def _resume(arguments: TrainArguments) -> Resume:
     return Resume(arguments.fresh, arguments.step, origin, arguments.accept_changes)
 
 
+def _refuse_other_recipe(config: Config, recipe: str, folder: Path) -> None:
+    """What another recipe has trained is not gone on with under this one's settings. Of several ranks the first may
+    have begun this run there already: it alone looks."""
+    if not (folder / CONFIG).is_file() or os.environ.get("RANK", "0") != "0" or recipe_of(folder) == recipe:
+        return
+    differences = other_settings(config, run_config(folder))
+    if differences:
+        raise ConfigError(_holds_another(folder, differences))
+
+
+def _holds_another(folder: Path, differences: list[str]) -> Problem:
+    shown = "".join(f"\n  {line}" for line in differences[:_SHOWN])
+    more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    run = f"{'the finished run' if is_finished(folder) else 'a run'} of {recipe_of(folder)}"
+    why = f"{folder} holds {run}, which had other settings:{shown}{more}\n"
+    return Problem("", "run.folder", f"{why}Give run.folder another name, or begin anew there: --fresh")
+
+
 def _has_enough(config: Config, folder: Path) -> bool:
     """Whether there is nothing left to train; says so.
 
     Raises:
-        ConfigError: the run isn't finished, and is beyond what it is to be now.
+        ConfigError: the run isn't finished, and is beyond what it is to be now; or it is, and had other settings.
     """
     finished = is_finished(folder)
     if not finished and not (folder / CONFIG).is_file():
         return False
     if not _has_other_length(config, folder):
+        differences = other_settings(config, run_config(folder)) if finished else []
+        if differences:
+            raise ConfigError(_holds_another(folder, differences))
         if finished:
             print(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
         return finished
@@ -133,7 +158,7 @@ def _has_enough(config: Config, folder: Path) -> bool:
 
 def _has_other_length(config: Config, folder: Path) -> bool:
     then, now = run_config(folder).run, config.run
-    return any(getattr(then, length) != getattr(now, length) for length in _LENGTHS)
+    return any(getattr(then, length) != getattr(now, length) for length in LENGTHS)
 
 
 def _too_far(config: Config, folder: Path, *, finished: bool) -> str | None:
@@ -178,16 +203,17 @@ class _Length:
 
 def _length(config: Config, manifest: Manifest) -> _Length:
     progress = Progress(manifest.step, manifest.samples, manifest.tokens)
-    used, budget = used_of_budget(config.run, progress, manifest.state.get("data", {}).get("epoch_samples", 1))
-    key = next(length for length in _LENGTHS if getattr(config.run, length) is not None)
+    used, budget = used_of_budget(config.run, progress, epoch_samples_in(manifest))
+    key = next(length for length in LENGTHS if getattr(config.run, length) is not None)
     return _Length(used, budget, key, getattr(config.run, key))
 
 
 def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
     """Makes the run's folder and runs the job on so many ranks of this machine; returns the folder and exit code."""
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
-    was_there = job.config.run.folder is not None and Path(job.config.run.folder).exists()
-    folder = RunFolder.create(job.config.run.folder, job.recipe, again=True)
+    asked = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
+    was_there = asked is not None and asked.exists()
+    folder = RunFolder.create(asked, job.recipe, again=True)
     code = ConfigError.exit_code  # what `launch` raises
     try:
         entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)

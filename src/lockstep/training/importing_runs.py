@@ -102,7 +102,7 @@ def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:
     environment = {"recipe": recipe, **describe()}
     place = RunFolder.create(folder, recipe)
     try:
-        checkpoints = Checkpoints(session, storage_of(config, folder), environment)
+        checkpoints = Checkpoints(session, storage_of(config, folder), environment, folder.absolute(), recipe)
         checkpoints.begin(Resume())
         checkpoints.save()
         for report in checkpoints.finish():

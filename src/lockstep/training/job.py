@@ -42,6 +42,7 @@ from lockstep.training.evaluate import micro_size
 from lockstep.training.given import Given
 from lockstep.training.introduction import run_facts
 from lockstep.training.out_of_memory import Setting, explain, setting_of
+from lockstep.training.ownership import run_folder_for
 from lockstep.training.run import Results, Unsaved, run
 from lockstep.training.session import Session
 from lockstep.training.text import codec_of, sample
@@ -187,30 +188,48 @@ class _Drain:
 def _tracebacks_kept(job: Job, session: Session) -> Iterator[Path]:
     """The run's folder. Under a launcher that isn't ours, the traceback of what ends in a sentence is written to the
     rank's log there; ours does it itself, and one process alone shows its traceback."""
-    folder = _agree_on_folder(job, session.rooms.world)
-    try:
-        yield folder
-    except Exception as error:
-        told = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
-        if told and job.folder is None and names_a_rank(os.environ):
-            logs = RunFolder.open(folder).logs
-            logs.mkdir(exist_ok=True)
-            append(log_path(logs, session.rooms.world.rank), "".join(traceback.format_exception(error)))
-        raise
+    with _run_folder(job, session.rooms.world) as folder:
+        try:
+            yield folder
+        except Exception as error:
+            told = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
+            if told and job.folder is None and names_a_rank(os.environ):
+                logs = RunFolder.open(folder).logs
+                logs.mkdir(exist_ok=True)
+                append(log_path(logs, session.rooms.world.rank), "".join(traceback.format_exception(error)))
+            raise
 
 
-def _agree_on_folder(job: Job, world: World) -> Path:
+@contextmanager
+def _run_folder(job: Job, world: World) -> Iterator[Path]:
+    """The run's folder, the same on all ranks; nobody else has it while the block runs."""
     if job.folder is not None:
-        return job.folder
-    mine = RunFolder.create(job.config.run.folder, job.recipe, again=True).path if world.rank == 0 else None
-    return Path(str(world.axis.broadcast(str(mine))))
+        yield job.folder
+        return
+    made = _folder_or_failure(job) if world.rank == 0 else None
+    found = world.axis.broadcast(made.path if isinstance(made, RunFolder) else made)
+    if isinstance(found, Failure):
+        raise found
+    try:
+        yield cast("Path", found)
+    finally:
+        if isinstance(made, RunFolder):
+            made.release()
+
+
+def _folder_or_failure(job: Job) -> RunFolder | Failure:
+    try:
+        folder = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
+        return RunFolder.create(folder, job.recipe, again=True)
+    except Failure as failure:
+        return failure
 
 
 def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str]]:
     """Goes on from a checkpoint or begins anew; either way the folder then tells of one run, up to here."""
     first = session.rooms.world.rank == 0
     environment = {"recipe": job.recipe, **describe()} if first else {}
-    checkpoints = Checkpoints(session, storage_of(job.config, folder), environment)
+    checkpoints = Checkpoints(session, storage_of(job.config, folder), environment, folder, job.recipe)
     notes = checkpoints.begin(job.resume)
     if first:
         place = RunFolder.open(folder)

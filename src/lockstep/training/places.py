@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.inspection import aside_in, is_checkpoint
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import by_step
+from lockstep.config.known_runs import id_of_run
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_ways_out
 
@@ -48,7 +49,7 @@ class Place:
 
     @property
     def storage(self) -> LocalStorage:
-        return LocalStorage(self.folder)
+        return LocalStorage(self.folder, id_of_run(self.run) if self.run is not None else None)
 
 
 def find(path: Path, *, trusted: bool = False) -> Place:

@@ -61,3 +61,10 @@ def check_state(manifest: Manifest) -> None:
     said = Progress(manifest.step, manifest.samples, manifest.tokens)
     if progress != said:
         raise Damaged(MANIFEST, f"its state contradicts it: {progress} there, {said} here")
+
+
+def epoch_samples_in(manifest: Manifest) -> int:
+    """Return how many samples an epoch of the run has; 1 where the manifest doesn't say."""
+    data = manifest.state.get("data")
+    found = data.get("epoch_samples") if isinstance(data, dict) else None
+    return found if isinstance(found, int) and found > 0 else 1

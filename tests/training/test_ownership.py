@@ -1,0 +1,228 @@
+"""A folder of checkpoints belongs to one run: another run that is pointed at it is refused, and a checkpoint that was
+copied in is not used. One's own run can be moved, copied, forked and started again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit import small
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.cli.main import main
+from lockstep.config.known_runs import id_of_run
+from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.training.session import Session
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _config(lr: float = 0.01, steps: int = 6, **sections: Any) -> dict[str, Any]:
+    every = {"every": "2 steps", "keep_last": 9, "asynchronous": False, **sections.pop("checkpoint", {})}
+    return small.config(optim={"lr": lr}, checkpoint=every, run={"steps": steps, **sections.pop("run", {})}, **sections)
+
+
+def _file(name: str, **asked: Any) -> str:
+    config = _config(**asked)
+    Path(name).write_text(yaml.safe_dump({**config, "launch": {"device": "cpu", "ranks": 1}}))
+    return name
+
+
+_SHARED = {"checkpoint": {"folder": "./checkpoints"}}
+
+
+def _steps(folder: str | Path) -> list[str]:
+    return LocalStorage(Path(folder)).names()
+
+
+# --- one folder, two runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", ["another", "first"])
+def test_a_second_run_is_refused_in_the_folder_of_a_first(second: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = _file("first.yaml", **_SHARED)
+    other = _file("another.yaml", lr=0.02, **_SHARED)
+    assert main(["train", first]) == 0
+    owner = next(Path("runs").iterdir()).absolute()
+    before = sorted(Path("checkpoints").rglob("*"))
+    capsys.readouterr()
+    assert main(["train", other if second == "another" else first]) == 2
+    said = capsys.readouterr().err
+    assert f"holds the checkpoints of another run, first in {owner}, at step 6 (finished)" in said
+    assert f"set checkpoint.folder: ./checkpoints/{second}, or leave it out" in said
+    assert f"lockstep train {owner}" in said
+    assert sorted(Path("checkpoints").rglob("*")) == before
+    assert len(list(Path("runs").iterdir())) == 1
+    assert main(["train", other, "--checkpoint.folder", f"./checkpoints/{second}"]) == 0  # what it advises works
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_another_launcher_are_refused_together(ranks: int) -> None:
+    lockstep.train(_config(**_SHARED), name="first")
+    for said in in_world(ranks, _refused, _config(lr=0.02, **_SHARED)):
+        assert "holds the checkpoints of another run, first in" in said
+
+
+def _refused(config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        lockstep.train(config)
+    return str(raised.value)
+
+
+def test_the_same_command_resumes_a_run_that_was_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        _cut_short(patch, after=5)
+        with pytest.raises(KeyboardInterrupt):
+            lockstep.train(_config(**_SHARED))
+    assert _steps("checkpoints") == ["step-00000002", "step-00000004"]
+    (run,) = Path("runs").iterdir()
+    done = lockstep.train(_config(**_SHARED))
+    assert done.folder == run.absolute()
+    attempts = read_manifest(LocalStorage(Path("checkpoints")), "step-00000006").state["ledger"]
+    assert [(one["first"], one["last"]) for one in attempts] == [(0, 40), (40, 66)]
+
+
+def _cut_short(patch: pytest.MonkeyPatch, after: int) -> None:
+    commit = Session.commit
+
+    def cut(session: Session) -> Any:
+        if session.progress.steps == after:
+            session.rooms.world.axis.barrier()
+            raise KeyboardInterrupt
+        return commit(session)
+
+    patch.setattr(Session, "commit", cut)
+
+
+def test_a_run_cut_short_is_not_resumed_with_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        _cut_short(patch, after=5)
+        with pytest.raises(KeyboardInterrupt):
+            lockstep.train(_config(**_SHARED))
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+        lockstep.train(_config(lr=0.02, **_SHARED))
+
+
+def test_a_folder_without_checkpoints_is_free() -> None:
+    lockstep.train(_config(**_SHARED))
+    for name in _steps("checkpoints"):
+        shutil.rmtree(Path("checkpoints", name))
+    assert lockstep.train(_config(lr=0.02, **_SHARED)).summary["steps"] == 6
+
+
+def test_another_recipe_does_not_go_on_in_a_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    first = _file("first.yaml", run={"folder": "run"})
+    other = _file("other.yaml", lr=0.02, run={"folder": "run"})
+    assert main(["train", first]) == 0
+    assert main(["train", other]) == 2
+    assert "run holds the finished run of first, which had other settings:\n  optim.lr: 0.01 then, 0.02 now" in (
+        capsys.readouterr().err
+    )
+    assert main(["train", other, "--run.steps", "9"]) == 2
+    assert main(["train", first, "--optim.lr", "0.02"]) == 2  # would train nothing
+    assert main(["train", first]) == 0  # there is nothing to do
+    assert main(["train", "run", "--optim.lr", "0.02", "--run.steps", "8"]) == 0
+
+
+# --- moves, copies, forks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sections", [{}, _SHARED], ids=["inside", "outside"])
+def test_a_run_that_was_moved_resumes(sections: dict[str, Any]) -> None:
+    lockstep.train(_config(run={"folder": "run"}, **sections))
+    known = id_of_run(Path("run"))
+    Path("run").rename("moved")
+    assert main(["train", "moved", "--run.steps", "8"]) == 0
+    assert json.loads(Path("moved/summary.json").read_text())["steps"] == 8
+    place = "checkpoints" if sections else "moved/checkpoints"
+    manifest = read_manifest(LocalStorage(Path(place)), "step-00000008")
+    assert len(manifest.state["ledger"]) == 2
+    assert manifest.run == known == id_of_run(Path("moved"))
+
+
+def test_a_copy_resumes_where_its_checkpoints_were_copied_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    lockstep.train(_config(run={"folder": "run"}))
+    shutil.copytree("run", "copy")
+    assert main(["train", "copy", "--run.steps", "8"]) == 0
+    assert main(["train", "run", "--run.steps", "7"]) == 0
+    lockstep.train(_config(run={"folder": "outside"}, **_SHARED))
+    shutil.copytree("outside", "second")
+    assert main(["train", "second", "--run.steps", "8"]) == 2  # both would save to one place
+    assert "holds the checkpoints of another run" in capsys.readouterr().err
+    assert main(["train", "outside", "--fork", "fork", "--run.steps", "8"]) == 0
+    assert id_of_run(Path("fork")) not in (None, id_of_run(Path("outside")))
+
+
+# --- a checkpoint that was copied in ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied_in(here: Path) -> Path:
+    """A run of 4 steps, and in its folder a checkpoint of step 6 of another one."""
+    lockstep.train(_config(run={"folder": "run"}, steps=4))
+    lockstep.train(_config(run={"folder": "other"}, lr=0.02))
+    shutil.copytree("other/checkpoints/step-00000006", "run/checkpoints/step-00000006")
+    return Path("run")
+
+
+def test_a_checkpoint_of_another_run_is_not_used(copied_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(id_of_run(Path("other")))[:8]
+    for words in (["verify"], ["audit"], ["show"], ["verify", "--all"]):
+        assert main(["ckpt", words[0], str(copied_in), *words[1:]]) == 3, words
+        assert f"belongs to another run (id {other})" in capsys.readouterr().err
+    assert main(["ckpt", "ls", str(copied_in)]) == 0
+    assert f"belongs to another run (id {other})" in capsys.readouterr().out
+    assert main(["train", str(copied_in), "--run.steps", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "resumes from step 4" in said
+    assert "step-00000006 could not be used" in said
+    assert (copied_in / "checkpoints/foreign-step-00000006").is_dir()
+    assert main(["ckpt", "verify", str(copied_in), "--all"]) == 0
+    assert main(["ckpt", "audit", str(copied_in)]) == 0
+
+
+def test_a_whole_folder_of_checkpoints_of_another_run_is_refused(copied_in: Path) -> None:
+    shutil.rmtree("run/checkpoints")
+    shutil.copytree("other/checkpoints", "run/checkpoints")
+    with pytest.raises(GiveUp, match=r"no checkpoint that can be used:\n  step-00000006: .*belongs to another run"):
+        lockstep.train(_config(run={"folder": "run"}, steps=8))
+    assert main(["ckpt", "verify", "run"]) == 3
+    assert main(["train", "run", "--run.steps", "8", "--fresh"]) == 0
+
+
+def test_a_session_of_the_library_uses_no_checkpoint_of_another(copied_in: Path) -> None:
+    shutil.rmtree("run")
+    with lockstep.session(_config(lr=0.03)) as session:
+        saves = lockstep.checkpoints(session, "run")
+        for report in lockstep.steps(session):
+            if report.step == 3:
+                break
+        saves.save()
+        saves.finish()
+    shutil.copytree("other/checkpoints/step-00000006", "run/step-00000006")
+    with lockstep.session(_config(lr=0.03)) as session:
+        assert lockstep.checkpoints(session, "run").resumed_from == 3
+
+
+def test_a_run_of_an_earlier_version_resumes(here: Path) -> None:
+    """It wrote no owner.json, and no id."""
+    lockstep.train(_config(run={"folder": "run"}, **_SHARED))
+    Path("checkpoints/owner.json").unlink()
+    environment = json.loads(Path("run/environment.json").read_text())
+    known = environment.pop("run")
+    Path("run/environment.json").write_text(json.dumps(environment))
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+        lockstep.train(_config(lr=0.02, run={"folder": "new"}, **_SHARED))
+    assert main(["train", "run", "--run.steps", "8", "--trust-run"]) == 0
+    assert id_of_run(Path("run")) == known
