@@ -15,6 +15,7 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.build import build_model
 from lockstep.models.facts import describe_model, parameter_facts
+from lockstep.models.heads import head_of, preparation
 from lockstep.models.objectives import build_objective, coupling
 
 FACTS = DataFacts(100, 16, vocabulary=60, classes=3)
@@ -104,11 +105,11 @@ def test_decoder_inputs_come_from_labels_shifted_right():
     batch = _batch("seq2seq")
     shifted = torch.zeros_like(batch.targets)
     shifted[:, 1:] = batch.targets[:, :-1].clamp(min=0)
-    given = {**batch.inputs, "decoder_input_ids": shifted}
-    given.pop("labels")
-    derived = model(**batch.inputs)
-    torch.testing.assert_close(derived.logits, model(**given).logits)
-    assert derived.loss is None
+    prepare = preparation(head_of(model), with_labels=False)
+    prepared = prepare(batch)
+    assert torch.equal(prepared.inputs["decoder_input_ids"], shifted)
+    assert "labels" not in prepared.inputs
+    assert prepare(prepared).inputs.keys() == prepared.inputs.keys()
     assert "labels" in batch.inputs
 
 

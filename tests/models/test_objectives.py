@@ -186,11 +186,11 @@ def test_auto_is_what_the_model_is_made_for(model, facts, expected):
     assert ("perplexity" in objective.metrics(1.0, 1.0, {"right": 1.0})) == of_a_language
 
 
-def test_labels_of_transformers_are_shifted_and_ours_are_not():
+def test_aligned_labels_are_shifted():
     batch = Batch({}, torch.zeros(2, 5, dtype=torch.long), 2, 10)
     facts = DataFacts(1, 5, vocabulary=9)
     assert build_objective(schema.Objective(), TRANSFORMER, facts).count(batch) == 10
-    assert build_objective(schema.Objective(), _huggingface("causal-lm"), facts).count(batch) == 8
+    assert build_objective(schema.Objective(), TRANSFORMER, facts, aligned=True).count(batch) == 8
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,6 @@ def test_labels_of_transformers_are_shifted_and_ours_are_not():
         ({"arguments": {"x": 1}}, TRANSFORMER, "objective.arguments: these belong to `kind: custom`; next-token"),
         ({}, CUSTOM, "neither the model .* nor the data .* says what to train for; one of next-token"),
         ({"kind": "given"}, TRANSFORMER, "objective.kind: `given` takes an objective handed over"),
-        ({}, _huggingface("causal-lm", output_router_logits=True), "output_router_logits: asks for a balancing loss"),
         ({"kind": "custom", "target": "math:pi"}, CUSTOM, "math:pi is a float"),
         ({"kind": "custom", "target": "collections:Counter"}, CUSTOM, "an objective is .*; this is a Counter"),
         (

@@ -345,7 +345,7 @@ class Counting(torch.optim.SGD):
 def test_a_users_optimizer_updates_and_discards():
     ours, theirs = make_model(), make_model()
     groups = parameter_groups(ours.named_parameters(), Optim(weight_decay=0.0))
-    optimizer = adapt_optimizer(Counting(groups, momentum=0.5))
+    optimizer, _ = adapt_optimizer(Counting(groups, momentum=0.5), Optim())
     oracle = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.5)
     for step in range(4):
         before, state = weights(ours), frozen_copy(optimizer.state_dict())
@@ -359,14 +359,15 @@ def test_a_users_optimizer_updates_and_discards():
         oracle.step()
     torch.testing.assert_close(weights(ours), weights(theirs))
     assert optimizer.state_dict()["groups"][0]["k"] == 4
-    again = adapt_optimizer(Counting(parameter_groups(ours.named_parameters(), Optim(weight_decay=0.0)), momentum=0.5))
+    remade = Counting(parameter_groups(ours.named_parameters(), Optim(weight_decay=0.0)), momentum=0.5)
+    again, _ = adapt_optimizer(remade, Optim())
     again.load_state_dict(frozen_copy(optimizer.state_dict()))
     assert_same(again.state_dict(), optimizer.state_dict())
 
 
 def test_a_users_optimizer_without_names_is_kept_by_places():
     model = make_model()
-    optimizer = adapt_optimizer(torch.optim.Adagrad(model.parameters()))
+    optimizer, _ = adapt_optimizer(torch.optim.Adagrad(model.parameters()), Optim())
     assert list(optimizer.state_dict()["parameters"])[:2] == ["0.0", "0.1"]
     set_gradients(model, 0)
     optimizer.update(0.25, 1.0, True)
@@ -375,9 +376,9 @@ def test_a_users_optimizer_without_names_is_kept_by_places():
 
 def test_what_can_not_be_adapted_is_refused():
     with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times in a step"):
-        adapt_optimizer(torch.optim.LBFGS(make_model().parameters()))
+        adapt_optimizer(torch.optim.LBFGS(make_model().parameters()), Optim())
     with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, not a Linear"):
-        adapt_optimizer(nn.Linear(2, 2))
+        adapt_optimizer(nn.Linear(2, 2), Optim())
 
 
 def test_muon_without_a_matrix_is_refused():

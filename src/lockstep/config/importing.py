@@ -447,7 +447,7 @@ _DEFAULTS: Mapping[Kind, tuple[tuple[str, str, Mapping[str, object]], ...]] = {
 """By kind: their word, the key of ours that it would have set, and what it is there."""
 _NECESSARY = {
     "model": "{kind: huggingface, task: causal-lm, pretrained: NAME}, or {kind: custom, target: 'file.py:Name'}",
-    "model.task": "causal-lm, masked-lm, sequence-classification or seq2seq",
+    "model.task": "causal-lm, masked-lm, sequence-classification, seq2seq, or another one of docs/config.md",
     "data.train": "{kind: huggingface, name: NAME}, {kind: tokens, folder: FOLDER} or "
     "{kind: custom, target: 'file.py:Name'}",
     "run.epochs": "how long the run is; or run.steps, run.samples, run.tokens",

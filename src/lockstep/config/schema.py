@@ -126,7 +126,20 @@ class HuggingFaceModel(ModelSection):
     """A model of the transformers library, from a folder, from the local cache, or from a config alone."""
 
     kind: Literal["huggingface"]
-    task: Literal["causal-lm", "masked-lm", "sequence-classification", "seq2seq"]
+    task: Literal[
+        "causal-lm",
+        "masked-lm",
+        "sequence-classification",
+        "seq2seq",
+        "token-classification",
+        "multiple-choice",
+        "question-answering",
+        "image-classification",
+        "audio-classification",
+        "speech-seq2seq",
+        "ctc",
+    ]
+    """What the model's head is for; it says what labels mean, as the library has it."""
     pretrained: PathText | None = None
     """Folder or hub name whose weights to start from."""
     architecture: dict[str, Any] | None = None

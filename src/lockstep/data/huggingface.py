@@ -6,10 +6,10 @@
     causal-lm                 input_ids, attention_mask        the ids themselves (the objective shifts them)
     masked-lm                 the same, some ids hidden        the hidden ids
     sequence-classification   the same                         classes [samples]
-    seq2seq                   the same, and labels             the ids of the target text
+    seq2seq                   the same                         the ids of the target text
     none (our own models)     tokens, mask                     classes if there is a label column, else the next ids
 
--100 is no target: padding never is one. A model of the transformers library makes a decoder's inputs from `labels`.
+-100 is no target: padding never is one.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class TranslatedText:
         answers = self._text.padded(columns[self._label])
         labels = _valid(answers["input_ids"], answers["attention_mask"])
         tokens = int(inputs["attention_mask"].sum() + answers["attention_mask"].sum())
-        return Batch({**inputs, "labels": labels}, labels, len(indices), tokens)
+        return Batch(inputs, labels, len(indices), tokens)
 
 
 def _valid(ids: Tensor, mask: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from lockstep.config.schema import (
     StdlibText,
     Tokens,
 )
+from lockstep.core.errors import ConfigError
 from lockstep.core.protocols import Source
 
 
@@ -24,6 +25,7 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
     Raises:
         ConfigError: there is no such data here, or it doesn't suit the task.
     """
+    _refuse_task(section, task)
     match section:
         case StdlibText():
             from lockstep.data.stdlib_text import StdlibTextSource
@@ -50,3 +52,24 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
 
             return open_custom(section)
     raise AssertionError(f"{section.kind}: data handed over in Python is not opened but adapted")
+
+
+_TASKS = {
+    "stdlib-text": ("causal-lm",),
+    "stdlib-functions": ("sequence-classification",),
+    "digits": (),
+    "tokens": ("causal-lm",),
+    "huggingface": ("causal-lm", "masked-lm", "sequence-classification", "seq2seq"),
+}
+"""Of models of the transformers library, that a kind of data has batches for."""
+
+
+def _refuse_task(section: DataSource, task: str | None) -> None:
+    tasks = _TASKS.get(section.kind)
+    if task is None or tasks is None or task in tasks:
+        return
+    known = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
+    raise ConfigError(
+        f"data of kind {section.kind} has batches {known}, and this model is made for {task}; take a data set of your "
+        "own (kind: custom), whose items have the keys that the model's forward takes"
+    )

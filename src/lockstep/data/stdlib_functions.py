@@ -23,14 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config.schema import StdlibFunctions
-from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data.order import Indices
 from lockstep.data.stdlib_text import stdlib_files
 from lockstep.data.windows import fingerprint
 
 _CLASSES = 9
-_TASK = "sequence-classification"
 _HELD_OUT_SHARE = 10  # one in so many
 _SHORTEST = 40  # bytes; below, there is nothing to tell packages apart by
 _DEFINITION = re.compile(rb"^[ \t]*(?:async )?def ", re.MULTILINE)
@@ -52,13 +50,7 @@ class StdlibFunctionsSource:
     draws = False
 
     def __init__(self, section: StdlibFunctions, *, task: str | None = None) -> None:
-        """`task`: as of `open_source`.
-
-        Raises:
-            ConfigError: it is not that of a classifier.
-        """
-        if task not in (None, _TASK):
-            raise ConfigError(f"data of kind stdlib-functions has a class for each text: {_TASK}, not {task}")
+        """`task`: as of `open_source`."""
         self._aligned = task is not None
         functions = _all_functions()
         self.packages = tuple(sorted({function.package for function in functions}))

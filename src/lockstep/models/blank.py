@@ -78,6 +78,8 @@ def parameters_without_values() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
+_UNSET = float("nan")
+
 Resets = Mapping[str, Callable[[], object]]
 """By the qualified name of the module."""
 
@@ -87,6 +89,7 @@ def reset_in_pieces(
     module: nn.Module, seed: int, resets: Resets, pieces: Sequence[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """What `initialization.reset_modules` would make of a module without values: each parameter, under its first name.
+    One that no reset sets is NaN (`is_unset`): its value is that of a constructor.
 
     Args:
         module: its parameters on the meta device; it is as before afterwards.
@@ -109,6 +112,11 @@ def reset_in_pieces(
                         parameter.copy_(value)
                     done |= own
             yield from values.items()
+
+
+def is_unset(value: Tensor) -> bool:
+    """Whether no reset has set a value of `reset_in_pieces`."""
+    return bool(value.numel()) and bool(value.flatten()[0].isnan()) and bool(value.isnan().all())
 
 
 @torch.no_grad()
@@ -145,7 +153,7 @@ def _memory(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterat
         if held is parameter
     ]
     values = {
-        name: nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+        name: nn.Parameter(torch.full_like(parameter, _UNSET, device="cpu"), requires_grad=parameter.requires_grad)
         for name, parameter in parameters.items()
     }
     for holder, key, name in holders:

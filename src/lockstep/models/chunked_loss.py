@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.protocols import Objective
 from lockstep.core.records import Batch
-from lockstep.models.objectives import IGNORED, NextToken, Targets
+from lockstep.models.objectives import IGNORED, Classes, ModelLoss, NextToken, Spans, Targets
 from lockstep.models.outputs import logits_of
 from lockstep.models.transformer import Transformer
 
@@ -205,12 +205,11 @@ def in_head(objective: Objective, model: nn.Module, chunk: int) -> LossInHead:
         ConfigError: the objective is no cross-entropy of tokens, or the model has no head that is known.
     """
     if not isinstance(objective, NextToken | Targets) or not objective.language:
+        ours, of_samples = isinstance(objective, Spans | ModelLoss), isinstance(objective, Targets | Classes)
+        kind = "of one class a sample" if of_samples else "that of the model's head" if ours else "your own"
         raise _refused(
-            "computes a cross-entropy of tokens a few positions at a time, and this objective is "
-            f"{'of one class a sample' if isinstance(objective, Targets) else 'your own'}; leave it out"
+            f"computes a cross-entropy of tokens a few positions at a time, and this objective is {kind}; leave it out"
         )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise _refused("a model that is given its labels computes logits of its own for them; leave it out")
     head = model.head if isinstance(model, Transformer) else _output_embeddings(model)
     if not isinstance(head, nn.Linear):
         raise _refused(

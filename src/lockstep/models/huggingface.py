@@ -7,15 +7,21 @@
     causal-lm                 input_ids, attention_mask              [B, T, V]
     masked-lm                 input_ids, attention_mask              [B, T, V]
     sequence-classification   input_ids, attention_mask              [B, C]
-    seq2seq                   the same, and decoder_input_ids        [B, length of the target, V]
-                              or labels
+    seq2seq                   the same; the decoder's are made of    [B, length of the target, V]
+                              the labels
+    token-classification      input_ids, attention_mask              [B, T, C]
+    multiple-choice           the same, for each choice              [B, choices]
+    question-answering        the same, and start_positions,         start_logits, end_logits [B, T]
+                              end_positions
+    image-classification      pixel_values                           [B, C]
+    audio-classification      input_values or input_features         [B, C]
+    speech-seq2seq            the same                               [B, length of the target, V]
+    ctc                       the same, and labels                   loss
 
 Models are in fp32 and keep no cache of keys and values. A hub name is looked up in the local cache where there is no
 network (`lockstep data fetch` fills it).
 
-A seq2seq decoder reads the target text shifted right by one. If a batch's inputs hold `labels` instead of
-`decoder_input_ids`, a hook before the forward makes these by the model's own rule and takes the labels away, since the
-loss is the objective's business.
+What the head of a model makes of a batch's labels is in `heads`.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.records import DataFacts
-from lockstep.models.blank import Blank, parameters_without_values, reset_in_pieces, stays_in_pieces
+from lockstep.models.blank import Blank, is_unset, parameters_without_values, reset_in_pieces, stays_in_pieces
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.initialization import generators_keyed, reset_modules
 from lockstep.models.starting_weights import fit_weights
@@ -50,10 +56,27 @@ _AUTO_CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
     "sequence-classification": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
+    "token-classification": "AutoModelForTokenClassification",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "image-classification": "AutoModelForImageClassification",
+    "audio-classification": "AutoModelForAudioClassification",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "ctc": "AutoModelForCTC",
 }
+_CLASSIFIERS = ("sequence-classification", "token-classification", "image-classification", "audio-classification")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_UNDECLARED_KEYS = {*_SPECIAL_TOKENS, "decoder_start_token_id", "attn_implementation"}
-"""Keys that some configs understand without declaring them."""
+_UNDECLARED_KEYS = {
+    *_SPECIAL_TOKENS,
+    "decoder_start_token_id",
+    "attn_implementation",
+    "classifier_dropout",
+    "hidden_dropout",
+    "num_labels",
+    "id2label",
+    "problem_type",
+}
+"""Keys that some configs and heads understand without declaring them."""
 
 
 def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *, trust_remote_code: bool) -> nn.Module:
@@ -72,7 +95,7 @@ def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *,
             model, absent = _from_pretrained(section, config, trust_remote_code)
             _reset(model, seed, absent)
             _fit_vocabulary(model, facts, seed)
-    return _ready(model, section)
+    return _ready(model)
 
 
 def blank_huggingface(
@@ -90,24 +113,43 @@ def blank_huggingface(
         sketch = copy.deepcopy(model)
         if not stays_in_pieces(sketch, _resets(sketch, list(_parameters(sketch))), repeated_blocks(sketch)):
             return None
+    construct = partial(_constructed, section, config, seed, trust_remote_code)
     if section.pretrained is None:
-        return Blank(_ready(model, section), partial(_drawn, sketch, seed))
+        return Blank(_ready(model), partial(_drawn, sketch, seed, list(_parameters(sketch)), construct))
     weights = _weights_by_name(section.pretrained, sketch, facts)
-    return None if weights is None else Blank(_ready(model, section), partial(_read, sketch, weights, seed))
+    return None if weights is None else Blank(_ready(model), partial(_read, sketch, weights, seed, construct))
 
 
-def _drawn(sketch: Any, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every value, by transformers' own rules."""
-    return reset_in_pieces(sketch, seed, _resets(sketch, list(_parameters(sketch))), repeated_blocks(sketch))
+def _drawn(
+    sketch: Any, seed: int, names: Collection[str], construct: Callable[[], Mapping[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The named values, by transformers' own rules; those that have none (a weight norm's) are the constructor's."""
+    constructed: Mapping[str, Tensor] | None = None
+    wanted = set(names)
+    for name, value in reset_in_pieces(sketch, seed, _resets(sketch, names), repeated_blocks(sketch)):
+        if name not in wanted:
+            continue
+        if is_unset(value):
+            constructed = construct() if constructed is None else constructed
+            value = constructed[name]
+        yield name, value
 
 
-def _read(sketch: Any, weights: Mapping[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
+def _constructed(section: HuggingFaceModel, config: Any, seed: int, trust_remote_code: bool) -> Mapping[str, Tensor]:
+    """What a constructor makes of all parameters."""
+    with generators_keyed(seed, "construction"), _quiet():
+        model = _from_config(section, copy.deepcopy(config), trust_remote_code)
+    return {name: parameter.detach() for name, parameter in _parameters(model).items()}
+
+
+def _read(
+    sketch: Any, weights: Mapping[str, Tensor], seed: int, construct: Callable[[], Mapping[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """The weights there are; what they lack is drawn."""
-    absent = [name for name in _parameters(sketch) if name not in weights]
     yield from weights.items()
+    absent = [name for name in _parameters(sketch) if name not in weights]
     if absent:
-        drawn = reset_in_pieces(sketch, seed, _resets(sketch, absent), repeated_blocks(sketch))
-        yield from ((name, value) for name, value in drawn if name in absent)
+        yield from _drawn(sketch, seed, absent, construct)
 
 
 def _weights_by_name(place: str, sketch: Any, facts: DataFacts) -> Mapping[str, Tensor] | None:
@@ -163,9 +205,9 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
     config.use_cache = False
     if facts.padding is not None:
         config.pad_token_id = facts.padding
-    if section.task == "sequence-classification":
+    if section.task in _CLASSIFIERS:
         _adopt_classes(config, section, facts)
-    if section.task == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+    if section.task in ("seq2seq", "speech-seq2seq") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # T5's convention
     return config
 
@@ -210,9 +252,12 @@ def _adopt_classes(config: Any, section: HuggingFaceModel, facts: DataFacts) -> 
         raise _problem(
             "classes", f"{classes} is too few: the data has {facts.classes} classes; give that, or leave it out"
         )
-    if classes < 2:
-        raise _problem("classes", f"{classes}: a classifier tells at least 2 classes apart")
-    if config.pad_token_id is None:
+    if classes < 2 and config.problem_type != "regression":
+        why = (
+            f"{classes}: a classifier tells at least 2 classes apart; numbers are architecture.problem_type: regression"
+        )
+        raise _problem("classes", why)
+    if section.task == "sequence-classification" and config.pad_token_id is None:
         raise _problem(
             "architecture.pad_token_id",
             f"a classifier of type {config.model_type} finds the end of each text by it; give the tokenizer's padding "
@@ -296,23 +341,9 @@ def _fit_vocabulary(model: Any, facts: DataFacts, seed: int) -> None:
         model.resize_token_embeddings(facts.vocabulary, mean_resizing=False)
 
 
-def _ready(model: Any, section: HuggingFaceModel) -> nn.Module:
-    if section.task == "seq2seq":
-        model.register_forward_pre_hook(_derive_decoder_inputs, with_kwargs=True)
+def _ready(model: Any) -> nn.Module:
     module: nn.Module = model.train()
     return module
-
-
-def _derive_decoder_inputs(
-    model: Any, arguments: tuple[Any, ...], inputs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if "labels" not in inputs:
-        return None
-    inputs = dict(inputs)
-    labels = inputs.pop("labels")
-    if "decoder_input_ids" not in inputs:
-        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
-    return arguments, inputs
 
 
 def _auto_class(section: HuggingFaceModel) -> Any:

@@ -1,11 +1,16 @@
 """What a model is trained for: sums over valid targets, so that any split of the samples gives the same gradient.
 
-    next-token        targets of every position    logits [B, T, V]    loss, perplexity, accuracy, bits_per_byte
-    masked-lm         those of hidden positions    logits [B, T, V]    loss, perplexity, accuracy
-    seq2seq           those of the target text     logits [B, T, V]    loss, perplexity, accuracy
-    classification    one a sample                 logits [B, C]       loss, accuracy
+    next-token             targets of every position    logits [B, T, V]    loss, perplexity, accuracy, bits_per_byte
+    masked-lm              those of hidden positions    logits [B, T, V]    loss, perplexity, accuracy
+    seq2seq                those of the target text     logits [B, T, V]    loss, perplexity, accuracy
+    classification         one a sample                 logits [B, C]       loss, accuracy
+    token-classification   one a position               logits [B, T, C]    loss, accuracy
+    question-answering     where an answer lies         two of [B, T]       loss, accuracy
+    model                  what the model's forward     loss                loss
+                           wants as labels
 
-A target of -100 is none. Losses are computed in fp32, whatever the precision of the outputs.
+The last three are of models of the transformers library, whose heads (`heads`) say what their labels are. A target of
+-100 is none. Losses are computed in fp32, whatever the precision of the outputs.
 """
 
 from __future__ import annotations
@@ -29,10 +34,22 @@ from lockstep.core.importing import construct
 from lockstep.core.records import Batch, DataFacts
 from lockstep.distributed.parts import is_sharded
 from lockstep.models.divided_logits import divided_cross_entropy_sum, whole_logits
-from lockstep.models.outputs import logits_of
+from lockstep.models.heads import Head
+from lockstep.models.outputs import logits_of, part_of
 
 IGNORED = -100
 """The target of a position that is to be no target: padding, a prompt."""
+
+
+_OF_TASKS = {
+    "causal-lm": "next-token",
+    "speech-seq2seq": "seq2seq",
+    "sequence-classification": "classification",
+    "image-classification": "classification",
+    "audio-classification": "classification",
+    "ctc": "model",
+}
+"""Kinds of objectives by tasks of a transformers model; of others they have the same name."""
 
 
 class NextToken:
@@ -116,6 +133,145 @@ class Targets:
         return {"loss": _mean(loss_sum, count), "accuracy": _mean(sums["right"], count)}
 
 
+class Classes:
+    """What a classifier of the transformers library is compared with: a class, several classes, or numbers.
+
+    Which of them is what the library makes of it: `problem`, or else numbers if there is one output, a class if targets
+    are integers, several classes if they aren't.
+
+    Args:
+        labels: outputs of the model for each sample.
+        problem: `problem_type` of its config.
+    """
+
+    decomposes = True
+    language = False
+
+    def __init__(self, labels: int, problem: str | None, label_smoothing: float = 0.0) -> None:
+        self._labels = labels
+        self._problem = problem
+        self.label_smoothing = label_smoothing
+
+    def count(self, batch: Batch) -> int:
+        if self._kind(batch.targets) == "single_label_classification":
+            return count_targets(batch.targets)
+        return batch.samples
+
+    def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
+        logits, targets = logits_of(outputs), batch.targets
+        kind = self._kind(targets)
+        if kind == "single_label_classification":
+            return cross_entropy_sum(logits, targets.reshape(logits.shape[:-1]), self.label_smoothing)
+        logits = whole_logits(logits).float()
+        targets = targets.reshape(logits.shape).to(logits.dtype)
+        if kind == "regression":
+            return F.mse_loss(logits, targets, reduction="sum") / self._labels
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / self._labels
+
+    def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
+        logits, targets = whole_logits(logits_of(outputs)), batch.targets
+        match self._kind(targets):
+            case "single_label_classification":
+                return _metric_sums(logits, targets.reshape(logits.shape[:-1]), self.label_smoothing)
+            case "multi_label_classification":
+                return {"right": ((logits > 0) == (targets > 0.5)).sum() / self._labels}
+        return {}
+
+    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+        accuracy = {"accuracy": _mean(sums["right"], count)} if "right" in sums else {}
+        return {"loss": _mean(loss_sum, count), **accuracy}
+
+    def _kind(self, targets: Tensor | None) -> str:
+        if targets is None:
+            raise _no_targets()
+        if self._problem is not None:
+            kind = self._problem
+        elif self._labels == 1:
+            kind = "regression"
+        else:
+            classes = not targets.is_floating_point()
+            kind = "single_label_classification" if classes else "multi_label_classification"
+        if self.label_smoothing and kind != "single_label_classification":
+            why = f"{self.label_smoothing:g} is for one class a sample, and this is {kind}; leave it out"
+            raise _problem("objective.label_smoothing", why)
+        return kind
+
+
+class Spans:
+    """Where an answer begins and ends: `start_positions` and `end_positions` [samples] among the inputs. One that lies
+    behind the sequence is none."""
+
+    decomposes = True
+    language = False
+
+    def count(self, batch: Batch) -> int:
+        start, end = self._positions(batch)
+        length = _length(batch)
+        return int((start < length).sum() + (end < length).sum())
+
+    def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
+        start, end = self._positions(batch)
+        found = ((part_of(outputs, "start_logits"), start), (part_of(outputs, "end_logits"), end))
+        first, second = (cross_entropy_sum(logits, _within(places, logits.shape[1])) for logits, places in found)
+        return first + second
+
+    def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
+        start, end = self._positions(batch)
+        right = (part_of(outputs, "start_logits").argmax(-1) == start).sum()
+        return {"right": right + (part_of(outputs, "end_logits").argmax(-1) == end).sum()}
+
+    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+        return {"loss": _mean(loss_sum, count), "accuracy": _mean(sums["right"], count)}
+
+    def _positions(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        inputs = batch.inputs if isinstance(batch.inputs, Mapping) else {}
+        if not {"start_positions", "end_positions"} <= set(inputs):
+            keys = ", ".join(inputs) or "none"
+            raise GiveUp(
+                f"the inputs of a batch are {keys}; question answering needs start_positions and end_positions"
+            )
+        return inputs["start_positions"].reshape(-1).clamp(min=0), inputs["end_positions"].reshape(-1).clamp(min=0)
+
+
+class ModelLoss:
+    """The loss that the model's own forward computes of the labels it is given.
+
+    Args:
+        labels: what the labels are: the loss is a mean over those that count. Of an unknown head, a mean over samples.
+        summed: it is the sum over the samples instead.
+        decomposes: whether the loss of a batch is that of its samples.
+    """
+
+    language = False
+
+    def __init__(self, labels: str, *, shift: bool, summed: bool, decomposes: bool) -> None:
+        self._labels = labels
+        self._shift = shift
+        self._summed = summed
+        self.decomposes = decomposes
+
+    def count(self, batch: Batch) -> int:
+        return int(self._valid(batch))
+
+    def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
+        loss = part_of(outputs, "loss").float()
+        return loss.sum() if self._summed else loss.mean() * self._valid(batch)
+
+    def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
+        return {}
+
+    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+        return {"loss": _mean(loss_sum, count)}
+
+    def _valid(self, batch: Batch) -> int | Tensor:
+        if self._labels not in ("next-token", "masked-lm", "seq2seq", "token-classification"):
+            return batch.samples
+        if batch.targets is None:
+            raise _no_targets()
+        targets = batch.targets[:, 1:] if self._shift else batch.targets
+        return count_targets(targets) if targets.is_cpu else (targets != IGNORED).sum()
+
+
 def no_sums(outputs: object, batch: Batch) -> Mapping[str, Tensor]:
     """Nothing but the loss is measured."""
     return {}
@@ -154,8 +310,20 @@ class CountsAndLosses(Protocol):
     def loss_sum(self, outputs: Any, batch: Batch) -> Tensor: ...
 
 
-def build_objective(objective: schema.Objective, model: schema.Model, facts: DataFacts) -> protocols.Objective:
+def build_objective(
+    objective: schema.Objective,
+    model: schema.Model,
+    facts: DataFacts,
+    head: Head | None = None,
+    *,
+    aligned: bool = False,
+) -> protocols.Objective:
     """The objective that was asked for, or the one that the model is made for.
+
+    Args:
+        head: of a model of the transformers library, however it came.
+        aligned: of next-token: targets are aligned with the input tokens, and are shifted here; otherwise they are
+            the next tokens already.
 
     Raises:
         ConfigError: it doesn't fit the model.
@@ -165,20 +333,49 @@ def build_objective(objective: schema.Objective, model: schema.Model, facts: Dat
     if objective.kind == "custom":
         assert objective.target is not None
         return adapt_objective(construct(objective.target, objective.arguments))
-    kind = _kind(objective, model, facts)
+    kind = _kind(objective, model, facts, head)
     if objective.arguments:
         raise _problem("objective.arguments", f"these belong to `kind: custom`; {kind} takes none")
-    if isinstance(model, schema.HuggingFaceModel) and (model.architecture or {}).get("output_router_logits"):
-        raise _problem(
-            "model.architecture.output_router_logits",
-            f"asks for a balancing loss, which {kind} does not add; "
-            "leave it out, or give an objective of your own that adds outputs.aux_loss (objective.kind: custom)",
-        )
     smoothing = objective.label_smoothing
-    if kind == "next-token":
-        aligned = isinstance(model, schema.HuggingFaceModel)
-        return NextToken(shift=aligned, label_smoothing=smoothing, bytes_per_token=facts.bytes_per_token)
-    return Targets(language=kind != "classification", label_smoothing=smoothing)
+    match kind:
+        case "next-token":
+            return NextToken(shift=aligned, label_smoothing=smoothing, bytes_per_token=facts.bytes_per_token)
+        case "classification" if head is not None:
+            return Classes(head.config.num_labels, head.config.problem_type, smoothing)
+        case "masked-lm" | "seq2seq":
+            return Targets(language=True, label_smoothing=smoothing)
+        case "classification" | "token-classification" | "multiple-choice":
+            return Targets(language=False, label_smoothing=smoothing)
+    if smoothing:
+        why = f"{smoothing:g} is for one class or token a target, and this objective is {kind!r}; leave it out"
+        raise _problem("objective.label_smoothing", why)
+    if kind == "question-answering":
+        return Spans()
+    assert head is not None, "the loss of a model is that of one of the transformers library"
+    return _model_loss(head)
+
+
+def _model_loss(head: Head) -> ModelLoss:
+    shift = head.labels == "next-token" and head.shifts
+    return ModelLoss(head.labels, shift=shift, summed=head.summed, decomposes=head.by_samples)
+
+
+def repeats_inputs(batch: Batch) -> bool:
+    """Whether every valid target is the input token at its own position: labels as the transformers library has them,
+    to be shifted. Tokens that could be either, since all are the same, are no evidence."""
+    targets = batch.targets
+    if not isinstance(targets, Tensor) or targets.dim() != 2 or targets.is_floating_point():
+        return False
+    values = batch.inputs.values() if isinstance(batch.inputs, Mapping) else batch.inputs
+    for tokens in values:
+        if not isinstance(tokens, Tensor) or tokens.shape != targets.shape or tokens.is_floating_point():
+            continue
+        valid = targets != IGNORED
+        if not bool(valid.any()) or not bool((tokens == targets)[valid].all()):
+            continue
+        shifted = valid[:, :-1]
+        return not bool((tokens[:, 1:] == targets[:, :-1])[shifted].all())
+    return False
 
 
 def adapt_objective(objective: object) -> protocols.Objective:
@@ -199,6 +396,11 @@ def adapt_objective(objective: object) -> protocols.Objective:
         return FunctionObjective(objective.count, objective.loss_sum, **optional)
     if isinstance(objective, nn.modules.loss._Loss):
         return _from_loss_module(objective)
+    if inspect.isfunction(objective) and objective.__module__ == "torch.nn.functional":
+        raise ConfigError(
+            f"torch.nn.functional.{objective.__name__} returns a mean and takes targets, not a batch; give the loss "
+            'module of torch.nn with reduction="sum", or a function (outputs, batch) -> sum of losses'
+        )
     if callable(objective) and not inspect.isclass(objective):
         return FunctionObjective(count=lambda batch: batch.samples, loss_sum=objective)
     raise ConfigError(
@@ -217,8 +419,10 @@ def coupling(module: nn.Module) -> str | None:
     return " and ".join(found) or None
 
 
-def count_targets(targets: Tensor) -> int:
+def count_targets(targets: Tensor | None) -> int:
     """How many are not -100. NumPy counts 4,096 of them in 3 us, torch in 8."""
+    if targets is None:
+        raise _no_targets()
     if targets.is_floating_point():
         raise GiveUp(f"targets are {targets.dtype}; the built-in objectives take class or token numbers (int64)")
     if targets.is_cpu:
@@ -256,25 +460,35 @@ def _from_loss_module(loss: nn.modules.loss._Loss) -> FunctionObjective:
     )
 
 
-def _kind(objective: schema.Objective, model: schema.Model, facts: DataFacts) -> str:
+def _kind(objective: schema.Objective, model: schema.Model, facts: DataFacts, head: Head | None) -> str:
     """Raises:
     ConfigError: asked for something that the model can't do.
     """
-    if isinstance(model, schema.CustomModel | schema.GivenModel):
+    if isinstance(model, schema.CustomModel | schema.GivenModel) and head is None:
         return objective.kind if objective.kind != "auto" else _kind_of_data(facts)
-    made_for = _made_for(model)
+    made_for = _made_for(model, head)
+    if head is not None and head.kind == "model":
+        unknown = head.labels == "model" and not head.by_samples
+        fits = ("auto", "seq2seq", "masked-lm", made_for) if not unknown else None
+        if fits is None and objective.kind != "auto":
+            return objective.kind
+        if fits is None or objective.kind in (*fits, head.labels):
+            return "model"
     if objective.kind not in ("auto", made_for):
+        what = f"a model of kind {model.kind!r}" if head is None else f"a {type(head.model).__name__}"
         raise _problem(
             "objective.kind",
-            f"{objective.kind!r} does not fit a model of kind {model.kind!r}, which is made for "
+            f"{objective.kind!r} does not fit {what}, which is made for "
             f"{made_for!r}; leave it `auto`, or give an objective of your own (`custom`)",
         )
     return made_for
 
 
-def _made_for(model: schema.Model) -> str:
+def _made_for(model: schema.Model, head: Head | None) -> str:
     if isinstance(model, schema.HuggingFaceModel):
-        return {"causal-lm": "next-token", "sequence-classification": "classification"}.get(model.task, model.task)
+        return _OF_TASKS.get(model.task, model.task)
+    if head is not None:
+        return head.labels
     return "next-token" if isinstance(model, schema.TransformerModel) else "classification"
 
 
@@ -312,6 +526,27 @@ def _language_metrics(
     if bytes_per_token is not None:
         metrics["bits_per_byte"] = nats / math.log(2) / bytes_per_token
     return metrics
+
+
+def _within(places: Tensor, length: int) -> Tensor:
+    """Places as targets; those behind the sequence are none."""
+    return places.masked_fill(places >= length, IGNORED)
+
+
+def _length(batch: Batch) -> int:
+    """Of the sequences in which answers lie."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(batch.inputs, Mapping) and isinstance(batch.inputs.get(name), Tensor):
+            length: int = batch.inputs[name].shape[1]
+            return length
+    raise GiveUp("the inputs of a batch have no input_ids; question answering needs them")
+
+
+def _no_targets() -> GiveUp:
+    return GiveUp(
+        "a batch has no targets, and this objective needs them: give items the key `labels` (or label, targets, "
+        "target); those of a causal language model are a copy of input_ids, -100 where there is padding"
+    )
 
 
 def _mean(total: float, count: float) -> float:

@@ -23,3 +23,19 @@ def logits_of(outputs: object) -> Tensor:
         f"the model returned {found}; this objective needs logits: a tensor, or a mapping with the key `logits`. "
         "For anything else give an objective of your own (objective.kind: custom)"
     )
+
+
+def part_of(outputs: object, name: str) -> Tensor:
+    """A named tensor among the outputs of a transformers model.
+
+    Raises:
+        GiveUp: there is none.
+    """
+    found = outputs.get(name) if isinstance(outputs, Mapping) else None
+    if isinstance(found, Tensor):
+        return found
+    made = f"a mapping of {sorted(outputs)}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
+    raise GiveUp(
+        f"the model returned {made}, without `{name}`; give its head the labels it wants, or give an objective of your "
+        "own (objective.kind: custom)"
+    )

@@ -20,6 +20,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.optim.fused import FusedAdam, FusedSGD, Groups
 from lockstep.optim.groups import facts_of
 from lockstep.optim.lion import Lion
+from lockstep.optim.own_settings import settle
 from lockstep.optim.stepping import Selecting, Waiting, refuse_closures
 from lockstep.plan.grouping import is_hidden_matrix
 
@@ -83,21 +84,20 @@ def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
     return Elementwise(Lion(groups, optim.betas), ("exp_avg",), counts=False)
 
 
-def adapt_optimizer(torch_optimizer: torch.optim.Optimizer) -> Optimizer:
-    """A user's torch optimizer, made from groups of `parameter_groups` or from parameters.
+def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tuple[Optimizer, float]:
+    """A user's torch optimizer, made from groups of `parameter_groups` or from parameters; and its peak learning rate.
 
     The run's schedule sets the learning rate of every group: its rate times the group's `lr_scale`, 1 if it has none.
     On a GPU the host waits at each update to learn whether it is kept, since nothing is known of what `step` does.
 
     Raises:
-        ConfigError: not a torch optimizer, or one that needs a closure.
+        ConfigError: not a torch optimizer, or one that needs a closure, or that contradicts the config.
     """
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise ConfigError(f"an optimizer must be a torch.optim.Optimizer, not a {type(torch_optimizer).__name__}")
     refuse_closures(torch_optimizer)
-    for group in torch_optimizer.param_groups:
-        group.setdefault("lr_scale", 1.0)
-    return Waiting(torch_optimizer, saves_groups=True)
+    peak = settle(torch_optimizer, optim)
+    return Waiting(torch_optimizer, saves_groups=True), peak
 
 
 class Both:

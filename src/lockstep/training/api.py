@@ -85,8 +85,8 @@ def train(
         objective: what to train for, if the model's kind doesn't say; an object with `count` and `loss_sum`, or one of
             torch's losses.
         optimizer: makes a torch optimizer from parameter groups, in place of `optim.name`. A function, because a
-            strategy may replace parameters.
-        schedule: (step from 0, steps of the run or None) -> learning rate as a share of `optim.lr`.
+            strategy may replace parameters. Its own `lr` is the peak, unless the config says `optim.lr`.
+        schedule: (step from 0, steps of the run or None) -> learning rate as a share of its peak.
         ranks: starts so many processes; None: trains in this one (or as the rank that a launcher made of it).
         name: what the run is called; part of its folder's name.
         trust_run: let code run that the config of somebody else's run names (`config` is its folder, or a file in it).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,18 +16,15 @@ from torch import nn
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
-from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import TrainingLoader, evaluation_batches
-from lockstep.data.sources import open_source
 from lockstep.distributed.memory import memory_of_a_rank, peak_of_a_rank
 from lockstep.distributed.place import place_of
 from lockstep.distributed.rng import seed_everything
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
-from lockstep.models.freezing import freeze
 from lockstep.models.model_tensors import model_tensors
-from lockstep.models.objectives import NextToken, Targets, adapt_objective, build_objective, coupling
+from lockstep.models.objectives import Classes, NextToken, Targets, coupling
 from lockstep.models.starting_weights import find_start
 from lockstep.models.transformer import Transformer, flops_per_token
 from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
@@ -37,12 +34,13 @@ from lockstep.plan.stages import stages_of
 from lockstep.sharding.in_backward import UpdatedInBackward
 from lockstep.sharding.pieces import Across
 from lockstep.training.engines import computed_objective, engine_and_vote, unheard
-from lockstep.training.given import Given, not_given
+from lockstep.training.given import Given
 from lockstep.training.invariance import refuse_coupled
 from lockstep.training.memory_watch import MemoryWatch
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Rate, Rooms, Session
 from lockstep.training.shardings import OptimizerOf, Parts, sharding_of
+from lockstep.training.sources import make_objective, open_sources, users_model
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.activation_offload import OffloadActivations
 from lockstep.transforms.compiling import Compile
@@ -50,7 +48,7 @@ from lockstep.transforms.order import transform
 from lockstep.transforms.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DataSource, HuggingFaceModel
+    from lockstep.config.schema import Config
     from lockstep.core.protocols import Objective, Source, Transform
     from lockstep.distributed.place import Place
     from lockstep.distributed.process_group import World
@@ -68,15 +66,16 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     seed_everything(config.run.seed)
     _set_determinism(config)
     set_tf32(config.precision.tf32)
-    source, evaluation = open_sources(config, given)
+    own = users_model(config, given)
+    source, evaluation = open_sources(config, given, own)
     machine = _machine(config, world)
     blank = _blank(config, source.facts, given, world, machine)
-    model = blank.model if blank is not None else make_model(config, source.facts, given)
+    model = _model(config, source.facts, given, blank, own)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     start = find_start(model, config.model)
     if blank is None and start is not None:
         start.put()
-    objective = make_objective(config, source.facts, given)
+    objective, source, evaluation = make_objective(config, (source, evaluation), given, model)
     divided = _tensor_plan(config, plan.mesh, model)
     if divided:
         _refuse_for_parts(config, given, objective)
@@ -138,45 +137,13 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         consensus=consensus,
         readback=readback_from(world.device),
         scaler=scaler,
-        rate=_rate(config, given),
+        rate=_rate(config, given, parts.optimizer_of.peak),
         coupled=coupled,
         flops_per_token=flops,
         watch=_watch(config, transforms, world),
         updates_ahead=sharding.begin if isinstance(sharding, UpdatedInBackward) else None,
     )
     return Session(rooms)
-
-
-def open_sources(config: Config, given: Given) -> tuple[Source, dict[str, Source]]:
-    """The training source and the evaluation sources by name."""
-    train = _open(config, config.data.train, given, given.dataset, "data.train")
-    evaluation = {
-        name: _open(config, section, given, given.evaluation.get(name), f"data.evaluation.{name}")
-        for name, section in config.data.evaluation.items()
-    }
-    return train, evaluation
-
-
-def make_model(config: Config, facts: DataFacts, given: Given) -> nn.Module:
-    """On the CPU, in fp32, with its usual first weights."""
-    if config.model.kind != "given":
-        return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
-    model = given.model
-    if not isinstance(model, nn.Module) and callable(model):
-        model = model()
-    if not isinstance(model, nn.Module):
-        raise not_given("model", "a torch.nn.Module, or a function that makes one", given.model)
-    freeze(model, config.model.freeze)
-    return model
-
-
-def make_objective(config: Config, facts: DataFacts, given: Given) -> Objective:
-    """What the config names, or what was handed over."""
-    if given.objective is not None:
-        return adapt_objective(given.objective)
-    if config.objective.kind == "given":
-        raise not_given("objective", "an object with `count` and `loss_sum`", None)
-    return build_objective(config.objective, config.model, facts)
 
 
 def refuse_cuts(config: Config, mesh: Mesh, model: nn.Module) -> None:
@@ -195,16 +162,12 @@ def refuse_cuts(config: Config, mesh: Mesh, model: nn.Module) -> None:
 # --- single parts -------------------------------------------------------------------------------------------------
 
 
-def _open(config: Config, section: DataSource, given: Given, dataset: Any, key: str) -> Source:
-    if section.kind == "given":
-        if dataset is None:
-            raise not_given(key, "a map-style Dataset", dataset)
-        return adapt_dataset(dataset, given.collate)
-    task, tokenizer = None, None
-    if config.model.kind == "huggingface":
-        model: HuggingFaceModel = config.model
-        task, tokenizer = model.task, model.pretrained
-    return open_source(section, task=task, tokenizer=tokenizer)
+def _model(config: Config, facts: DataFacts, given: Given, blank: Blank | None, own: nn.Module | None) -> nn.Module:
+    if blank is not None:
+        return blank.model
+    if own is not None:
+        return own
+    return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
 
 
 def _set_determinism(config: Config) -> None:
@@ -285,7 +248,7 @@ def _refuse_for_parts(config: Config, given: Given, objective: Objective) -> Non
         raise ConfigError(
             Problem("", "parallel.tensor", f"{why}; name one in optim.name, or leave parallel.tensor out")
         )
-    if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, NextToken | Targets):
+    if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, NextToken | Targets | Classes):
         why = "true, but an objective of your own takes whole logits; write false"
         raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
 
@@ -316,11 +279,12 @@ def _cutting(config: Config, mesh: Mesh, rank: int) -> Cutting:
     )
 
 
-def _rate(config: Config, given: Given) -> Rate:
-    custom, optim, schedule = given.schedule, config.optim, config.schedule
-    if custom is None:
-        return lambda done, step, steps: learning_rate(optim, schedule, done, step, steps)
-    return lambda done, step, steps: optim.lr * custom(step, steps)
+def _rate(config: Config, given: Given, peak: float) -> Rate:
+    custom, schedule = given.schedule, config.schedule
+    if custom is not None:
+        return lambda done, step, steps: peak * custom(step, steps)
+    optim = config.optim.model_copy(update={"lr": peak})
+    return lambda done, step, steps: learning_rate(optim, schedule, done, step, steps)
 
 
 def _machine(config: Config, world: World) -> Machine:

@@ -26,7 +26,7 @@ from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, read_summary, recipe_of
 from lockstep.plan.schedule import used_of_budget
-from lockstep.training.assemble import make_model, open_sources, refuse_cuts
+from lockstep.training.assemble import refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.given import Given
 from lockstep.training.job import Job, imports_ahead, opened, run_job
@@ -34,6 +34,7 @@ from lockstep.training.out_of_memory import advice, setting_of
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.places import Place, choose, find
 from lockstep.training.saved_state import epoch_samples_in
+from lockstep.training.sources import make_model, open_sources
 from lockstep.training.weights import load_weights, to_rebuild
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from lockstep.distributed.rng import KeyedDraws
 from lockstep.engine.eager import Eager, call
 from lockstep.engine.numbered import Numbered
 from lockstep.models.chunked_loss import LossInHead, in_head
-from lockstep.models.objectives import NextToken, Targets
+from lockstep.models.objectives import ModelLoss, NextToken, Targets
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.sharding.invariant import Invariant
@@ -38,6 +38,13 @@ _REHEARSED = 32  # positions of a sequence
 
 def computed_objective(config: Config, mesh: Mesh, model: nn.Module, objective: Objective) -> Objective:
     """The objective as a rank computes it: of its own positions, in the model's head."""
+    if mesh.pipeline > 1 and isinstance(objective, ModelLoss) and not objective.decomposes:
+        why = (
+            f"{mesh.pipeline} stages, and the loss is the one that the forward of {type(model).__name__} computes, "
+            "perhaps of all its layers (output_router_logits), which no stage has; leave it out, or give an objective "
+            "of your own"
+        )
+        raise ConfigError(Problem("", "parallel.pipeline", why))
     if mesh.context > 1:
         if not isinstance(objective, NextToken | Targets) or not objective.language or _has_two_sequences(model):
             kind = "two sequences" if _has_two_sequences(model) else "an objective that isn't of tokens"

@@ -27,10 +27,10 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.starting_weights import fit_weights
 from lockstep.models.transformers_names import is_of_transformers
 from lockstep.models.weight_files import Weights
-from lockstep.training.assemble import make_model, open_sources
 from lockstep.training.given import Given
 from lockstep.training.places import Place, find
 from lockstep.training.publishing import whole_file
+from lockstep.training.sources import make_model, open_sources
 from lockstep.training.weights import FILE, save_for_transformers, save_tensors, tensors_of, to_rebuild, tokenizer_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ class Given:
         evaluation: further Datasets by name.
         objective: with `count` and `loss_sum` (`core.protocols.Objective`), or one of torch's losses.
         optimizer: makes a torch optimizer from parameter groups.
-        schedule: (step from 0, steps of the run or None) -> learning rate as a share of `optim.lr`.
+        schedule: (step from 0, steps of the run or None) -> learning rate as a share of its peak.
         trust_remote_code: let a Hugging Face model run code that comes with its weights.
     """
 

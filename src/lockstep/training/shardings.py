@@ -16,6 +16,7 @@ from lockstep.distributed.place import pair_of_ends
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
+from lockstep.optim.own_settings import groups_to_make_of
 from lockstep.plan.plan import derived_for_deepspeed
 from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.data_parallel import over_gpus
@@ -46,6 +47,7 @@ class OptimizerOf:
 
     Attributes:
         users: it is one that was handed over, of which nothing is known.
+        peak: learning rate that the schedule scales; known once an optimizer is made.
     """
 
     def __init__(self, config: Config, given: Given, groups: Sequence[Grouping]) -> None:
@@ -53,14 +55,14 @@ class OptimizerOf:
         self._groups = groups
         self._make = given.optimizer
         self.users = given.optimizer is not None
+        self.peak = config.optim.lr
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         groups = parameter_groups(parameters, self._optim, self._groups)
         if self._make is None:
             return build_optimizer(self._optim, groups)
-        for group in groups:
-            group.setdefault("lr", self._optim.lr * group["lr_scale"])
-        return adapt_optimizer(self._make(groups))
+        optimizer, self.peak = adapt_optimizer(self._make(groups_to_make_of(groups, self._optim)), self._optim)
+        return optimizer
 
     def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
         """For a strategy that lays the elements of all parameters end to end, and makes the step by itself."""

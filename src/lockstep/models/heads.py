@@ -1,0 +1,191 @@
+"""What a model of the transformers library is made for, and what its own forward would make of a batch's labels.
+
+class of the model              kind                    labels, as `model(**batch).loss` takes them
+...ForCausalLM                  next-token              the input ids, which the loss shifts; a few don't shift
+...ForMaskedLM                  masked-lm               at their own positions
+...ForConditionalGeneration     seq2seq                 the target text; the decoder reads it shifted right
+...ForSequenceClassification    classification          classes, numbers, or several classes a sample
+...ForTokenClassification       token-classification    a class for each position
+...ForQuestionAnswering         question-answering      start_positions and end_positions, among the inputs
+...ForCTC                       model                   given to the model, which computes the loss
+any other                       model                   the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lockstep.core.records import Batch
+from lockstep.models.transformers_names import is_of_transformers
+
+Kind = Literal[
+    "next-token",
+    "masked-lm",
+    "seq2seq",
+    "classification",
+    "token-classification",
+    "multiple-choice",
+    "question-answering",
+    "model",
+]
+Prepare = Callable[[Batch], Batch]
+
+_KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("question-answering", ("QUESTION_ANSWERING", "DOCUMENT_QUESTION_ANSWERING")),
+    ("token-classification", ("TOKEN_CLASSIFICATION",)),
+    (
+        "classification",
+        (
+            "SEQUENCE_CLASSIFICATION",
+            "IMAGE_CLASSIFICATION",
+            "AUDIO_CLASSIFICATION",
+            "VIDEO_CLASSIFICATION",
+        ),
+    ),
+    ("multiple-choice", ("MULTIPLE_CHOICE",)),
+    ("seq2seq", ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")),
+    ("masked-lm", ("MASKED_LM",)),
+    ("next-token", ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")),
+)
+"""Kinds and the library's registries of classes, in the order in which they are asked: a class may be in several."""
+
+_UNSHIFTED = frozenset(
+    (
+        "BartForCausalLM",
+        "BigBirdPegasusForCausalLM",
+        "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM",
+        "CpmAntForCausalLM",
+        "MBartForCausalLM",
+        "MarianForCausalLM",
+        "MvpForCausalLM",
+        "PLBartForCausalLM",
+        "PegasusForCausalLM",
+        "TrOCRForCausalLM",
+        "WhisperForCausalLM",
+        "XLNetLMHeadModel",
+    )
+)
+"""Language models whose own loss takes labels at their own positions, where all others shift them."""
+
+_LOSS_OF_ITS_OWN = frozenset(("ProphetNetForConditionalGeneration", "ProphetNetForCausalLM"))
+"""Models that are in a registry, but whose loss is more than a cross-entropy of their logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a model of the transformers library is made for.
+
+    Attributes:
+        kind: `model`: the loss is what its forward returns.
+        labels: what the labels are, if the kind is `model` because of more than that.
+        shifts: of next-token: labels are aligned with the input ids, and the loss shifts them.
+    """
+
+    model: Any
+    kind: Kind
+    labels: Kind
+    shifts: bool
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def summed(self) -> bool:
+        """Whether the loss that the forward returns is the sum of its samples' losses, not their mean."""
+        return _named(self.model, ("CTC",)) and getattr(self.config, "ctc_loss_reduction", "mean") == "sum"
+
+    @property
+    def by_samples(self) -> bool:
+        """Whether the loss that the forward returns is a mean over samples."""
+        return _named(self.model, ("CTC",))
+
+
+def head_of(module: nn.Module | None) -> Head | None:
+    """None: it is no model of the transformers library."""
+    if module is None or not is_of_transformers(module):
+        return None
+    model: Any = module
+    labels = _kind(model)
+    several = bool(getattr(model.config, "output_router_logits", False))  # experts are balanced by a loss of their own
+    own = several or any(name in _LOSS_OF_ITS_OWN for name in _names(model))
+    shifts = labels == "next-token" and not any(name in _UNSHIFTED for name in _names(model))
+    return Head(model, "model" if own else labels, labels, shifts)
+
+
+def preparation(head: Head, *, with_labels: bool) -> Prepare | None:
+    """What gives the model's forward what it makes of labels by itself; None: nothing.
+
+    Args:
+        with_labels: the forward is to compute the loss.
+    """
+    if with_labels:
+        return _with_labels
+    if head.labels != "seq2seq":
+        return None
+    derive = getattr(head.model, "prepare_decoder_input_ids_from_labels", None)
+    return _with_labels if derive is None else _DecoderInputs(derive)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecoderInputs:
+    """The decoder reads the target text shifted right by one, by the model's own rule."""
+
+    derive: Callable[[Tensor], Tensor]
+
+    def __call__(self, batch: Batch) -> Batch:
+        if not isinstance(batch.inputs, Mapping):
+            return batch
+        inputs = dict(batch.inputs)
+        labels = inputs.pop("labels", batch.targets)
+        if isinstance(labels, Tensor) and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
+            inputs["decoder_input_ids"] = self.derive(labels)
+        return replace(batch, inputs=inputs)
+
+
+def _with_labels(batch: Batch) -> Batch:
+    """The model computes its loss, or its decoder's inputs, of them."""
+    if batch.targets is None or not isinstance(batch.inputs, Mapping) or "labels" in batch.inputs:
+        return batch
+    return replace(batch, inputs={**batch.inputs, "labels": batch.targets})
+
+
+def _kind(model: Any) -> Kind:
+    if _named(model, ("CTC",)):
+        return "model"
+    decodes = bool(getattr(model.config, "is_encoder_decoder", False))
+    for kind, registries in _KINDS:
+        if not _named(model, registries):
+            continue
+        if kind == "seq2seq" and not decodes:  # a language model that also takes speech
+            return "next-token"
+        if kind in ("next-token", "masked-lm") and decodes:
+            return "seq2seq"
+        return kind
+    return "model"
+
+
+def _named(model: Any, registries: tuple[str, ...]) -> bool:
+    return any(name in _registered(registry) for registry in registries for name in _names(model))
+
+
+def _names(model: Any) -> list[str]:
+    """Of its class and those that it inherits from: a user's own may be one of the library's, changed."""
+    return [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models")] or [
+        type(model).__name__
+    ]
+
+
+@cache
+def _registered(registry: str) -> Collection[str]:
+    """Names of classes."""
+    from transformers.models.auto import modeling_auto
+
+    found = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES").values()
+    return frozenset(name for one in found for name in ([one] if isinstance(one, str) else one))

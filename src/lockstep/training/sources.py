@@ -1,0 +1,161 @@
+"""Training and evaluation data, in the form that the model and the objective of a run take.
+
+    config, objects handed over --> task of the model --> sources --> labels: aligned with the inputs, or the next
+                                                                  --> decoder inputs, labels for the model's own loss
+
+What a batch means follows from the model and the data, not from the way in which they came.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lockstep.config.schema import Loader
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.protocols import Objective, Source
+from lockstep.core.records import DataFacts
+from lockstep.data.custom import adapt_dataset
+from lockstep.data.loader import evaluation_batches
+from lockstep.data.prepared import PreparedSource
+from lockstep.data.sources import open_source
+from lockstep.models.build import build_model, sketch_model
+from lockstep.models.freezing import freeze
+from lockstep.models.heads import Head, head_of, preparation
+from lockstep.models.objectives import ModelLoss, NextToken, adapt_objective, build_objective, repeats_inputs
+from lockstep.training.checked_objective import CheckedObjective
+from lockstep.training.given import Given, not_given
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config, DataSource
+
+Sources = tuple[Source, dict[str, Source]]
+
+_LOOKED_AT = 4  # samples by which it is told how labels are aligned
+_USERS_DATA = ("custom", "given")
+_NOTHING = DataFacts(0, None)
+_TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
+"""Tasks by kinds of heads; others have the same name."""
+
+
+def users_model(config: Config, given: Given) -> nn.Module | None:
+    """A module of the user's own, which needs to know nothing of the data; None: the config describes another one."""
+    if config.model.kind == "custom":
+        return build_model(config.model, _NOTHING, config.run.seed)
+    if config.model.kind != "given":
+        return None
+    model = given.model
+    if not isinstance(model, nn.Module) and callable(model):
+        model = model()
+    if not isinstance(model, nn.Module):
+        raise not_given("model", "a torch.nn.Module, or a function that makes one", given.model)
+    freeze(model, config.model.freeze)
+    return model
+
+
+def make_model(config: Config, facts: DataFacts, given: Given) -> nn.Module:
+    """On the CPU, in fp32, with its usual first weights."""
+    own = users_model(config, given)
+    if own is not None:
+        return own
+    return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
+
+
+def open_sources(config: Config, given: Given, model: nn.Module | None = None) -> Sources:
+    """The training source and the evaluation sources by name.
+
+    Args:
+        model: of the user's own, whose inputs the data are to name; None: it is made for that, where need be.
+    """
+    task, tokenizer = _task(config, model)
+    train = _open(config.data.train, given, given.dataset, "data.train", task, tokenizer)
+    evaluation = {
+        name: _open(section, given, given.evaluation.get(name), f"data.evaluation.{name}", task, tokenizer)
+        for name, section in config.data.evaluation.items()
+    }
+    return train, evaluation
+
+
+def make_objective(
+    config: Config, sources: Sources, given: Given, model: nn.Module
+) -> tuple[Objective, Source, dict[str, Source]]:
+    """What the run is trained for, and the sources in the form that it and the model take.
+
+    Raises:
+        ConfigError: it doesn't fit the model, or evaluation data are aligned otherwise than training data.
+    """
+    train, evaluation = sources
+    head = head_of(model)
+    objective = _objective(config, train.facts, given, model, head, aligned=False)
+    if isinstance(objective, NextToken) and _users_objective(config, given) is None:
+        aligned = _aligned(config, config.data.train, train, head)
+        for name, source in evaluation.items():
+            if _aligned(config, config.data.evaluation[name], source, head) is not aligned:
+                raise _aligned_otherwise(name, aligned)
+        if aligned:
+            objective = _objective(config, train.facts, given, model, head, aligned=True)
+    prepare = preparation(head, with_labels=isinstance(objective, ModelLoss)) if head is not None else None
+    if prepare is None:
+        return objective, train, evaluation
+    prepared = {name: PreparedSource(source, prepare) for name, source in evaluation.items()}
+    return objective, PreparedSource(train, prepare), dict(prepared)
+
+
+def _objective(
+    config: Config, facts: DataFacts, given: Given, model: nn.Module, head: Head | None, *, aligned: bool
+) -> Objective:
+    if given.objective is None and config.objective.kind == "given":
+        raise not_given("objective", "an object with `count` and `loss_sum`", None)
+    key = _users_objective(config, given)
+    if given.objective is not None:
+        objective = adapt_objective(given.objective)
+    else:
+        objective = build_objective(config.objective, config.model, facts, head, aligned=aligned)
+    return objective if key is None else CheckedObjective.of(objective, model, key)
+
+
+def _users_objective(config: Config, given: Given) -> str | None:
+    """The config's key for an objective of the user's own; None: it is one of ours."""
+    if given.objective is not None:
+        return "objective"
+    return "objective.target" if config.objective.kind == "custom" else None
+
+
+def _task(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:
+    """Of a model of the transformers library: what it is made for, and where its tokenizer is."""
+    if config.model.kind == "huggingface":
+        return config.model.task, config.model.pretrained
+    if all(section.kind in _USERS_DATA for section in (config.data.train, *config.data.evaluation.values())):
+        return None, None
+    if model is None and config.model.kind == "custom":
+        model = sketch_model(config.model, _NOTHING)
+    head = head_of(model)
+    if head is None:
+        return None, None
+    return _TASKS.get(head.labels, head.labels), getattr(head.config, "name_or_path", None) or None
+
+
+def _open(section: DataSource, given: Given, dataset: Any, key: str, task: str | None, tokenizer: str | None) -> Source:
+    if section.kind != "given":
+        return open_source(section, task=task, tokenizer=tokenizer)
+    if dataset is None:
+        raise not_given(key, "a map-style Dataset", dataset)
+    return adapt_dataset(dataset, given.collate)
+
+
+def _aligned(config: Config, section: DataSource, source: Source, head: Head | None) -> bool:
+    """Whether the targets of a language model are aligned with its inputs, so that the objective shifts them."""
+    if section.kind not in _USERS_DATA:
+        return head is not None  # as the sources have it, for models of the transformers library
+    if head is not None:
+        return head.shifts
+    few = evaluation_batches(source, _LOOKED_AT, 0, 1, Loader(), torch.device("cpu"))
+    return repeats_inputs(next(few))
+
+
+def _aligned_otherwise(name: str, aligned: bool) -> ConfigError:
+    kinds = ("the tokens that follow the inputs", "aligned with the inputs")
+    why = f"its targets are {kinds[not aligned]}, and those of data.train are {kinds[aligned]}; make them alike"
+    return ConfigError(Problem("", f"data.evaluation.{name}", why))

@@ -1,0 +1,192 @@
+"""Objectives and optimizers of a user's own do what they say, or are refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+from kit.worlds import in_world
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep.core.records import Batch
+
+
+def losses(steps: int = 4, config: dict[str, Any] | None = None, **given: Any) -> list[float]:
+    asked = small.config(run={"steps": steps}, **(config or {}))
+    if "objective" in given:
+        del asked["objective"]
+    with lockstep.session(asked, **given) as session:
+        return [report.loss for report in lockstep.steps(session)]
+
+
+# --- means ------------------------------------------------------------------------------------------------------------
+
+
+def mean_of(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(outputs, batch.targets)
+
+
+def sum_of(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(outputs, batch.targets, reduction="sum")
+
+
+class CountsAndMeans(small.CrossEntropy):
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return super().loss_sum(outputs, batch) / batch.samples
+
+
+class MeanModule(nn.Module):
+    def forward(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return mean_of(outputs, batch)
+
+
+@pytest.mark.parametrize("objective", [mean_of, CountsAndMeans(), MeanModule()])
+def test_a_mean_is_refused(objective: Any) -> None:
+    with pytest.raises(
+        lockstep.ConfigError, match=r"objective: the loss is a mean, not a sum: on 13 samples it is 1\.3"
+    ):
+        losses(objective=objective)
+
+
+def mean_on_ranks() -> str:
+    with small.in_group():
+        try:
+            losses(objective=mean_of)
+        except lockstep.ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_every_rank_refuses_it() -> None:
+    assert ["a mean, not a sum" in said for said in in_world(2, mean_on_ranks)] == [True, True]
+
+
+def test_a_function_of_torch_is_refused() -> None:
+    with pytest.raises(lockstep.ConfigError, match=r"torch\.nn\.functional\.cross_entropy returns a mean"):
+        losses(objective=F.cross_entropy)
+
+
+def test_a_sum_is_taken_and_looked_at_once() -> None:
+    calls = []
+
+    def counted(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        calls.append(batch.samples)
+        return sum_of(outputs, batch)
+
+    assert losses(objective=counted) == losses()
+    assert calls == [13, 6, 7, 13, 13, 1]
+
+
+class Drawing(small.CrossEntropy):
+    """Draws, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        self.calls += 1
+        noise = 1e-3 * torch.rand(batch.samples, device=outputs.device)
+        return (F.cross_entropy(outputs, batch.targets, reduction="none") + noise).sum()
+
+
+def test_looking_changes_nothing() -> None:
+    objective = Drawing()
+    first = losses(objective=objective)
+    assert objective.calls == 4
+    undeclared = Drawing()
+    undeclared.decomposes = False  # so that nothing is compared
+    assert losses(objective=undeclared) == first
+
+
+def test_samples_that_look_at_each_other_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def contrast(outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)), reduction="sum")
+
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        losses(objective=contrast)
+    [record] = caplog.records
+    assert "not the sum of its samples' losses" in record.getMessage()
+    assert "decomposes = False" in record.getMessage()
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return sum_of(outputs * self.scale, batch)
+
+
+class HoldsTemperature(small.CrossEntropy):
+    decomposes = False
+
+    def __init__(self) -> None:
+        self.inner = Temperature()
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.inner(outputs, batch)
+
+
+def closed_over() -> Any:
+    scale = nn.Parameter(torch.ones(1))
+    return lambda outputs, batch: sum_of(outputs * scale, batch)
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"), [(Temperature(), "scale"), (HoldsTemperature(), "inner.scale"), (closed_over(), "scale")]
+)
+def test_parameters_of_an_objective_are_refused(objective: Any, name: str) -> None:
+    with pytest.raises(lockstep.ConfigError, match=rf"objective: the loss depends on {name} \[1\], which no optimizer"):
+        losses(objective=objective)
+
+
+def test_frozen_parameters_and_those_of_the_model_are_taken() -> None:
+    model = small.Net()
+    penalty = lambda outputs, batch: sum_of(outputs, batch) + 0.1 * batch.samples * model.head.weight.square().sum()  # noqa: E731
+    assert len(losses(objective=penalty, model=model)) == 4
+    assert losses(objective=Temperature().requires_grad_(False)) == losses()
+
+
+# --- an optimizer's own numbers ---------------------------------------------------------------------------------------
+
+
+def rates(optimizer: Any, **optim: Any) -> list[float]:
+    asked = small.config(run={"steps": 2}, optim=optim, schedule={"kind": "constant"})
+    with lockstep.session(asked, optimizer=optimizer) as session:
+        return [report.lr for report in lockstep.steps(session)]
+
+
+def test_an_optimizers_own_rate_is_the_peak() -> None:
+    assert rates(lambda groups: torch.optim.SGD(groups, lr=0.3)) == [0.3, 0.3]
+    assert rates(torch.optim.Adagrad) == [0.01, 0.01]
+    assert rates(torch.optim.Adagrad, lr=0.5) == [0.5, 0.5]
+    assert rates(lambda groups: torch.optim.SGD(groups, lr=0.3), lr=0.3) == [0.3, 0.3]
+
+
+def test_two_rates_contradict_each_other() -> None:
+    with pytest.raises(lockstep.ConfigError, match=r"optim\.lr: 0\.1, and the optimizer has lr 0\.3; leave one out"):
+        rates(lambda groups: torch.optim.SGD(groups, lr=0.3), lr=0.1)
+    with pytest.raises(lockstep.ConfigError, match=r"optim\.weight_decay: 0\.1, .* weight_decay 0\.3"):
+        rates(lambda groups: torch.optim.SGD(groups, weight_decay=0.3), weight_decay=0.1)
+
+
+def test_groups_keep_their_own_numbers() -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        matrices, others = groups
+        made.append(torch.optim.SGD([{**matrices, "lr": 0.6}, others], lr=0.3, weight_decay=0.05))
+        return made[0]
+
+    assert rates(optimizer) == [0.3, 0.3]
+    assert [group["lr"] for group in made[0].param_groups] == [0.6, 0.3]
+    assert [group["weight_decay"] for group in made[0].param_groups] == [0.05, 0.0]
