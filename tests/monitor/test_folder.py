@@ -171,7 +171,7 @@ def test_secrets_are_not_written_down() -> None:
         "NCCL_DEBUG": "INFO",
         "WORLD_SIZE": "2",
         "HF_TOKEN": "(hidden)",
-        "HF_ENDPOINT": "https://me:(hidden)@hub.example",
+        "HF_ENDPOINT": "https://(hidden)@hub.example",
     }
     line = ["lockstep", "train", "x", "--run.tokens", "1M", "--hub.token", "abc", "--api-key=abc", "a.tokenizer=b"]
     assert environment.hide_arguments(line) == [
@@ -201,3 +201,22 @@ def test_the_state_of_the_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (len(found["commit"]), found["branch"], found["changed_files"]) == (40, "main", 0)
     (tmp_path / "model.py").write_text("2\n")
     assert environment.describe()["git"]["changed_files"] == 1
+
+
+@pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.x.clean", "filter.x.process"])
+def test_no_program_that_a_repository_names_is_run(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "model.py").write_text("1\n")
+    (tmp_path / ".gitattributes").write_text("*.py filter=x\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    subprocess.run(["git", "config", setting, "touch executed; cat"], check=True)
+    (tmp_path / "model.py").write_text("2\n")
+    found = environment.describe()["git"]
+    assert found["changed_files"] == (1 if setting == "core.fsmonitor" else None)
+    assert len(found["commit"]) == 40
+    assert not (tmp_path / "executed").exists()

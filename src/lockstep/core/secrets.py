@@ -20,7 +20,7 @@ _ANYWHERE = re.compile(
 )
 _WORDS = frozenset({"pass", "pw", "pwd", "pat", "key", "keys", "auth", "authorization", "signature", "netrc", "dsn"})
 _STRONG = re.compile(
-    r"secret|passw|passphrase|credential|bearer|jwt|cookie|(api|access|private)_?key|(api|auth|access|hub|hf)_?token",
+    r"secret|passw|passphrase|credential|bearer|jwt|cookie|(api|access|private)[_-]?key|(api|auth|access|hub|hf)[_-]?token",
     re.I,
 )
 _STRONG_WORDS = frozenset({"pass", "pw", "pwd", "pat"})
@@ -96,7 +96,11 @@ def hidden_setting(name: str, value: str) -> str:
     A config also calls columns and patterns `key`, `token` or `auth`: under these names, what looks like a plain word
     is none.
     """
-    strong = _STRONG.search(name) is not None or any(part.lower() in _STRONG_WORDS for part in _PARTS.findall(name))
+    strong = (
+        name.lower() == "token"
+        or _STRONG.search(name) is not None
+        or any(part.lower() in _STRONG_WORDS for part in _PARTS.findall(name))
+    )
     if strong or (names_a_secret(name) and _looks_random(value)):
         return HIDDEN if value else value
     return without_secrets(value)

@@ -33,6 +33,7 @@ from typing import NoReturn
 from lockstep.core.errors import Stopped
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
+from lockstep.core.secrets import masked, secrets_in
 from lockstep.launch import streams
 from lockstep.launch.ends import End, Kind, end_of_exception, end_of_return
 
@@ -181,7 +182,7 @@ def _take_threads() -> None:
 def append(log: Path, text: str) -> None:
     """To a rank's log, and not to its terminal."""
     with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"{text}\n")
+        file.write(f"{masked(text, secrets_in(os.environ))}\n")
 
 
 def _report(end: End, channel: Connection, waits: bool) -> None:

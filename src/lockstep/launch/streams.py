@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO, cast
 
+from lockstep.core.secrets import masked, secrets_in
+
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")
 _REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")
 _REMARKS_SHOWN = 10
@@ -26,15 +28,34 @@ def log_path(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.log"
 
 
-class _Doubled:
-    """A text stream whose words are also written to a log, without colours and cursor movements."""
+class _Logging:
+    """A text stream as it is written to a log: without colors and cursor movements, and without secrets."""
 
-    def __init__(self, stream: TextIO, log: TextIO) -> None:
+    def __init__(self, log: TextIO) -> None:
+        self._log = log
+        self._secrets = secrets_in(os.environ)
+
+    def write(self, text: str) -> int:
+        self._log.write(masked(_ESCAPES.sub("", text), self._secrets))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._log, name)
+
+
+class _Doubled:
+    """A text stream whose words are also written to a log."""
+
+    def __init__(self, stream: TextIO, log: _Logging) -> None:
         self._stream = stream
         self._log = log
 
     def write(self, text: str) -> int:
-        self._log.write(_ESCAPES.sub("", text))
+        self._log.write(text)
         return self._stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -56,8 +77,7 @@ def doubled(path: Path | None) -> Iterator[None]:
         return
     before = sys.stdout, sys.stderr
     with open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
-        sys.stdout = cast(TextIO, _Doubled(before[0], log))
-        sys.stderr = cast(TextIO, _Doubled(before[1], log))
+        sys.stdout, sys.stderr = (cast(TextIO, _Doubled(stream, _Logging(log))) for stream in before)
         try:
             yield
         finally:
@@ -72,7 +92,8 @@ def redirect(path: Path) -> None:
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
-    sys.stdout, sys.stderr = _line_stream(1), _line_stream(2)  # the old ones may be buffered, or not on 1 and 2 at all
+    # the old ones may be buffered, or not on 1 and 2 at all
+    sys.stdout, sys.stderr = (cast(TextIO, _Logging(_line_stream(descriptor))) for descriptor in (1, 2))
 
 
 def sizes(logs: Path, ranks: int) -> list[int]:

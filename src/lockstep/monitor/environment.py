@@ -14,13 +14,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.secrets import HIDDEN, hidden_setting, hidden_variable, without_secrets
+
 _PACKAGES = ("lockstep-train", "torch", "numpy", "pydantic", "transformers", "datasets", "tokenizers", "deepspeed")
 _VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|OPENBLAS|KMP|SLURM|LOCKSTEP|HF|TRANSFORMERS|HSA|ROCM|HIP)_.*"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|PYTHONHASHSEED|CUBLAS_WORKSPACE_CONFIG"
 )
-_SECRET = re.compile(r"token|secret|passw|key|credential|auth|cookie", re.IGNORECASE)
-_HIDDEN = "(hidden)"
 _GIT_SECONDS = 5.0
 
 
@@ -48,41 +48,45 @@ def describe() -> dict[str, Any]:
 
 
 def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that change how training runs; values of secret ones, and passwords in URLs, are hidden."""
+    """Those that change how training runs, without secrets."""
     return {
-        name: _HIDDEN if _SECRET.search(name) else _hide_password(value)
+        name: HIDDEN if _sets_variables(name) else hidden_variable(name, value)
         for name, value in sorted(variables.items())
         if _VARIABLES.fullmatch(name)
     }
 
 
 def hide_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line without the values of `--some.token VALUE`, `--some-key=VALUE` and `some.password=VALUE`."""
+    """A command line without secrets: the values of `--some.token VALUE`, `--some-key=VALUE` and `some.password=VALUE`,
+    those of `launch.environment`, and what looks like a secret anywhere."""
     shown: list[str] = []
-    flag_is_secret = False
+    flag = ""
     for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if flag_is_secret and not argument.startswith("--"):
-            shown.append(_HIDDEN)
-        elif equals and _SECRET.search(name) and not _is_harmless(name):
-            shown.append(f"{name}={_HIDDEN}")
+        name, equals, value = argument.partition("=")
+        if flag and not argument.startswith("--"):
+            shown.append(_hidden_value(flag, argument))
+        elif equals and not _SCHEME.match(argument):
+            shown.append(f"{without_secrets(name)}={_hidden_value(name, value)}")
         else:
-            shown.append(_hide_password(argument))
-        flag_is_secret = argument.startswith("--") and not equals and _is_secret_flag(argument)
+            shown.append(without_secrets(argument))
+        flag = argument if argument.startswith("--") and not equals else ""
     return shown
 
 
-def _is_secret_flag(flag: str) -> bool:
-    return bool(_SECRET.search(flag)) and not _is_harmless(flag)
+def _hidden_value(flag: str, value: str) -> str:
+    """`model.arguments={api_key: ...}` has its keys inside."""
+    if _sets_variables(flag):
+        return HIDDEN
+    shown = hidden_setting(flag.rpartition(".")[2], value)
+    return _INSIDE.sub(lambda pair: pair[1] + hidden_setting(pair[2], pair[3]), shown)
 
 
-def _is_harmless(name: str) -> bool:
-    """Tokens are also what language models read."""
-    return bool(re.search(r"tokens\b|tokenizer|kind$", name, re.IGNORECASE))
+def _sets_variables(name: str) -> bool:
+    return "launch.environment" in name.lower().replace("__", ".").replace("-", "_")
 
 
-def _hide_password(text: str) -> str:
-    return re.sub(r"(://[^/@:\s]*):[^/@\s]*@", rf"\1:{_HIDDEN}@", text)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_INSIDE = re.compile(r"""((?<=[{,\s"'])([\w.-]+)["']?\s*:\s*)([^\s,{}\[\]]+)""")
 
 
 def _versions() -> dict[str, str]:
@@ -113,22 +117,20 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch, and whether tracked files differ from it; None outside of a repository or without git."""
-    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_GIT_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
+    """Commit, branch, and how many tracked files differ from it; None outside of a repository or without git.
+
+    A repository's own config can name programs that git runs: those are left out, and where they can't be, files aren't
+    compared.
+    """
+    settings = _said_by_git(folder, "config", "--show-scope", "--includes", "--name-only", "--list") or []
+    if any(re.match(r"(local|worktree)\tfilter\.", name) for name in settings):  # would be run to compare files
+        head, name = (_said_by_git(folder, "rev-parse", *words) for words in (("HEAD",), ("--abbrev-ref", "HEAD")))
+        return {"commit": head[0] if head else None, "branch": name[0] if name else None, "changed_files": None}
+    lines = _said_by_git(
+        folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all"
+    )
+    if lines is None:
         return None
-    lines = done.stdout.splitlines()
     headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
     changed = [line.rsplit(" ", 1)[-1].split("\t")[0] for line in lines if not line.startswith("# ")]
     commit = headers.get("branch.oid")
@@ -137,3 +139,21 @@ def _git(folder: Path) -> dict[str, Any] | None:
         "branch": headers.get("branch.head"),
         "changed_files": len(changed),
     }
+
+
+def _said_by_git(folder: Path, *words: str) -> list[str] | None:
+    """The lines of a git command that runs no program that the repository names; None if it fails."""
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words],
+            cwd=folder,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.splitlines()

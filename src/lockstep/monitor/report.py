@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.errors import GiveUp
+from lockstep.core.secrets import hidden_setting, hidden_variable, without_secrets
 from lockstep.monitor import figures, page
 from lockstep.monitor.charts import Chart
 from lockstep.monitor.curves import MOST_LOGGED, charts, unit_of
@@ -273,13 +274,23 @@ def _sample(text: Text) -> Markup:
 def _config(text: str) -> Markup:
     if not text.strip():
         return Markup()
+    text = "\n".join(_without_secret(line) for line in text[: _LONGEST_CONFIG + 1].splitlines())
     cut = text if len(text) <= _LONGEST_CONFIG else text[:_LONGEST_CONFIG] + "\n# cut here: the rest is in config.yaml"
     return page.section("Configuration, as resolved", page.yaml(cut))
+
+
+def _without_secret(line: str) -> str:
+    """A line of a config that was written before secrets were hidden in it."""
+    key, colon, value = line.partition(": ")
+    return f"{key}{colon}{hidden_setting(key.strip(), value)}" if colon else without_secrets(line)
 
 
 def _environment(environment: Mapping[str, Any]) -> Markup:
     if not environment:
         return Markup()
+    if isinstance(variables := environment.get("variables"), Mapping):
+        shown = {str(name): hidden_variable(str(name), str(value)) for name, value in variables.items()}
+        environment = {**environment, "variables": shown}
     names = dict.fromkeys((*(name for name in _ENVIRONMENT if name in environment), *environment))
     entries = [(term(name), described(name, environment[name])) for name in names]
     return page.section("Environment", page.facts([entry for entry in entries if entry[1]], "rows"))
