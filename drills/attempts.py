@@ -86,9 +86,14 @@ class Attempt:
 
     def _wait_for_ranks(self) -> None:
         deadline = time.monotonic() + PATIENCE
-        while any(_group_of(pid) == self._process.pid for pid in os.listdir("/proc") if pid.isdecimal()):
+        while any(processes_of_group(self._process.pid)):
             assert time.monotonic() < deadline, "ranks outlive SIGKILL"
             time.sleep(0.001)
+
+
+def processes_of_group(group: int) -> Iterator[int]:
+    """That still run."""
+    return (int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _group_of(pid) == group)
 
 
 def _group_of(pid: str) -> int | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import runpy
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +35,84 @@ def run_lockstep(*words: object, cwd: Path | None = None) -> Done:
     return _done(_command, ["lockstep", *map(str, words)], cwd or Path.cwd())
 
 
+class Running:
+    """A command in a process group of its own, under way."""
+
+    def __init__(self, process: Any, folder: Path) -> None:
+        self._process, self._folder = process, folder
+
+    @property
+    def pid(self) -> int:
+        return cast("int", self._process.pid)
+
+    @property
+    def said(self) -> str:
+        return (self._folder / "err").read_text()
+
+    @property
+    def ranks(self) -> list[int]:
+        """Processes of the launcher's children, in the order of their start."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    @property
+    def lives(self) -> bool:
+        return self._process.exitcode is None
+
+    def send(self, number: signal.Signals, *, group: bool = False) -> None:
+        (os.killpg if group else os.kill)(self.pid, number)
+
+    def wait_for(self, moment: Callable[[], object]) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not moment():
+            assert self.lives, f"ended with {self._process.exitcode}: {self.said}"
+            assert time.monotonic() < deadline, f"it doesn't come: {self.said}"
+            time.sleep(0.005)
+
+    def end(self) -> int:
+        """Waits for it; the exit code. None of its processes is left."""
+        self._process.join(_PATIENCE_S)
+        code = self._process.exitcode
+        if code is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise AssertionError(f"it hangs: {self.said}")
+        deadline = time.monotonic() + 5
+        while left := processes_of_group(self.pid):
+            assert time.monotonic() < deadline, f"leaves processes: {left}"
+            time.sleep(0.01)
+        return cast("int", code)
+
+
+def start_lockstep(*words: object, cwd: Path) -> Running:
+    """As `run_lockstep`, without waiting."""
+    out, err = cwd / "out", cwd / "err"
+    for file in (out, err):
+        file.write_text("")
+    words_ = ["lockstep", *map(str, words)]
+    process = served().Process(target=partial(_lead, words_, str(cwd), _environment(), str(out), str(err)))
+    process.start()
+    return Running(process, cwd)
+
+
+def processes_of_group(group: int) -> list[int]:
+    """That still run; one that has ended and is not yet reaped does not."""
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _group_of(pid) == group]
+
+
+def _group_of(pid: str) -> int | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[2])
+
+
 def run_script(script: Path, *words: object, cwd: Path) -> Done:
     """As `python script words`."""
     return _done(_script, [str(script), *map(str, words)], cwd)
 
 
 def _done(main: Callable[[], None], words: list[str], folder: Path) -> Done:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    environment = {**plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    environment = _environment()
     with tempfile.TemporaryDirectory() as place:
         out, err = Path(place, "out"), Path(place, "err")
         process = served().Process(target=partial(_be, main, words, str(folder), environment, str(out), str(err)))
@@ -50,6 +122,16 @@ def _done(main: Callable[[], None], words: list[str], folder: Path) -> Done:
             process.kill()
             raise AssertionError(f"{' '.join(words)} hangs")
         return Done(process.exitcode, out.read_text(), err.read_text())
+
+
+def _environment() -> dict[str, str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    return {**plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+
+
+def _lead(words: list[str], folder: str, environment: Mapping[str, str], out: str, err: str) -> None:
+    os.setsid()
+    _be(_command, words, folder, environment, out, err)
 
 
 def _be(
@@ -67,7 +149,7 @@ def _be(
 
 
 def _command() -> None:
-    from lockstep.cli.main import command
+    from lockstep.__main__ import command
 
     command()
 

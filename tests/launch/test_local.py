@@ -264,7 +264,7 @@ def test_stop_is_orderly_and_each_rank_is_asked_once(
     _send(launched, number, group)
     assert launched.wait() == 130
     assert {(tmp_path / f"saved-{rank}").read_text() for rank in range(2)} <= asked
-    assert launched.err == ""
+    assert launched.err == f"lockstep: stopped by {number.name}\n"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -20,6 +20,7 @@ from typing import NoReturn, TextIO
 from lockstep.core.errors import ConfigError, Failure, Stopped
 from lockstep.core.json_output import alone
 from lockstep.core.out_of_memory import bytes_asked, ran_out
+from lockstep.core.stopping import stop_at_once
 from lockstep.launch.torchrun import tell_torchrun
 
 VERBS = {
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """The program: ends this process with `main`'s exit code."""
+    """Ends this process with `main`'s exit code. `lockstep.__main__` comes before it."""
+    stop_at_once()
     code = main()
     if "torch" in sys.modules:
         from lockstep.launch.rank import leave

@@ -25,7 +25,8 @@ from lockstep.core.errors import ConfigError
 
 _EPILOG = f"""{CONFIG_EPILOG}
 RUN is the folder of a run: it goes on from its newest checkpoint that verifies. So does a RECIPE whose run.folder is
-that of a run. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and saved (start it again), 130 stopped."""
+that of a run. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and saved (start it again), 130 stopped.
+SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 save and stop, SIGUSR2 saves and continues."""
 
 
 def run(words: Sequence[str]) -> int:

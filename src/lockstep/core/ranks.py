@@ -1,21 +1,24 @@
 """Who am I among the ranks? The environment contract between whatever starts a rank and the rank itself.
 
     launcher ---- RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT ----> RankEnvironment.read(os.environ)
-    ours adds     LOCAL_WORLD_SIZE, and for rank 0 LOCKSTEP_STORE_FD           the same record under every launcher
+    ours adds     LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, for rank 0 LOCKSTEP_STORE_FD     the same under every launcher
 
 The names are torchrun's, so that any launcher that speaks them can start a rank. LOCKSTEP_STORE_FD is the file
 descriptor of a socket that already listens on MASTER_PORT, on loopback alone: rank 0 makes its store of it
-(`TCPStore(..., master_listen_fd=...)`), and nobody else can take the port in between.
+(`TCPStore(..., master_listen_fd=...)`), and nobody else can take the port in between. LOCKSTEP_LAUNCHER is
+our launcher's process id.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.core.errors import ConfigError, Problem
 
 STORE_FD = "LOCKSTEP_STORE_FD"
+LAUNCHER = "LOCKSTEP_LAUNCHER"
 
 _LOOPBACK = "127.0.0.1"
 _ANNOUNCES_A_RANK = ("RANK", "WORLD_SIZE")
@@ -125,6 +128,11 @@ class RankEnvironment:
 def names_a_rank(environ: Mapping[str, str]) -> bool:
     """Whether a launcher has made this process a rank (or tried to: `RankEnvironment.read` says what is missing)."""
     return any(name in environ for name in _ANNOUNCES_A_RANK)
+
+
+def started_by_lockstep(environ: Mapping[str, str]) -> bool:
+    """Whether Lockstep's launcher has started this process as a rank, or is this process (one rank needs no other)."""
+    return environ.get(LAUNCHER) in (str(os.getpid()), str(os.getppid()))
 
 
 def _require(environ: Mapping[str, str]) -> None:

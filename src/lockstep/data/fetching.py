@@ -3,13 +3,18 @@
     requests --> workers = 0: source.fetch, in this process       --> batches, in the same order
              \\-> workers > 0: torch's DataLoader, one request each -/
 
+A signal to the process group is the rank's to handle: workers take no notice of it, go on fetching for the updates that
+are left, and end with the rank, also when that is killed.
+
 torch's DataLoader brings workers, shared memory, page-locked memory and prefetch; its sampler yields our requests and
 its dataset answers a whole request at once, so nothing is collated sample by sample.
 """
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -19,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.context import BaseContext, ForkProcess, ForkServerProcess, SpawnProcess
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -26,9 +32,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.core.errors import Failure, GiveUp
+from lockstep.core.processes import end_with, end_with_other
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
 from lockstep.core.safe_path import safe_interpreters
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, held_signals, no_effect
 from lockstep.data import noise
 from lockstep.data.order import Indices
 from lockstep.data.unreadable import explained, named
@@ -110,10 +118,13 @@ def _from_workers(source: Source, requests: Iterable[Request], workers: Workers)
         num_workers=workers.number,
         prefetch_factor=workers.prefetch,
         pin_memory=workers.pin,
+        multiprocessing_context=_context(),
+        worker_init_fn=partial(_leave_signals_to, os.getpid(), _in_main_thread()),
         # its own generator, or it would draw from the process' and change what the model draws
         generator=torch.Generator().manual_seed(workers.key),
     )
-    with nullcontext() if multiprocessing.get_start_method() == "fork" else safe_interpreters():
+    forks = multiprocessing.get_start_method() == "fork"
+    with nullcontext() if forks else safe_interpreters(), held_signals(forks=forks):
         answers = iter(loader)
     with _deaths_are_named(lambda: answerer.busy_with(asked)):
         while True:
@@ -128,6 +139,61 @@ def _from_workers(source: Source, requests: Iterable[Request], workers: Workers)
                 return
             asked.popleft()
             yield _unwrapped(answer)
+
+
+# --- signals ----------------------------------------------------------------------------------------------------
+
+_LEFT_TO_THE_RANK = (*STOP_SIGNALS, SAVE_SIGNAL)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _leave_signals_to(rank: int, from_main_thread: bool, worker: int) -> None:
+    """Called in a worker, before it fetches."""
+    if os.getppid() == rank and from_main_thread:
+        end_with(rank)
+    else:  # a fork server started it, or a thread, whose end would count as the rank's
+        end_with_other(rank)
+    for number in _LEFT_TO_THE_RANK:
+        # not SIG_IGN, which a program that the data set starts would inherit; system calls go on where they were
+        signal.signal(number, no_effect)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RANK)
+
+
+class _Killable:
+    """A worker that takes no notice of SIGTERM; torch terminates one that doesn't end by itself."""
+
+    def terminate(self) -> None:
+        self.kill()  # type: ignore[attr-defined]
+
+
+class _ForkWorker(_Killable, ForkProcess):
+    pass
+
+
+class _SpawnWorker(_Killable, SpawnProcess):
+    pass
+
+
+class _ForkServerWorker(_Killable, ForkServerProcess):
+    pass
+
+
+_WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}
+
+
+def _context() -> BaseContext:
+    """This process's own way to start others, with workers that can be terminated."""
+    method = multiprocessing.get_start_method()
+    context = copy.copy(multiprocessing.get_context(method))
+    context.Process = _WORKERS[method]  # type: ignore[attr-defined]
+    return context
+
+
+# --- requests and answers ---------------------------------------------------------------------------------------
 
 
 def _remembered(requests: Iterable[Request], asked: deque[Request]) -> Iterator[Request]:
@@ -154,7 +220,7 @@ _at_work: list[Callable[[], list[Request]]] = []  # what each set of workers is 
 def _deaths_are_named(busy: Callable[[], list[Request]]) -> Iterator[None]:
     """While the block runs, wherever the main thread happens to be: there torch raises, in its handler of SIGCHLD."""
     heard = signal.getsignal(signal.SIGCHLD)
-    if callable(heard) and not isinstance(heard, _Named) and threading.current_thread() is threading.main_thread():
+    if callable(heard) and not isinstance(heard, _Named) and _in_main_thread():
         signal.signal(signal.SIGCHLD, _Named(heard))
     _at_work.append(busy)
     try:

@@ -25,6 +25,7 @@ from types import TracebackType
 
 from lockstep.core.control_groups import Kills
 from lockstep.core.errors import Failure, Paused, Stopped, Waited, not_answered
+from lockstep.core.stopping import STOP_SIGNALS
 
 
 class Kind(Enum):
@@ -36,6 +37,7 @@ class Kind(Enum):
     CODE = "returned or exited with a code of its own"
     KILLED = "by a signal"
     STOPPED = "asked by somebody other than its launcher"
+    INTERRUPTED = "killed by a signal that asks for a stop: nothing was trained"
     PAUSED = "asked by anybody, and all is saved"
     WAITED = "in a collective, and not all came"
     PEER = "of an error that the end of a peer explains"
@@ -53,6 +55,7 @@ _PEER_WENT_AWAY = re.compile(
 
 
 _LATE = 2.0  # seconds after the first has waited in vain: whoever then finds the group broken had not been waiting
+_EXPLAINS = 0.5  # seconds that a rank's death by a signal may be noticed after what it made others do
 _NAMED = 8  # ranks, at most, in a sentence
 _LONGEST = 12_000  # characters of a report, so that it reaches the launcher in one piece
 
@@ -114,6 +117,8 @@ def end_of_process(exitcode: int, time: float) -> End:
     if exitcode >= 0:
         return end_of_return(exitcode, time)
     name = _signal_name(-exitcode)
+    if -exitcode in STOP_SIGNALS:
+        return End(Kind.INTERRUPTED, Stopped.exit_code, f"was stopped by {name}", time - _EXPLAINS)
     if name == "SIGABRT":  # what C++ does with an exception nobody catches; a broken connection is one
         return End(Kind.PEER, 1, f"was killed by {name}", time)
     return End(Kind.KILLED, 1, f"was killed by {name}", time)
@@ -160,7 +165,7 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str
             return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
         case Kind.KILLED if end.text.endswith("SIGKILL") and sigkill:
             return f"rank {rank} {end.text}: {sigkill}"
-        case Kind.CODE | Kind.KILLED | Kind.PEER:
+        case Kind.CODE | Kind.KILLED | Kind.INTERRUPTED | Kind.PEER:
             return f"rank {rank} {end.text}"
         case _:
             return f"rank {rank}: {end.text}" if end.text else ""

@@ -4,6 +4,8 @@
                 |- all return                      -> done
                 |- one fails       the others may fail of it, then SIGTERM, then SIGKILL
                 |- asked to stop   SIGTERM once; they have `patience` seconds; then, or if asked again, SIGKILL
+                |                  one dies of it: it had nothing to save, and the others can't without it: SIGKILL
+                |- asked to save   SIGUSR2
 
 Nothing polls: the launcher sleeps until a rank reports, a process ends, a signal comes or a deadline passes.
 """
@@ -24,9 +26,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, heard, no_effect
 from lockstep.launch.ends import End, Kind, end_of_process
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _SETTLE = 1.0  # seconds for the other ranks to say how they fail, once one has
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank still unwinding
@@ -35,25 +36,39 @@ _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, when the run has failed any
 _SAME_REQUEST = 0.5  # seconds: signals as close as that are one (timeout(1), and shells, send to process and group)
 
 
-class StopRequests:
-    """How often somebody has asked the run to stop; readable (`fileno`) when one has come."""
+class SignalRequests:
+    """What signals have asked of the launcher; readable (`fileno`) when there is more.
+
+    Attributes:
+        stops: how often somebody has asked the run to stop.
+        saves: how often somebody has asked it to save and continue.
+        last_stop: the signal that asked for a stop last.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
-        self._last = -math.inf
+        self.stops = self.saves = 0
+        self.last_stop: signal.Signals | None = None
+        self._stopped_at = -math.inf
         self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
 
     def fileno(self) -> int:
         return self._read
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def stop(self, number: int, frame: FrameType | None) -> None:
         """A signal handler."""
         now = time.monotonic()
-        if now - self._last >= _SAME_REQUEST:
-            self._last = now
-            self.count += 1
-        os.write(self._write, b"!")
+        if now - self._stopped_at >= _SAME_REQUEST:
+            self._stopped_at = now
+            self.last_stop = signal.Signals(number)
+            self.stops += 1
+        self._wake()
+
+    def save(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler."""
+        self.saves += 1
+        self._wake()
 
     def drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -64,34 +79,33 @@ class StopRequests:
         os.close(self._read)
         os.close(self._write)
 
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full of news already
+            os.write(self._write, b"!")
+
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequests]:
-    """SIGINT, SIGTERM and SIGHUP count as requests; those that this process ignores (nohup) stay ignored.
+def signal_requests(*, last: bool) -> Iterator[SignalRequests]:
+    """Signals count as requests while the block runs; SIGINT and SIGHUP that this process ignores stay ignored.
 
     Outside the main thread Python lets nobody listen, and none come.
+
+    Args:
+        last: the command ends after this, and what became of the run is known then: a late signal changes nothing.
+            The handlers of a program that calls Lockstep are put back all the same.
     """
-    requests = StopRequests()
+    requests = SignalRequests()
     before = {}
     if threading.current_thread() is threading.main_thread():
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, requests.note) for number in heard}
+        before = {number: signal.signal(number, requests.stop) for number in STOP_SIGNALS if heard(number)}
+        before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, requests.save)
     try:
         yield requests
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            over = handler is None or (last and isinstance(handler, StartHandler))
+            signal.signal(number, no_effect if over else handler)
         requests.close()
-
-
-@contextlib.contextmanager
-def held_signals() -> Iterator[None]:
-    """Stop signals wait until the block is left; ranks started within let them in when they are ready for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -102,7 +116,8 @@ class Member:
     channel: Connection
     reported: End | None = None
     ended: End | None = None
-    _signalled: bool = field(default=False, init=False)
+    _asked: bool = field(default=False, init=False)
+    _ended_by_us: bool = field(default=False, init=False)
     _silent: bool = field(default=False, init=False)
     _handle: int = field(init=False)
 
@@ -121,16 +136,26 @@ class Member:
         if exitcode is not None:
             self.ended = self._conclude(exitcode)
 
-    def signal(self, number: signal.Signals) -> None:
-        """What ends it from now on is our doing."""
-        self._signalled = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, number)
+    def ask(self, number: signal.Signals) -> None:
+        """Passes on what somebody has asked for."""
+        self._asked |= number in STOP_SIGNALS
+        self._send(number)
+
+    def end(self, number: signal.Signals) -> None:
+        """What ends it from now on is the launcher's doing."""
+        if not self._ended_by_us:
+            self._ended_by_us = True
+            self.release()  # announced: it then tells how it was failing, if it was
+        self._send(number)
 
     def release(self) -> None:
         """It may go: nobody else needs it."""
         with contextlib.suppress(OSError):
             self.channel.send(None)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, number)
 
     def close(self) -> None:
         self.process.join()
@@ -147,13 +172,14 @@ class Member:
         except (EOFError, OSError):
             self._silent = True
             return
-        self.reported = _our_doing(end) if self._signalled and end.kind is Kind.STOPPED else end
+        ours = self._asked or self._ended_by_us
+        self.reported = _our_doing(end) if ours and end.kind is Kind.STOPPED else end
 
     def _conclude(self, exitcode: int) -> End:
         if self.reported is not None and (self.reported.kind is not Kind.DONE or exitcode == 0):
             return self.reported
         found = end_of_process(exitcode, time.monotonic())
-        return _our_doing(found) if self._signalled and exitcode < 0 else found
+        return _our_doing(found) if self._ended_by_us and exitcode < 0 else found
 
 
 @dataclass
@@ -170,10 +196,10 @@ class _Deadlines:
         return None if nearest == math.inf else max(0.0, nearest - time.monotonic())
 
 
-def watch(members: Sequence[Member], requests: StopRequests, patience: float) -> list[End]:
+def watch(members: Sequence[Member], requests: SignalRequests, patience: float) -> list[End]:
     """Waits until all have ended, and sees to it that they do. Returns how, by rank."""
     deadlines = _Deadlines()
-    heard = 0
+    stops = saves = 0
     while living := [member for member in members if member.ended is None]:
         if living == [members[0]]:
             members[0].release()
@@ -182,21 +208,25 @@ def watch(members: Sequence[Member], requests: StopRequests, patience: float) ->
         requests.drain()
         for member in living:
             member.look()
-        if requests.count > heard:
-            heard = requests.count
-            _hear(heard, living, deadlines, patience)
+        if requests.saves > saves:
+            saves = requests.saves
+            for member in living:
+                member.ask(SAVE_SIGNAL)
+        if requests.stops > stops:
+            stops = requests.stops
+            _stop(stops, living, deadlines, patience)
         _foresee(members, deadlines, patience)
         _enforce(living, deadlines)
     return [member.ended for member in members if member.ended is not None]
 
 
-def _hear(count: int, living: Sequence[Member], deadlines: _Deadlines, patience: float) -> None:
+def _stop(count: int, living: Sequence[Member], deadlines: _Deadlines, patience: float) -> None:
     """The first request goes to the ranks, once; the second ends them."""
     if count > 1:
         deadlines.kill = 0.0
         return
     for member in living:
-        member.signal(signal.SIGTERM)
+        member.ask(signal.SIGTERM)
     deadlines.kill = min(deadlines.kill, time.monotonic() + patience)
 
 
@@ -205,6 +235,8 @@ def _foresee(members: Sequence[Member], deadlines: _Deadlines, patience: float) 
     if deadlines.terminated:
         return
     kinds = [end.kind for member in members if (end := member.ended or member.reported)]
+    if Kind.INTERRUPTED in kinds:
+        deadlines.kill = min(deadlines.kill, time.monotonic() + _SETTLE)
     deadlines.terminate = min(deadlines.terminate, time.monotonic() + _wait_for(kinds, len(members), patience))
 
 
@@ -236,7 +268,7 @@ def _enforce(living: Sequence[Member], deadlines: _Deadlines) -> None:
 def _signal_all(living: Sequence[Member], number: signal.Signals) -> None:
     for member in living:
         if member.ended is None:
-            member.signal(number)
+            member.end(number)
 
 
 def _our_doing(end: End) -> End:

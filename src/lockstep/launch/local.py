@@ -35,15 +35,17 @@ from pathlib import Path
 from lockstep.config.schema import Launch
 from lockstep.core.control_groups import kernel_kills
 from lockstep.core.errors import ConfigError, Problem, Stopped
-from lockstep.core.ranks import STORE_FD, RankEnvironment, names_a_rank
+from lockstep.core.ranks import LAUNCHER, STORE_FD, RankEnvironment, names_a_rank
 from lockstep.core.safe_path import safe_interpreters
+from lockstep.core.stopping import held_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, Kind, describe, first_cause, why_killed
-from lockstep.launch.group import Member, held_signals, stop_requests, watch
-from lockstep.launch.rank import Orders, append, run_entry, run_rank, sigterm_stops
+from lockstep.launch.group import Member, SignalRequests, signal_requests, watch
+from lockstep.launch.rank import Orders, append, run_entry, run_rank, signals_stop
 
 _LOOPBACK = "127.0.0.1"
+_OF_A_STOP = (Kind.INTERRUPTED, Kind.PEER, Kind.ENDED)  # ranks that stop break what binds them
 
 
 def launch(
@@ -87,7 +89,7 @@ def launch(
         for name in ahead:
             with contextlib.suppress(ImportError):  # a rank that needs it will say so
                 importlib.import_module(name)
-    return _run_ranks(entry, ranks, launch, logs, remedy)
+    return _run_ranks(entry, ranks, launch, logs, remedy, last=not apart)
 
 
 def started_by_another_launcher(environ: Mapping[str, str]) -> bool:
@@ -114,28 +116,30 @@ def may_fork() -> bool:
 
 
 def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> int:
-    variables = RankEnvironment(master_port=launch.port).variables()
+    variables = {**RankEnvironment(master_port=launch.port).variables(), LAUNCHER: str(os.getpid())}
     log = streams.log_path(logs, 0) if logs else None
-    with _environment({**variables, **launch.environment}), streams.doubled(log), sigterm_stops():
+    with _environment({**variables, **launch.environment}), streams.doubled(log), signals_stop():
         ends = [run_entry(entry)]
         if ends[0].detail and log is not None:
             append(log, f"{ends[0].detail}\n")
-        return _conclude(ends, launch, stopped=False)
+        return _conclude(ends, launch, None)
 
 
-def _run_ranks(entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, remedy: str) -> int:
-    logged = streams.sizes(logs, ranks) if logs else []
+def _run_ranks(
+    entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, remedy: str, *, last: bool
+) -> int:
+    logged, forks = streams.sizes(logs, ranks) if logs else [], may_fork()
     members: list[Member] = []
     killed_before = kernel_kills()
-    with stop_requests() as requests:
+    with signal_requests(last=last) as requests:
         try:
-            with held_signals(), _listener(launch.port, ranks) as listener, _frozen_heap():
-                _start(entry, ranks, launch, logs, listener, members)
+            with held_signals(forks=forks), _listener(launch.port, ranks) as listener, _frozen_heap():
+                _start(entry, ranks, launch, logs, listener, members, forks)
             ends = watch(members, requests, launch.timeout)
         finally:
             _end_all(members)
         sigkill = why_killed(killed_before, kernel_kills(), remedy)
-        code = _conclude(ends, launch, stopped=requests.count > 0, sigkill=sigkill)
+        code = _conclude(ends, launch, requests, sigkill)
         if logs is not None:
             _point_to_logs(code, logs, logged)
         return code
@@ -149,12 +153,14 @@ def _point_to_logs(code: int, logs: Path, logged: list[int]) -> None:
         _tell(f"each rank's words are in {logs}")
 
 
-def _conclude(ends: list[End], launch: Launch, stopped: bool, sigkill: str = "") -> int:
+def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> int:
     """Says what ended the run, and returns its exit code."""
     cause = first_cause(ends)
     if cause is None:
         return 0
-    if stopped and ends[cause].kind in (Kind.PEER, Kind.ENDED):  # ranks that stop break what binds them
+    if requests is not None and requests.last_stop is not None and ends[cause].kind in _OF_A_STOP:
+        at_once = "at once by a second signal, " if requests.stops > 1 else "by "
+        _tell(f"lockstep: stopped {at_once}{requests.last_stop.name}")
         return Stopped.exit_code
     if text := describe(cause, ends, launch.timeout, sigkill):
         shows_frames = ends[cause].kind in (Kind.TRACEBACK, Kind.PEER) and "\n" in text
@@ -169,9 +175,9 @@ def _start(
     logs: Path | None,
     listener: socket.socket,
     members: list[Member],
+    forks: bool,
 ) -> None:
     """Appends to `members` as they start, so that whoever holds the list can end them if one can't."""
-    forks = may_fork()
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each forked rank would say it again
@@ -193,6 +199,7 @@ def _start(
 def _variables(rank: int, ranks: int, listener: socket.socket, asked: Mapping[str, str]) -> dict[str, str]:
     port = listener.getsockname()[1]
     ours = RankEnvironment(rank, ranks, rank, ranks, _LOOPBACK, port).variables()
+    ours[LAUNCHER] = str(os.getpid())
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
     return {**share, **asked, **ours}
 
@@ -239,12 +246,12 @@ def _explained(entry: Callable[[], int]) -> Iterator[None]:
 def _end_all(members: list[Member]) -> None:
     for member in members:
         if member.ended is None:
-            member.signal(signal.SIGKILL)
+            member.end(signal.SIGKILL)
         member.close()
 
 
 def _refuse_own_names(asked: Mapping[str, str]) -> None:
-    own = {*RankEnvironment().variables(), STORE_FD}
+    own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER}
     problems = [
         Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
         for name in asked

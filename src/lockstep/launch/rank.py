@@ -7,13 +7,16 @@
 Ctrl-C reaches every process of a terminal. Only the launcher listens to it, and says "stop" to each rank once, as
 SIGTERM; so a rank is deaf to SIGINT, as are its data workers. Code in a rank that handles SIGINT itself must leave it
 alone if it finds it ignored, which is what nohup, too, asks of a program.
+
+Until a run handles signals itself, a rank dies of SIGTERM and SIGUSR1 at once: there is nothing to save, and an
+exception would be lost wherever it happened to arrive. Only where the launcher ends it because others have failed is
+one raised, so that a rank that is failing, too, can still report why.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing.util
 import os
@@ -27,17 +30,17 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socket
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import NoReturn
 
 from lockstep.core.errors import Stopped
+from lockstep.core.processes import end_with
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
 from lockstep.core.secrets import masked, secrets_in
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, die_of, no_effect, tell
 from lockstep.launch import streams
 from lockstep.launch.ends import End, Kind, end_of_exception, end_of_return
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,14 @@ def run_rank(entry: Callable[[], int], orders: Orders, channel: Connection) -> N
     let_children_search()
     if orders.forked:
         atexit._clear()  # what the launcher wanted done at its own exit
-    _listen_to_the_launcher_alone()
+    _listen_to_the_launcher_alone(channel)
     with _streams(orders):
         _take_threads()
         if orders.listener is not None:
             os.environ[STORE_FD] = str(orders.listener.detach())  # the store closes it
         end = run_entry(partial(_hear_signals_and_run, entry))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; nothing to interrupt
+        for number in (signal.SIGTERM, signal.SIGUSR1, SAVE_SIGNAL):
+            signal.signal(number, no_effect)  # it is ending; nothing to interrupt
         if end.text and orders.log is not None:
             append(orders.log, f"{end.detail}\n\n{end.text}" if end.detail else end.text)
         _report(replace(end, detail=""), channel, waits=orders.rank == 0)
@@ -114,37 +118,50 @@ def _told(error: BaseException, now: float) -> End:
 
 
 @contextlib.contextmanager
-def sigterm_stops() -> Iterator[None]:
-    """In this process, SIGTERM raises `Stopped`, unless it does something already."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+def signals_stop() -> Iterator[None]:
+    """In this process, SIGTERM and SIGUSR1 raise `Stopped`, unless they do something already."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, _stop_handler(os.getpid()))
+    numbers = [n for n in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, StartHandler(_raise_stopped))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
-def end_with(launcher: int) -> None:
-    """The kernel kills this process when the launcher ends, however that ends: no orphans. Linux alone can."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before the kernel was told
-        os._exit(1)
+def _raise_stopped(number: int) -> None:
+    raise Stopped(f"stopped by {signal.Signals(number).name}")
 
 
-def _listen_to_the_launcher_alone() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _stop_handler(os.getpid()))
+def _listen_to_the_launcher_alone(channel: Connection) -> None:
+    def stop(number: int) -> None:
+        if channel.poll():  # the launcher has announced it: others have failed
+            raise _Signalled("stopped by SIGTERM")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # print() may be what was interrupted
+                stream.flush()
+        die_of(number)
+
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, StartHandler(stop))
+    signal.signal(SAVE_SIGNAL, StartHandler(_nothing_to_save))
     faulthandler.enable(file=2)  # a crash in C++ leaves the Python stack behind
+
+
+def _nothing_to_save(number: int) -> None:
+    if os.environ.get("RANK") == "0":
+        tell("nothing to save yet")
 
 
 def _hear_signals_and_run(entry: Callable[[], int]) -> int:
     """The launcher has held signals back, so that none comes before `run_entry` would report it."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
     return entry()
 
 
@@ -152,16 +169,6 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames
-
-
-def _stop_handler(rank_pid: int) -> Callable[[int, FrameType | None], None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == rank_pid:
-            raise _Signalled("stopped by SIGTERM")
-        signal.signal(number, signal.SIG_DFL)  # a process that the rank has forked dies of it as any other
-        os.kill(os.getpid(), number)
-
-    return stop
 
 
 def _streams(orders: Orders) -> contextlib.AbstractContextManager[None]:

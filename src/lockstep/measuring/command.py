@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.core.errors import ConfigError, GiveUp, OutOfMemory, Paused, Stopped
 from lockstep.core.json_output import emit
+from lockstep.core.stopping import undone_by_a_stop
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
@@ -123,7 +124,8 @@ def _measured(mode: str, config: Config, given: Given, ranks: int, steps: int, f
 def _folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="lockstep-memory-"))
     try:
-        yield path
+        with undone_by_a_stop(partial(shutil.rmtree, path, ignore_errors=True)):
+            yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Failure, GiveUp, Paused, Stopped
+from lockstep.core.stopping import undone_by_a_stop
 from lockstep.launch.local import launch
 from lockstep.proof.cases import Case, Proof
 from lockstep.proof.rows import Row, not_run, row_of
@@ -106,7 +107,8 @@ def _folder() -> Iterator[Path]:
     """A temporary one; of ranks that crashed, what they said stays."""
     path = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     try:
-        yield path
+        with undone_by_a_stop(partial(shutil.rmtree, path, ignore_errors=True)):
+            yield path
     finally:
         crashed = (path / _CRASHED).exists()
         for entry in path.iterdir():

@@ -1,5 +1,12 @@
-"""Ctrl-C, SIGTERM, and SIGHUP of a terminal that is closed: once asks all ranks to stop at the next update, twice stops
-now."""
+"""Signals that ask something of a run while it trains.
+
+SIGINT, SIGTERM, SIGHUP, SIGUSR1    once: all ranks stop after the same update, and save; again: this process stops now
+SIGUSR2                             all ranks save after the same update, and continue
+
+SIGHUP comes when a terminal is closed. SIGUSR1 is what Slurm's `--signal=USR1@90` sends some time before a limit.
+Under Lockstep's own launcher "again" is the launcher's business: a rank may get one signal from the launcher and from
+whoever signals the whole process group.
+"""
 
 from __future__ import annotations
 
@@ -8,53 +15,81 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
 from lockstep.core.errors import Stopped
+from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import Request
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, heard, no_effect, tell
 
-_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ONE_WISH_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
-_HEARD = b"lockstep: stops after this update, and saves; once more stops at once\n"
 
 
-class StopSignals:
-    """What has been heard so far.
+class RunSignals:
+    """What has been asked for so far.
 
     Args:
-        tell: say that the first was heard; an update may take a while.
+        shown: print that a signal was heard; an update may take a while.
+        ends: the last update is done and saved; whoever asks for a stop gets the run's own end.
+        twice_stops: a second stop signal raises `Stopped` wherever the main thread is.
     """
 
-    def __init__(self, tell: bool) -> None:
-        self._tell = tell
-        self._heard_at: float | None = None
+    def __init__(self, *, shown: bool, ends: bool, twice_stops: bool) -> None:
+        self._shown = shown
+        self._twice_stops = twice_stops
+        self._ends = ends
+        self._stop_asked_at: float | None = None
+        self._save_asked_at: float | None = None
+        self._save_is_due = False
 
     def requests(self) -> tuple[Request, ...]:
-        return () if self._heard_at is None else (Request.STOP,)
+        """What this rank asks for in the next vote. A save is asked for once a signal."""
+        save, self._save_is_due = self._save_is_due, False
+        asked = (Request.SAVE,) if save else ()
+        return asked if self._stop_asked_at is None else (*asked, Request.STOP)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler."""
         now = time.monotonic()
-        if self._heard_at is None:
-            self._heard_at = now
-            if self._tell:
-                with suppress(OSError):  # the terminal is what was closed
-                    os.write(2, _HEARD)  # print() could be what was interrupted
-        elif now - self._heard_at > _ONE_WISH_S:
+        if self._stop_asked_at is None:
+            self._stop_asked_at = now
+            when = "is about to end anyway" if self._ends else "stops after this update, and saves"
+            self._tell(f"{when}; once more stops at once")
+        elif self._twice_stops and now - self._stop_asked_at > _ONE_WISH_S:
             raise Stopped(f"stopped at once by a second signal ({signal.Signals(number).name})")
+
+    def save(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler."""
+        now = time.monotonic()
+        if self._save_asked_at is not None and now - self._save_asked_at <= _ONE_WISH_S:
+            return
+        self._save_asked_at, self._save_is_due = now, True
+        self._tell("is about to end, and saves then" if self._ends else "saves after this update, and continues")
+
+    def _tell(self, text: str) -> None:
+        if self._shown:
+            tell(text)
 
 
 @contextmanager
-def stop_signals(*, tell: bool = False) -> Iterator[StopSignals]:
-    """Listens while the block runs; handlers of before come back after it. Only a main thread can listen."""
-    signals = StopSignals(tell)
+def run_signals(*, shown: bool = False, ends: bool = False) -> Iterator[RunSignals]:
+    """Handles signals while the block runs. Only a main thread can.
+
+    Arguments as of `RunSignals`. Handlers of a program that calls Lockstep are put back afterwards. The command's own
+    are not: it is about to end with an exit code that says what became of the run, and a late signal must not change
+    that.
+    """
+    launcher = started_by_lockstep(os.environ)
+    signals = RunSignals(shown=shown, ends=ends, twice_stops=not launcher)
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    wanted = [number for number in _ASKING if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, signals._hear) for number in wanted}  # what is ignored, a launcher handles
+    before = {number: signal.signal(number, signals.stop) for number in STOP_SIGNALS if heard(number)}
+    before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, signals.save)
     try:
         yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: it was set by code in C, which can't be put back from here
+            signal.signal(number, no_effect if handler is None or isinstance(handler, StartHandler) else handler)

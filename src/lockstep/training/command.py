@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.reading import by_step, read_manifest
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.json_output import emit
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
+from lockstep.core.stopping import undone_by_a_stop
 from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
 
+_NOTHING_BEGUN = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
 _SHOWN = 5  # settings that differ, in a message
 
 
@@ -216,14 +218,19 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
     was_there = asked is not None and asked.exists()
     folder = RunFolder.create(asked, job.recipe, again=True)
     code = ConfigError.exit_code  # what `launch` raises
-    try:
-        entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
-        remedy = advice(setting_of(job.config, number), "forward")
-        code = launch(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
-    finally:
+
+    def leave() -> None:
         folder.release()
-        if code == ConfigError.exit_code and not was_there:  # of what failed otherwise, the ranks' words are in it
+        if not was_there and code in _NOTHING_BEGUN:  # of what failed otherwise, the ranks' words are in it
             folder.remove_unbegun()
+
+    with undone_by_a_stop(leave):
+        try:
+            entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
+            remedy = advice(setting_of(job.config, number), "forward")
+            code = launch(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
+        finally:
+            leave()
     return folder.path, code
 
 

@@ -36,6 +36,7 @@ from lockstep.monitor.report import write_report
 from lockstep.monitor.summary import summarize
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.watchers import Watcher
+from lockstep.resilience.signals import run_signals
 from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
 from lockstep.training.evaluate import micro_size
@@ -110,7 +111,8 @@ def run_job(job: Job) -> Finished:
             if job.config.evaluation.prompt is not None:
                 journal.text("sample", sample(session, job.config.evaluation.prompt))
             drain.show(results.progress.steps)
-        summary = _leave(session, checkpoints, facts, results, folder)
+        with run_signals(shown=session.rooms.world.rank == 0, ends=True):  # the run is done: a stop has nothing to do
+            summary = _leave(session, checkpoints, facts, results, folder)
     return Finished(summary, folder)
 
 

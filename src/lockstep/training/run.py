@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.core.errors import GiveUp, Paused
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
-from lockstep.resilience.signals import stop_signals
+from lockstep.resilience.signals import run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.due import Due
 from lockstep.training.session import Session, steps
@@ -62,7 +62,7 @@ def run(
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at = -1
     evaluation = Due(session.rooms.config.evaluation.every, Request.EVALUATE, session.rooms.plan.epoch_samples)
-    with stop_signals(tell=session.rooms.world.rank == 0) as signals:
+    with run_signals(shown=session.rooms.world.rank == 0) as signals:
         before = session.progress
         for report in steps(session):
             last = report

@@ -1,0 +1,242 @@
+"""What becomes of a run that is asked to stop while it starts: `python drills/signal_drill.py`.
+
+    command starts ---- 5 ms ---- 5 ms ---- 5 ms ---- ... ---- first update ---- ...
+                          a signal at one of these moments, to the launcher or to its process group
+
+Each trial is a start of its own, with one signal. It must end by itself, all of its processes with it, with exit code
+130 and one sentence (75 once there was an update to save), without a traceback. What Python does with a signal before
+it runs the first line of Lockstep is counted apart.
+
+Prints a table, writes results/signal_drill.json, and fails (exit code 1) if a trial failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from attempts import machine, processes_of_group
+
+RESULTS = Path(__file__).parent / "results"
+PATIENCE = 60.0  # seconds after the signal; a run that takes longer hangs
+SIGNALS = ("SIGTERM", "SIGINT")
+TARGETS = ("launcher", "group")
+RUN = (
+    "stdlib-lm", "--model.layers=2", "--model.width=64", "--model.heads=2", "--data.train.length=64",
+    "--data.evaluation.held-out.length=64", "--data.evaluation.held-out.samples=16", "--evaluation.prompt=null",
+    "--evaluation.every=null", "--run.steps=1000000", "--monitor.progress=none", "--monitor.tensorboard=false",
+    "--launch.device=cpu",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Attributes:
+    after: seconds from the start of the command to the signal.
+    """
+
+    name: str
+    ranks: int
+    target: str
+    after: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Attributes:
+    kind: `stopped`, `saved`, `before Lockstep`, or `failed`.
+    seconds: from the signal to the end of the command.
+    why: it failed.
+    """
+
+    trial: Trial
+    kind: str
+    code: int
+    seconds: float
+    why: str = ""
+
+
+def main() -> None:
+    asked = _arguments()
+    first = _seconds_to_first_update(max(asked.ranks), asked.where)
+    trials = list(schedule(asked, first))
+    _tell(f"the first update comes after {first:.2f} s; {len(trials)} trials")
+    began = time.perf_counter()
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        outcomes = []
+        for number, outcome in enumerate(pool.map(lambda trial: attempt(trial, asked.where), trials), 1):
+            outcomes.append(outcome)
+            if outcome.kind == "failed" or number % 50 == 0:
+                _tell(f"{number}: {outcome.trial} {outcome.kind} {outcome.code} {outcome.why}")
+    found = {"command": _command(asked), "machine": machine(), **summary(outcomes, first)}
+    found["seconds"] = round(time.perf_counter() - began, 1)
+    asked.results.mkdir(parents=True, exist_ok=True)
+    (asked.results / "signal_drill.json").write_text(json.dumps(found, indent=2) + "\n")
+    print(table(found), flush=True)
+    sys.exit(1 if found["failed"] else 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=float, default=5.0, help="milliseconds between two moments")
+    parser.add_argument("--times", type=int, default=100, help="moments, drawn evenly from the start, of each row")
+    parser.add_argument("--ranks", type=_numbers, default=[1, 2])
+    parser.add_argument("--signals", type=lambda text: text.split(","), default=list(SIGNALS))
+    parser.add_argument("--at-once", type=int, default=1, help="starts side by side")
+    parser.add_argument("--where", type=Path, default=None)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _command(asked: argparse.Namespace) -> str:
+    words = [f"--times {asked.times}", f"--every {asked.every:g}", f"--ranks {','.join(map(str, asked.ranks))}"]
+    return f"python drills/signal_drill.py {' '.join(words)} --signals {','.join(asked.signals)}"
+
+
+def schedule(asked: argparse.Namespace, first: float) -> Iterator[Trial]:
+    """Moments are multiples of `every`, from the very start to a little beyond the first update. Rows take turns, so
+    that together they come close to every moment."""
+    moments = int(1.1 * first * 1000 / asked.every)
+    rows = list(itertools.product(asked.signals, asked.ranks, TARGETS))
+    for number in range(asked.times * len(rows)):
+        name, ranks, target = rows[number % len(rows)]
+        moment = round(number * moments / (asked.times * len(rows)))
+        yield Trial(name, ranks, target, moment * asked.every / 1000)
+
+
+def _started(ranks: int, folder: Path) -> subprocess.Popen[bytes]:
+    program = str(Path(sys.executable).with_name("lockstep"))
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen(
+            [program, "train", *RUN, f"--ranks={ranks}", f"--run.folder={folder / 'run'}"],
+            stdout=said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder, start_new_session=True,
+        )  # fmt: skip
+
+
+def _seconds_to_first_update(ranks: int, where: Path | None) -> float:
+    def once() -> float:
+        with tempfile.TemporaryDirectory(dir=where, prefix="drill-signals-") as folder:
+            began = time.monotonic()
+            process = _started(ranks, Path(folder))
+            metrics = Path(folder, "run", "metrics.jsonl")
+            while not (metrics.exists() and metrics.stat().st_size):
+                assert process.poll() is None, Path(folder, "said").read_text()
+                time.sleep(0.002)
+            found = time.monotonic() - began
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return found
+
+    return statistics.median(once() for _ in range(3))
+
+
+def attempt(trial: Trial, where: Path | None) -> Outcome:
+    with tempfile.TemporaryDirectory(dir=where, prefix="drill-signals-") as name:
+        folder, began = Path(name), time.monotonic()
+        process = _started(trial.ranks, folder)
+        time.sleep(max(0.0, began + trial.after - time.monotonic()))
+        sent, number = time.monotonic(), signal.Signals[trial.name]
+        (os.kill if trial.target == "launcher" else os.killpg)(process.pid, number)
+        try:
+            code = process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            return Outcome(trial, "failed", code, PATIENCE, f"hangs: {_said(folder)}")
+        seconds = time.monotonic() - sent
+        kind, why = judged(trial, code, _said(folder))
+        if left := list(processes_of_group(process.pid)):
+            time.sleep(1.0)  # the kernel is ending them
+            if left := list(processes_of_group(process.pid)):
+                kind, why = "failed", f"leaves processes {left}"
+                os.killpg(process.pid, signal.SIGKILL)
+        if kind == "stopped" and (folder / "run").exists() and not (folder / "run" / "config.yaml").exists():
+            kind, why = "failed", f"leaves a run folder that nobody began: {os.listdir(folder / 'run')}"
+        return Outcome(trial, kind, code, seconds, why)
+
+
+def _said(folder: Path) -> str:
+    return (folder / "said").read_text(errors="replace")
+
+
+def judged(trial: Trial, code: int, said: str) -> tuple[str, str]:
+    """What became of it, and what is wrong with that."""
+    number = signal.Signals[trial.name]
+    if "lockstep" not in said and (code == -number or (number == signal.SIGINT and code in (1, -number))):
+        return "before Lockstep", ""
+    if "Traceback" in said or "Exception ignored" in said:
+        return "failed", f"shows a traceback: {said[-2000:]}"
+    if code == 75 and "and saved" in said:
+        return "saved", ""
+    sentences = re.findall(rf"^lockstep: stopped by {trial.name}$", said, re.MULTILINE)
+    if code != 130:
+        return "failed", f"exit code {code}: {said[-2000:]}"
+    if len(sentences) != 1:
+        return "failed", f"{len(sentences)} sentences: {said[-2000:]}"
+    return "stopped", ""
+
+
+def summary(outcomes: Sequence[Outcome], first: float) -> dict[str, Any]:
+    rows = []
+    for key in dict.fromkeys((o.trial.name, o.trial.ranks, o.trial.target) for o in outcomes):
+        mine = [o for o in outcomes if (o.trial.name, o.trial.ranks, o.trial.target) == key]
+        kinds = Counter(o.kind for o in mine)
+        early = [o.trial.after for o in mine if o.kind == "before Lockstep"]
+        rows.append(
+            {
+                "signal": key[0], "ranks": key[1], "target": key[2], "trials": len(mine),
+                **{kind: kinds[kind] for kind in ("stopped", "saved", "before Lockstep", "failed")},
+                "longest": round(max(o.seconds for o in mine), 2),
+                "before_until": max(early, default=0.0),
+            }
+        )  # fmt: skip
+    failed = [asdict(o) for o in outcomes if o.kind == "failed"]
+    return {"first_update": round(first, 2), "rows": rows, "failed": failed}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    lines = [
+        "| signal | ranks | sent to | trials | stopped, 130 | saved, 75 | before Lockstep ran | failed | longest, s |",
+        "|---|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in found["rows"]:
+        lines.append(
+            f"| {row['signal']} | {row['ranks']} | {row['target']} | {row['trials']} | {row['stopped']} | "
+            f"{row['saved']} | {row['before Lockstep']} | {row['failed']} | {row['longest']:.2f} |"
+        )
+    early = max(row["before_until"] for row in found["rows"])
+    lines.append("")
+    lines.append(
+        f"The first update came after {found['first_update']:.2f} s. Python itself answered signals up to "
+        f"{1000 * early:.0f} ms after the command, before it ran the first line of Lockstep."
+    )
+    return "\n".join(lines)
+
+
+def _tell(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
