@@ -147,10 +147,12 @@ def test_under_torchrun(target: str, tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(small.__file__).parents[1])},
         preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored] and None,
     )
     deadline = time.monotonic() + 120
     while not _trains(tmp_path):
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
