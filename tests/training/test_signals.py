@@ -136,11 +136,11 @@ def _catches(status: Path, number: signal.Signals) -> bool:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("target", ["ranks", "group"])
-def test_under_torchrun(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["ranks", "torchrun too"])
+def test_under_torchrun(target: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """It ends of SIGUSR1 and SIGUSR2 unless it is started with them ignored; ranks handle them all the same."""
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lockstep", "train"]
-    ignored = (signal.SIGUSR1, signal.SIGUSR2) if target == "group" else ()
+    ignored = (signal.SIGUSR1, signal.SIGUSR2) if target == "torchrun too" else ()
     process = subprocess.Popen(
         [*program, str(_config(tmp_path)), "--launch.device=cpu"],
         stderr=subprocess.PIPE,
@@ -150,13 +150,14 @@ def test_under_torchrun(target: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(small.__file__).parents[1])},
         preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in ignored] and None,
     )
+    request.addfinalizer(lambda: process.poll() is None and process.terminate())
     deadline = time.monotonic() + 120
     while not _trains(tmp_path):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    pids = [int(rank) for rank in ranks] if target == "ranks" else [-process.pid]
+    pids = [int(rank) for rank in ranks] + ([process.pid] if ignored else [])
     for number in (signal.SIGUSR2, signal.SIGUSR1):
         for pid in pids:
             os.kill(pid, number)
