@@ -132,6 +132,68 @@ def test_masks_hide_words_and_belong_to_the_sample(opened):
     assert abs(masked / hidden - (0.8 + 0.1 / 16)) < 0.03
 
 
+def test_only_the_completion_of_a_prompt_is_a_target(opened):
+    first = [*words("cat"), *words("the dog sat"), 0]
+    second = [*words("the cat sat on the mat"), *words("a dog ran"), 0]
+    batch = opened("gpt", "causal-lm", label="answer").fetch(INDICES)
+    assert batch.inputs["input_ids"].tolist() == [[*first, *[0] * 5], second]
+    assert batch.inputs["attention_mask"].sum(1).tolist() == [5, 10]
+    assert batch.targets.tolist() == [[-100, *first[1:], *[-100] * 5], [*[-100] * 6, *second[6:]]]
+    assert batch.tokens == 15
+    whole = opened("gpt", "causal-lm", label="answer", train_on_prompt=True)
+    assert whole.fetch(INDICES).targets.tolist() == [[*first, *[-100] * 5], second]
+    assert whole.fingerprint != opened("gpt", "causal-lm", label="answer").fingerprint
+    assert whole.fingerprint != opened("gpt", "causal-lm").fingerprint
+    own = opened("gpt", "language-model", label="answer").fetch(INDICES)
+    assert own.inputs["tokens"].tolist() == batch.inputs["input_ids"].tolist()
+    assert own.targets[:, :-1].tolist() == batch.targets[:, 1:].tolist()
+    assert own.targets[:, -1].tolist() == [-100, -100]
+
+
+def test_a_prompt_is_cut_before_its_completion(opened):
+    batch = opened("gpt", "causal-lm", label="answer", max_length=6).fetch(np.array([0]))
+    assert batch.inputs["input_ids"].tolist() == [[*words("the mat"), *words("a dog ran"), 0]]
+    batch = opened("gpt", "causal-lm", label="answer", max_length=3).fetch(np.array([0]))
+    assert batch.inputs["input_ids"].tolist() == [words("mat a dog")]
+    assert batch.targets.tolist() == [[-100, *words("a dog")]]
+    begun = opened("bert", "causal-lm", label="answer", max_length=6).fetch(np.array([0]))
+    assert begun.inputs["input_ids"].tolist() == [[1, *[one + 3 for one in words("mat a dog ran")], 2]]
+
+
+def test_numbers_and_several_classes(opened, folder):
+    (folder / "scores.jsonl").write_text(json.dumps({"text": "cat", "score": 0.5, "tags": [0, 1, 1]}) + "\n")
+    task, name = "sequence-classification", str(folder / "scores.jsonl")
+    one = opened("bert", task, name=name, label="score")
+    assert (one.facts.classes, one.fetch(np.array([0])).targets.tolist()) == (1, [0.5])
+    several = opened("bert", task, name=name, label="tags")
+    assert (several.facts.classes, several.fetch(np.array([0])).targets.tolist()) == (3, [[0.0, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "says"),
+    [
+        ("masked-lm", {"label": "answer"}, "label answer: masked-lm hides tokens of `text`"),
+        ("causal-lm", {"label": "answer", "packed": True}, "packed joins documents, and a prompt with its completion"),
+        ("causal-lm", {"label": "label"}, "column label has 0, a int; text is needed"),
+        ("causal-lm", {"label": "answer", "text_pair": "text"}, "text_pair text and label, .* don't go together"),
+        ("causal-lm", {"text_pair": "answer", "packed": True}, "text_pair answer and packed don't go together"),
+        ("causal-lm", {"train_on_prompt": True}, "train_on_prompt is for .* this is causal-lm without `label`"),
+        ("seq2seq", {"label": "answer", "train_on_prompt": True}, "train_on_prompt is for .* this is seq2seq; leave"),
+        ("causal-lm", {"mask_probability": 0.2}, "mask_probability is for masked-lm, and this is causal-lm"),
+        ("token-classification", {"label": "label"}, "batches for causal-lm, .* made for token-classification"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(opened, task, options, says):
+    with pytest.raises(ConfigError, match=says):
+        opened("gpt", task, **options)
+
+
+def test_messages_are_no_text(opened, folder):
+    (folder / "chat.jsonl").write_text(json.dumps({"text": [{"role": "user", "content": "cat"}]}) + "\n")
+    with pytest.raises(ConfigError, match=r"column text has messages; write them out .* apply_chat_template"):
+        opened("gpt", "causal-lm", name=str(folder / "chat.jsonl"))
+
+
 def test_a_target_text_becomes_labels(opened):
     batch = opened("gpt", "seq2seq", label="answer").fetch(np.array([0, 1]))
     expected = [words("a dog ran"), [*words("a cat"), -100]]

@@ -250,7 +250,10 @@ class HuggingFaceData(Section):
     """Column with the text."""
     text_pair: str | None = None
     label: str | None = None
-    """Column with the class (classification) or the target text (seq2seq)."""
+    """Column with the class (classification; floats for regression, a list of 0 and 1 for several classes), the target
+    text (seq2seq), or the completion of the prompt in `text` (language models), which alone is trained on."""
+    train_on_prompt: bool = False
+    """Language models with `label`: the prompt's tokens are targets, too."""
     tokenizer: PathText | None = None
     """Folder or hub name; null: that of the model."""
     max_length: Positive = 512

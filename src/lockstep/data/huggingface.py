@@ -3,10 +3,12 @@
     rows --> texts --> tokenizer --> padded to the batch's longest, or packed into full samples
 
                               inputs                           targets
-    causal-lm                 input_ids, attention_mask        the ids themselves (the objective shifts them)
+    causal-lm                 input_ids, attention_mask        the ids themselves (the objective shifts them); with a
+                                                               label column, those of the completion alone
     masked-lm                 the same, some ids hidden        the hidden ids
-    sequence-classification   the same                         classes [samples]
+    sequence-classification   the same                         classes [samples]; numbers; [samples, classes]
     seq2seq                   the same                         the ids of the target text
+    language-model (ours)     tokens                           the next ids; of a label column, too
     none (our own models)     tokens, mask                     classes if there is a label column, else the next ids
 
 -100 is no target: padding never is one.
@@ -14,6 +16,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,10 +30,12 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise, windows
 from lockstep.data.order import Indices
 from lockstep.data.rows import check_columns, load_rows
+from lockstep.data.tasks import OWN
 from lockstep.data.tokenizers import load_tokenizer
 from lockstep.data.unreadable import read_or_explain
 
 _NO_TARGET = -100
+_COMPLETED = ("causal-lm", OWN)
 _NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
 _ROWS_TO_KNOW_BY = 256  # how many rows a fingerprint looks at
 
@@ -40,16 +45,21 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
     name = section.tokenizer or tokenizer
     if name is None:
         raise ConfigError("data of kind huggingface needs a `tokenizer`: a folder or hub name; the model has none")
-    _check_task(section, task)
+    _check_options(section, task)
     rows = load_rows(section.name, section.configuration, section.split)
     columns = [column for column in (section.text, section.text_pair, section.label) if column is not None]
     check_columns(rows, columns)
     if len(rows) == 0:
         raise ConfigError(f"data set {section.name}, split {section.split}, is empty")
+    texts = [section.text, section.text_pair, section.label if task in _COMPLETED or task == "seq2seq" else None]
+    _check_texts(rows, [column for column in texts if column is not None])
     text = Texts(rows.select_columns(columns), load_tokenizer(name), section)
+    own = task in (None, OWN)
     if section.packed:
-        return PackedText(text, aligned=task is not None)
+        return PackedText(text, aligned=not own)
     match task, section.label:
+        case (("causal-lm" | "language-model"), str(label)):
+            return CompletedText(text, label, own=own)
         case "causal-lm", _:
             return CausalText(text)
         case "masked-lm", _:
@@ -57,18 +67,51 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
         case "seq2seq", str(label):
             return TranslatedText(text, label)
         case _, str(label):
-            return ClassifiedText(text, label, own=task is None)
+            return ClassifiedText(text, label, own=own)
     return NextTokenText(text)
 
 
-def _check_task(section: HuggingFaceData, task: str | None) -> None:
+def _check_options(section: HuggingFaceData, task: str | None) -> None:
+    """Raises ConfigError: something is asked for that the task doesn't know, or lacks."""
+    asked, what = section.model_fields_set, task or "a model of your own"
     if task in _NEEDS_LABEL and section.label is None:
         raise ConfigError(f"{task} needs `label`, the name of the column with {_NEEDS_LABEL[task]}")
-    if section.packed and (task not in (None, "causal-lm") or section.label is not None):
+    if task == "masked-lm" and section.label is not None:
+        raise ConfigError(
+            f"label {section.label}: masked-lm hides tokens of `text`, and these are its targets; leave it out"
+        )
+    if section.packed and section.label is not None and task in _COMPLETED:
+        raise ConfigError(
+            "packed joins documents, and a prompt with its completion stays by itself; leave packed or label out"
+        )
+    if section.packed and (task not in (None, *_COMPLETED) or section.label is not None):
         raise ConfigError(
             f"packed joins documents for language models; {task or 'a classifier'} needs each sample by itself: "
             "packed can be false"
         )
+    if section.text_pair is not None and (section.packed or (task in _COMPLETED and section.label is not None)):
+        other = "packed" if section.packed else "label, the column with completions,"
+        raise ConfigError(f"text_pair {section.text_pair} and {other} don't go together; leave one out")
+    if section.train_on_prompt and (task not in _COMPLETED or section.label is None):
+        raise ConfigError(
+            f"train_on_prompt is for language models with prompts (`text`) and completions (`label`), and this is "
+            f"{what}{'' if section.label else ' without `label`'}; leave it out"
+        )
+    if "mask_probability" in asked and task != "masked-lm":
+        raise ConfigError(f"mask_probability is for masked-lm, and this is {what}; leave it out")
+
+
+def _check_texts(rows: Any, columns: list[str]) -> None:
+    """Raises ConfigError: a column has something else."""
+    for column in columns:
+        value = rows[0][column]
+        if isinstance(value, str):
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            why = "messages; write them out as text first, by the tokenizer's apply_chat_template"
+        else:
+            why = f"{value!r:.60}, a {type(value).__name__}; text is needed"
+        raise ConfigError(f"column {column} has {why}")
 
 
 class Texts:
@@ -115,7 +158,7 @@ class Texts:
     def fingerprint(self, kind: str) -> str:
         """Of rows spread over the whole set, of the vocabulary, and of what is done with them."""
         known = np.unique(np.linspace(0, len(self) - 1, _ROWS_TO_KNOW_BY).astype(np.int64))
-        made = self.section.model_dump(exclude={"name", "tokenizer", "split", "configuration"})
+        made = self.section.model_dump(exclude={"name", "tokenizer", "split", "configuration", "train_on_prompt"})
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return windows.fingerprint(kind, len(self), read_or_explain(self.at, known), made, vocabulary)
 
@@ -152,6 +195,62 @@ class CausalText:
         inputs = self._text.encoded(self._text.at(indices))
         mask = inputs["attention_mask"]
         return Batch(inputs, _valid(inputs["input_ids"], mask), len(indices), int(mask.sum()))
+
+
+class CompletedText:
+    """Prompts with their completions, one text each, which ends with the tokenizer's end token if it has one. Targets
+    are those of the completion alone, or of both.
+
+    A sample that is too long loses the beginning of its prompt; a completion that is too long by itself, its end.
+
+    Args:
+        label: column with the completion.
+        own: for our own models, which take `tokens`, and targets that are the next ids.
+    """
+
+    draws = False
+
+    def __init__(self, text: Texts, label: str, *, own: bool) -> None:
+        self._text = text
+        self._label = label
+        self._own = own
+        tokenizer = text.tokenizer
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        self._end = [] if end is None else [end]
+        around = tokenizer("")["input_ids"]  # such as a begin and an end token
+        closing = len(around) > 0 and around[-1] == end
+        self._begin = around[:-1] if closing else around
+        self.facts = text.facts(len(text))
+        self.fingerprint = text.fingerprint("prompt, loss" if text.section.train_on_prompt else "prompt")
+
+    def fetch(self, indices: Indices) -> Batch:
+        columns = self._text.at(indices)
+        plain = partial(self._text.tokenizer, add_special_tokens=False)
+        prompts = plain(columns[self._text.section.text])["input_ids"]
+        completions = plain(columns[self._label])["input_ids"]
+        pairs = [self._fitted(prompt, own) for prompt, own in zip(prompts, completions, strict=True)]
+        longest = max(len(prompt) + len(completion) for prompt, completion in pairs)
+        padding = self._text.tokenizer.pad_token_id
+        ids = torch.full((len(pairs), longest), padding if padding is not None else 0)
+        mask, targets = torch.zeros_like(ids), torch.full_like(ids, _NO_TARGET)
+        for row, (prompt, completion) in enumerate(pairs):
+            both = torch.tensor([*prompt, *completion])
+            first = 0 if self._text.section.train_on_prompt else len(prompt)
+            ids[row, : len(both)] = both
+            mask[row, : len(both)] = 1
+            targets[row, first : len(both)] = both[first:]
+        tokens = int(mask.sum())
+        if not self._own:
+            return Batch({"input_ids": ids, "attention_mask": mask}, targets, len(indices), tokens)
+        following = torch.full_like(ids, _NO_TARGET)
+        following[:, :-1] = targets[:, 1:]
+        return Batch({"tokens": ids}, following, len(indices), tokens)
+
+    def _fitted(self, prompt: list[int], completion: list[int]) -> tuple[list[int], list[int]]:
+        most = self._text.section.max_length
+        completion = [*completion, *self._end][: max(most - len(self._begin) - (not self._begin), 1)]
+        room = max(most - len(completion) - len(self._begin), 0)
+        return [*self._begin, *prompt[max(len(prompt) - room, 0) :]], completion
 
 
 class PackedText:
@@ -204,7 +303,7 @@ class MaskedText:
 
 
 class ClassifiedText:
-    """Texts with a class each.
+    """Texts with a class each; for models of the transformers library also with a number, or with several classes.
 
     Args:
         own: for our own models, which take `tokens` and `mask`.
@@ -216,7 +315,9 @@ class ClassifiedText:
         self._text = text
         self._label = label
         self._own = own
-        self.facts = text.facts(len(text), classes=_classes(text.rows, label))
+        self._dtype = torch.int64 if own else _dtype_of(text.rows[0][label])
+        classes = _classes(text.rows, label) if self._dtype is torch.int64 else _outputs(text.rows, label)
+        self.facts = text.facts(len(text), classes=classes)
         self.fingerprint = text.fingerprint("classification")
 
     def fetch(self, indices: Indices) -> Batch:
@@ -225,7 +326,7 @@ class ClassifiedText:
         mask = inputs["attention_mask"]
         if self._own:
             inputs = {"tokens": inputs["input_ids"], "mask": mask.bool()}
-        targets = torch.tensor(columns[self._label], dtype=torch.int64)
+        targets = torch.tensor(columns[self._label], dtype=self._dtype)
         return Batch(inputs, targets, len(indices), int(mask.sum()))
 
 
@@ -252,6 +353,25 @@ class TranslatedText:
 def _valid(ids: Tensor, mask: Tensor) -> Tensor:
     """The ids as targets: padding is none, also where it is the same id as the end of a text."""
     return ids.masked_fill(mask == 0, _NO_TARGET)
+
+
+def _dtype_of(label: object) -> torch.dtype:
+    """Classes are whole; numbers, and several classes of a text, are not."""
+    return torch.float32 if isinstance(label, float | list) else torch.int64
+
+
+def _outputs(rows: Any, label: str) -> int:
+    """How many numbers a text has: one, or as many as there are classes, each 0 or 1.
+
+    Raises ConfigError: not always as many.
+    """
+    lengths = {len(value) if isinstance(value, list) else 1 for value in rows[label]}
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"column {label} has lists of {min(lengths)} to {max(lengths)} numbers; several classes a text are a list "
+            "of 0 and 1, one for each class"
+        )
+    return lengths.pop()
 
 
 def _classes(rows: Any, label: str) -> int:

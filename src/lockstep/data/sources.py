@@ -11,30 +11,32 @@ from lockstep.config.schema import (
     StdlibText,
     Tokens,
 )
-from lockstep.core.errors import ConfigError
 from lockstep.core.protocols import Source
+from lockstep.data.tasks import OWN, refuse_task
 
 
 def open_source(section: DataSource, *, task: str | None, tokenizer: str | None) -> Source:
     """The data that `section` describes.
 
     Args:
-        task: of a model of the transformers library, which then names the inputs (`input_ids`); None for any other.
+        task: of a model of the transformers library, which then names the inputs (`input_ids`); `tasks.OWN` for
+            a language model of ours; None for any other.
         tokenizer: the model's, for sections that name none.
 
     Raises:
         ConfigError: there is no such data here, or it doesn't suit the task.
     """
-    _refuse_task(section, task)
+    refuse_task(section, task)
+    aligned = task not in (None, OWN)
     match section:
         case StdlibText():
             from lockstep.data.stdlib_text import StdlibTextSource
 
-            return StdlibTextSource(section, aligned=task is not None)
+            return StdlibTextSource(section, aligned=aligned)
         case StdlibFunctions():
             from lockstep.data.stdlib_functions import StdlibFunctionsSource
 
-            return StdlibFunctionsSource(section, task=task)
+            return StdlibFunctionsSource(section, aligned=aligned)
         case Digits():
             from lockstep.data.digits import DigitsSource
 
@@ -42,7 +44,7 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
         case Tokens():
             from lockstep.data.tokens import open_tokens
 
-            return open_tokens(section, aligned=task is not None)
+            return open_tokens(section, aligned=aligned)
         case HuggingFaceData():
             from lockstep.data.huggingface import open_huggingface
 
@@ -52,24 +54,3 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
 
             return open_custom(section)
     raise AssertionError(f"{section.kind}: data handed over in Python is not opened but adapted")
-
-
-_TASKS = {
-    "stdlib-text": ("causal-lm",),
-    "stdlib-functions": ("sequence-classification",),
-    "digits": (),
-    "tokens": ("causal-lm",),
-    "huggingface": ("causal-lm", "masked-lm", "sequence-classification", "seq2seq"),
-}
-"""Of models of the transformers library, that a kind of data has batches for."""
-
-
-def _refuse_task(section: DataSource, task: str | None) -> None:
-    tasks = _TASKS.get(section.kind)
-    if task is None or tasks is None or task in tasks:
-        return
-    known = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
-    raise ConfigError(
-        f"data of kind {section.kind} has batches {known}, and this model is made for {task}; take a data set of your "
-        "own (kind: custom), whose items have the keys that the model's forward takes"
-    )

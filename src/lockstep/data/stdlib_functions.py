@@ -49,9 +49,9 @@ class StdlibFunctionsSource:
 
     draws = False
 
-    def __init__(self, section: StdlibFunctions, *, task: str | None = None) -> None:
-        """`task`: as of `open_source`."""
-        self._aligned = task is not None
+    def __init__(self, section: StdlibFunctions, *, aligned: bool = False) -> None:
+        """`aligned`: inputs have the names of the transformers library's models."""
+        self._aligned = aligned
         functions = _all_functions()
         self.packages = tuple(sorted({function.package for function in functions}))
         chosen = [function for function in functions if _held_out(function.name) == (section.split == "held-out")]

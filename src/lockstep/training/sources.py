@@ -21,6 +21,7 @@ from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import evaluation_batches
 from lockstep.data.prepared import PreparedSource
 from lockstep.data.sources import open_source
+from lockstep.data.tasks import OWN
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.freezing import freeze
 from lockstep.models.heads import Head, head_of, preparation
@@ -124,16 +125,18 @@ def _users_objective(config: Config, given: Given) -> str | None:
 
 
 def _task(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:
-    """Of a model of the transformers library: what it is made for, and where its tokenizer is."""
+    """What the data are for, and where the tokenizer of a model of the transformers library is."""
     if config.model.kind == "huggingface":
         return config.model.task, config.model.pretrained
+    if config.model.kind == "transformer":
+        return OWN, None
     if all(section.kind in _USERS_DATA for section in (config.data.train, *config.data.evaluation.values())):
         return None, None
     if model is None and config.model.kind == "custom":
         model = sketch_model(config.model, _NOTHING)
     head = head_of(model)
     if head is None:
-        return None, None
+        return OWN if config.objective.kind == "next-token" else None, None
     return _TASKS.get(head.labels, head.labels), getattr(head.config, "name_or_path", None) or None
 
 
