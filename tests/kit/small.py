@@ -88,6 +88,16 @@ class CrossEntropy:
         return F.cross_entropy(outputs.float(), batch.targets, reduction="sum")
 
 
+class Times(CrossEntropy):
+    """The loss times a constant."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return super().loss_sum(outputs, batch) * self._factor
+
+
 class NanAt(CrossEntropy):
     """Its loss is NaN at some of its calls (a call an update, without accumulation), perhaps on one rank alone."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,33 @@ def test_precisions_round_as_much_as_they_must(name: str) -> None:
     assert run.losses == pytest.approx(expected.losses, rel=1e-3)
     assert run.losses != expected.losses
     assert all(value.dtype == np.float32 for value in (*run.weights.values(), *run.gradients[-1].values()))
+
+
+@pytest.mark.parametrize(
+    "mixed", [{"param_dtype": "fp16"}, {"reduce_dtype": "fp16"}, {"param_dtype": "bf16", "output_dtype": "fp16"}]
+)
+def test_fp16_brings_a_loss_scale(mixed: dict[str, str]) -> None:
+    """A gradient too small for fp16 arrives; one too large is discarded and halves the scale."""
+    for scaled, norms, verdicts in in_world(2, _faint_and_loud, mixed):
+        assert scaled == [65536.0, 65536.0]
+        assert norms[0] == pytest.approx(norms[1], rel=0.02)
+        assert verdicts == ["OVERFLOW", 32768.0]
+
+
+def _faint_and_loud(mixed: dict[str, str]) -> tuple[list[float], list[float], list[Any]]:
+    with small.in_group():
+        asked = small.config(parallel=fsdp(mixed_precision=mixed), optim={"name": "sgd", "lr": 0.01})
+        plain = small.config(parallel=fsdp(), optim={"name": "sgd", "lr": 0.01})
+        scales, norm = _first_updates(asked, 1e-7)
+        loud, _ = _first_updates({**asked, "batch": {"global_size": 2}}, 1e4)
+        _, expected = _first_updates(plain, 1e-7)
+    return [one.loss_scale for one in scales], [norm, expected], [loud[0].verdict.name, loud[1].loss_scale]
+
+
+def _first_updates(asked: dict[str, Any], factor: float) -> tuple[list[Any], float]:
+    with lockstep.session(asked, objective=small.Times(factor)) as session:
+        reports = list(itertools.islice(lockstep.steps(session), 2))
+        return reports, reports[0].grad_norm
 
 
 def test_buffers_are_cast_by_us() -> None:

@@ -418,7 +418,7 @@ class Precision(Section):
     tf32: bool = True
     """On NVIDIA GPUs, fp32 matrix products may use TF32."""
     loss_scale: LossScale = LossScale()
-    """fp16 alone."""
+    """Of runs whose gradients pass through fp16: `compute: fp16`, or fp16 in `parallel.fsdp.mixed_precision`."""
 
 
 # --- memory, parallel, launch -----------------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ Precise = Literal["fp32", "bf16", "fp16"]
 
 class FSDPPrecision(Section):
     """What FSDP gathers, reduces and computes in. Parameters at rest and optimizer state are fp32 under each; beside
-    it, `precision.compute` goes on to say what autocast does."""
+    it, `precision.compute` goes on to say what autocast does. fp16 in any of them brings `precision.loss_scale`."""
 
     param_dtype: Precise | None = None
     """Of the parameters that are gathered and computed with; null: fp32, as they are stored."""
@@ -525,6 +525,11 @@ class FSDPPrecision(Section):
     """To which the model's floating-point buffers are cast, once; null: as they are."""
     cast_forward_inputs: bool = True
     """Cast the inputs of each wrapped module to `param_dtype`, if that is given."""
+
+    @property
+    def rounds_to_fp16(self) -> bool:
+        """Whether gradients pass through fp16, which needs a loss scale."""
+        return "fp16" in (self.param_dtype, self.reduce_dtype, self.output_dtype)
 
 
 class FSDP(Section):

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.config.schema import LossScale
+from lockstep.config.schema import FSDPPrecision, LossScale
 from lockstep.core.errors import GiveUp
 from lockstep.optim.kernels import scale_update
 
@@ -28,6 +28,17 @@ def resolve_compute(compute: Literal["auto", "fp32", "bf16", "fp16"], device: to
     if compute == "auto":
         return torch.bfloat16 if has_bf16(device) else None
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[compute]
+
+
+def needs_loss_scale(compute: torch.dtype | None, mixed: FSDPPrecision | None) -> bool:
+    """Return whether some gradient passes through fp16: of the forward's autocast, or, under FSDP, of the parameters it
+    gathers, its reduction, or the outputs that it casts.
+
+    Args:
+        compute: precision of autocast; None: fp32.
+        mixed: FSDP's own precisions; None: the run is under another strategy.
+    """
+    return compute is torch.float16 or (mixed is not None and mixed.rounds_to_fp16)
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -221,13 +221,15 @@ def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
         notes.append("optim.in_backward is false: the proof compares gradients, which would be gone")
     if config.precision.compute not in ("auto", precision):
         notes.append(f"precision.compute is {precision}, not {config.precision.compute}")
-    if precision == "fp16" and config.precision.loss_scale.initial > _LOSS_SCALE:
+    mixed = config.parallel.fsdp.mixed_precision
+    scaled = precision == "fp16" or (precision != "fp32" and mixed.rounds_to_fp16)
+    if scaled and config.precision.loss_scale.initial > _LOSS_SCALE:
         scale = config.precision.loss_scale.model_copy(update={"initial": _LOSS_SCALE})
         changed["precision"] = changed["precision"].model_copy(update={"loss_scale": scale})
         notes.append(
             f"precision.loss_scale.initial is {_LOSS_SCALE:g}: where fp16 overflows depends on how a batch is cut"
         )
-    if precision == "fp32" and config.parallel.fsdp.mixed_precision != FSDPPrecision():
+    if precision == "fp32" and mixed != FSDPPrecision():
         fsdp = config.parallel.fsdp.model_copy(update={"mixed_precision": FSDPPrecision()})
         changed["parallel"] = config.parallel.model_copy(update={"fsdp": fsdp})
         notes.append("parallel.fsdp.mixed_precision is left out: this proof is in fp32")

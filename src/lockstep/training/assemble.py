@@ -27,7 +27,7 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import Classes, NextToken, Targets, coupling
 from lockstep.models.starting_weights import find_start
 from lockstep.models.transformer import Transformer, flops_per_token
-from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
+from lockstep.optim.precision import LossScaler, needs_loss_scale, resolve_compute, set_tf32
 from lockstep.plan.plan import Machine, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
 from lockstep.plan.stages import stages_of
@@ -109,7 +109,8 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     sharding = sharding_of(parts)
     plan = replace(plan, warnings=(*plan.warnings, *(() if start is None else start.notes())))
     dtype = resolve_compute(config.precision.compute, world.device)
-    scaler = LossScaler(config.precision.loss_scale, enabled=dtype is torch.float16, device=world.device)
+    scaled = needs_loss_scale(dtype, config.parallel.fsdp.mixed_precision if plan.strategy == "fsdp" else None)
+    scaler = LossScaler(config.precision.loss_scale, enabled=scaled, device=world.device)
     engine, consensus = engine_and_vote(parts, objective, computed, sharding)
     loader = TrainingLoader(
         source,
