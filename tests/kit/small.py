@@ -143,8 +143,8 @@ def in_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def refusal(config: dict[str, Any]) -> str:
-    """The message with which a session on this rank refuses the config, at its start or in its first two updates."""
+def refusal(config: dict[str, Any], updates: int = 2) -> str:
+    """The message with which a session on this rank refuses the config, at its start or in its first updates."""
     import lockstep
 
     with contextlib.ExitStack() as stack:
@@ -156,7 +156,7 @@ def refusal(config: dict[str, Any]) -> str:
         try:
             with lockstep.session(config) as session:
                 for report in lockstep.steps(session):
-                    if report.step == 2:
+                    if report.step == updates:
                         return ""
         except lockstep.ConfigError as error:
             return str(error)
@@ -186,6 +186,78 @@ class Experts(Net):
             if chosen.any():
                 mixed = mixed.index_add(0, chosen.nonzero().flatten(), layer(points[chosen]))
         return super().forward(points + mixed)
+
+
+class Step(nn.Module):
+    """A layer and what it is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return points + torch.tanh(self.inner(points))
+
+
+class SkippedSteps(Net):
+    """Runs each step for some of the points alone, and not at all if there are none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(Step() for _ in range(4))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        found = points
+        for place, step in enumerate(self.steps):
+            chosen = (points[:, place % 3] > 0.6).nonzero().flatten()
+            if len(chosen):
+                found = found.index_copy(0, chosen, step(found[chosen]))
+        return super().forward(found)
+
+
+class Mixture(nn.Module):
+    """Each point goes through one of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(Step() for _ in range(3))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        routed = self.router(points)
+        which, mixed = routed[:, :3].argmax(-1), torch.zeros_like(points)
+        for place, expert in enumerate(self.experts):
+            chosen = (which == place).nonzero().flatten()
+            if len(chosen):
+                mixed = mixed.index_add(0, chosen, expert(routed[chosen]))
+        return points + mixed
+
+
+class Mixtures(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixture() for _ in range(2))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            points = block(points)
+        return super().forward(points)
+
+
+class ChangesCourse(Net):
+    """From its third training forward on, the ranks named run its steps otherwise."""
+
+    def __init__(self, ranks: list[int], steps: list[int]) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(Step() for _ in range(3))
+        self._ranks, self._others, self._forwards = ranks, steps, 0
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self._forwards += self.training
+        changed = self._forwards > 2 and int(os.environ["RANK"]) in self._ranks
+        for place in self._others if changed else range(3):
+            points = self.steps[place](points)
+        return super().forward(points)
 
 
 def bytes_held(tensors: list[Any]) -> int:

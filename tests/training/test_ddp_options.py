@@ -78,7 +78,7 @@ def test_unused_parameters_can_be_told(micro_size: int | str) -> None:
 def test_untold_unused_parameters_are_named_with_the_remedy(ranks: int, micro_size: int | str) -> None:
     config = small.config("WithSpare", batch={"global_size": 13, "micro_size": micro_size})
     for message in in_world(ranks, small.refusal, config):
-        assert message.startswith("model: spare.weight, spare.bias: no gradient reaches them.")
+        assert message.startswith("model: spare.weight, spare.bias: no gradient reaches them")
         assert 'model.freeze: ["spare.weight"]' in message
         assert "parallel.ddp.find_unused_parameters: true" in message
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import pytest
+from kit import small
 from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.small import config
+from kit.worlds import in_world
 
 from lockstep.plan.variants import VARIANTS
 
@@ -51,3 +55,100 @@ def test_a_layer_that_one_rank_leaves_out(ranks: int, variant: str) -> None:
 def test_a_layer_left_out_while_each_micro_batch_is_reduced() -> None:
     asked = experts(1, strategy="fsdp", fsdp={"reduce_every": "micro-batch"})
     assert differences(recorded(asked, 2, UPDATES), oracle()) == []
+
+
+# --- modules that only some ranks run -------------------------------------------------------------------------------
+
+DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "skipped blocks": ("SkippedSteps", {}),
+    "skipped blocks, gathered once": ("SkippedSteps", {"wrap": "root"}),
+    "skipped blocks, grad op": ("SkippedSteps", {"sharding_strategy": "SHARD_GRAD_OP"}),
+    "skipped blocks, prefetched": ("SkippedSteps", {"forward_prefetch": True}),
+    "experts, gathered one by one": ("Mixtures", {"wrap": ["Mixture", "Step"]}),
+    "experts, each micro-batch reduced": ("Mixtures", {"wrap": ["Step"], "reduce_every": "micro-batch"}),
+    "no part divided": ("SkippedSteps", {"sharding_strategy": "NO_SHARD"}),
+}
+
+
+def skipping(model: str, micro_size: int, **parallel: Any) -> dict[str, Any]:
+    return config(
+        model,
+        batch={"global_size": 12, "micro_size": micro_size},
+        optim={"name": "sgd", "lr": 0.1, "weight_decay": 0.1, "decay": "all"},
+        parallel={**parallel, "ddp": {"find_unused_parameters": True}},
+    )
+
+
+@cache
+def alone(model: str) -> Trajectory:
+    return recorded(skipping(model, 12, strategy="single"), updates=4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_modules_that_some_ranks_leave_out(ranks: int) -> None:
+    asked = {
+        f"{name}, {accumulation} micro-batches": skipping(
+            model, 12 // ranks // accumulation, strategy="fsdp", fsdp=options
+        )
+        for name, (model, options) in DIVIDED.items()
+        for accumulation in (1, 2)
+        if ranks == 2 or (accumulation == 2 and not options.keys() & {"sharding_strategy", "forward_prefetch"})
+    }
+    for name, run in zip(asked, recorded_all(list(asked.values()), ranks, 4), strict=True):
+        oracle = alone(DIVIDED[name.rpartition(",")[0]][0])
+        assert differences(run, oracle) == [], name
+        assert [sorted(found) for found in run.gradients] == [sorted(found) for found in oracle.gradients], name
+
+
+@pytest.mark.drill
+def test_modules_left_out_where_activations_are_computed_again() -> None:
+    asked = skipping("Mixtures", 3, strategy="fsdp", fsdp={"wrap": ["Mixture", "Step"]})
+    asked["memory"] = {"activation_checkpointing": {"mode": "full"}}
+    assert differences(recorded(asked, 2, 4), alone("Mixtures")) == []
+
+
+@pytest.mark.drill
+def test_modules_left_out_by_replicas_of_a_divided_model() -> None:
+    hybrid = skipping("SkippedSteps", 2, strategy="fsdp", data=2, fsdp={"sharding_strategy": "HYBRID_SHARD"})
+    assert differences(recorded(hybrid, 4, 4), alone("SkippedSteps")) == []
+
+
+@pytest.mark.parametrize("micro_size", [6, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_leaves_a_module_out_in_a_later_update_is_named(strategy: str, micro_size: int) -> None:
+    """Also where, with accumulation, the parameter has a gradient from the micro-batch before."""
+    began = time.monotonic()
+    asked = leaving([1], [0, 2], micro_size, strategy)
+    told = in_world(2, refusal, asked)
+    assert time.monotonic() - began < 30
+    assert "find_unused_parameters: true" in told[1] or "write true" in told[1].lower()
+    assert "rank 1" in told[1]
+    assert "steps.1" in told[1]
+
+
+def leaving(ranks: list[int], steps: list[int], micro_size: int, strategy: str) -> dict[str, Any]:
+    found = config(batch={"global_size": 12, "micro_size": micro_size}, parallel={"strategy": strategy})
+    found["model"] |= {"target": "kit.small:ChangesCourse", "arguments": {"ranks": ranks, "steps": steps}}
+    return found
+
+
+def refusal(asked: dict[str, Any]) -> str:
+    """Of the first four updates, by a rank that doesn't wait long for others to do as it does."""
+    from lockstep.sharding import fsdp_order
+
+    fsdp_order._OTHERS_WAIT = timedelta(seconds=1)
+    return small.refusal(asked, 4)
+
+
+def test_another_order_is_refused_on_one_rank_and_taken_from_all() -> None:
+    """Blocks are of one size: gathered in another order they would be taken for each other, and nothing would hang."""
+    swapped = in_world(2, refusal, leaving([1], [0, 2, 1], 6, "fsdp"))
+    assert "rank 1 gathered steps.2 where in its first such pass it gathered steps.1" in swapped[1]
+    assert in_world(2, refusal, leaving([0, 1], [0, 2, 1], 6, "fsdp")) == ["", ""]
+
+
+def test_ranks_that_differ_from_the_first_on_are_both_told() -> None:
+    asked = skipping("SkippedSteps", 6, strategy="fsdp")
+    asked["parallel"]["ddp"] = {}
+    for message in in_world(2, small.refusal, asked):
+        assert message.startswith("parallel.ddp.find_unused_parameters: false, but samples decide which modules run: ")

@@ -8,17 +8,26 @@ rank 1   model, gradient ---+-- bucket by bucket --+--> optimizer
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
+from lockstep.sharding.state import (
+    live_state,
+    restore_state,
+    unused_parameters,
+    whole_gradients,
+    whole_weights,
+    without_gradient,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,6 +35,10 @@ if TYPE_CHECKING:
     from lockstep.config.schema import DDP
     from lockstep.core.protocols import Optimizer
     from lockstep.core.records import TrainingState
+
+
+_LACKING = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+"""In torch's message, of the trained parameters in their order."""
 
 
 class ReplicatedByDDP:
@@ -65,12 +78,14 @@ class ReplicatedByDDP:
         )
         self._after_discard = _compress(self._ddp, options, backend)
         self._learns_graph = options.static_graph
+        self._reduces = True
 
     @property
     def module(self) -> nn.Module:
         return self._ddp
 
     def window(self, last: bool) -> AbstractContextManager[object]:
+        self._reduces = last
         if last or self._learns_graph:
             # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients
             # that are reduced already are the same on all ranks: the mean that comes with the last leaves them be.
@@ -80,9 +95,22 @@ class ReplicatedByDDP:
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
+        if self._reduces:
+            self._refuse_unreduced()
 
     def unreached(self) -> list[str]:
         return without_gradient(self.bare)
+
+    def _refuse_unreduced(self) -> None:
+        """Raises ConfigError: this rank's backward left parameters out, whose reduction other ranks are waiting for."""
+        try:
+            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch's own words come in the next forward, after the hang
+        except RuntimeError as error:
+            found = _LACKING.search(str(error))
+            trained = [name for name, one in self.bare.named_parameters() if one.requires_grad]
+            names = [trained[int(place)] for place in found[1].split()] if found else self.unreached()
+            where = f"in the last micro-batch of an update on rank {dist.get_rank()}, and others may wait for it"
+            raise unused_parameters(names or trained, where=where) from error
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))

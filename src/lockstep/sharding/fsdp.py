@@ -23,10 +23,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import SharedBuffers
+from lockstep.sharding.fsdp_order import Joined, OneOrder, SameOrder
 from lockstep.sharding.local_parts import trained_parts
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
-from lockstep.sharding.unused import UnusedParameters
 from lockstep.sharding.wrapping import units
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ShardedByFSDP:
     optimizer_of: makes the optimizer of named parameters: plain ones, this rank's parts.
     pieces: who holds what of a model that is cut.
     whole: give it the DTensors in their place: it is a user's, and may look at shapes.
-    find_unused: a rank's samples may leave parameters out that others use.
+    order: keeps the ranks' collectives in one order; None: a pipeline's schedule does.
     """
 
     averages_over = 1
@@ -94,7 +94,7 @@ class ShardedByFSDP:
         pieces: Pieces,
         *,
         whole: bool,
-        find_unused: bool = False,
+        order: SameOrder | None,
     ) -> None:
         self.bare = self.module = model
         self._root = cast("FSDPModule", model)
@@ -110,8 +110,8 @@ class ShardedByFSDP:
         self._by_name = {part.name: part for part in self._parts}
         self._whole = whole
         self._optimizer = optimizer_of((part.name, part.whole if whole else part.local) for part in self._parts)
-        self._unused = UnusedParameters(list(_sharded(model))) if find_unused else None
-        model.register_forward_hook(_reshard_unless_training)
+        self._order = order
+        model.register_forward_hook(self._end_forward)
 
     def window(self, last: bool) -> AbstractContextManager[object]:
         reduces = last or self._each_micro_batch
@@ -120,12 +120,17 @@ class ShardedByFSDP:
             self._reduces = reduces
         self._buffers.before_forward(last)
         self._is_last = self._shares_ends = last
+        if self._order is not None:
+            self._order.begin(reduces=reduces)
         return NO_WINDOW
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
-        if self._unused is not None and self._is_last:
-            self._unused.clear([part.whole for part in self._parts])
+        if self._order is None:
+            return
+        self._order.end_backward()
+        if self._is_last:
+            self._order.end_update(self._parts)
 
     def unreached(self) -> list[str]:
         return without_gradient(self.bare)
@@ -164,6 +169,14 @@ class ShardedByFSDP:
     def restore(self, state: TrainingState) -> None:
         restore_state(self.bare, self._optimizer, self._pieces.own(state), self._fit)
 
+    def _end_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
+        """Without a backward nothing else would give back what is still gathered."""
+        if self._order is not None:
+            self._order.end_forward()
+        if not torch.is_grad_enabled():
+            for unit in _sharded(module):
+                unit.reshard()
+
     def _add_shared(self) -> None:
         """Once an update; at the same point on every rank."""
         if not self._shares_ends:
@@ -178,6 +191,17 @@ class ShardedByFSDP:
         part = self._by_name[name]
         value = part.fit(value)
         return part.as_whole(value.to(part.local.device)) if self._whole and part.is_like(value) else value
+
+
+def same_order(model: nn.Module, place: Place, device: torch.device, *, find_unused: bool) -> SameOrder | None:
+    """What keeps the collectives of a divided model's ranks in one order. All ranks together.
+
+    Args:
+        find_unused: a rank's samples may leave out what others use.
+    """
+    if place.mesh.pipeline > 1:
+        return None
+    return Joined(model, place.with_share) if find_unused else OneOrder(model, place.with_share, device)
 
 
 # --- making it ----------------------------------------------------------------------------------------------------
@@ -235,9 +259,3 @@ def _cast_buffers(model: nn.Module, asked: FSDPPrecision) -> None:
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def _reshard_unless_training(module: nn.Module, inputs: object, outputs: object) -> None:
-    """Without a backward nothing else would give the root's gathered parameters back."""
-    if not torch.is_grad_enabled():
-        cast("FSDPModule", module).reshard()

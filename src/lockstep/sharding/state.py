@@ -7,13 +7,13 @@ values: {"optimizer": {PARAMETER: {ENTRY: number}}, "groups": [...], "tied": {NA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import gathered, is_sharded
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
+_NAMED = 5
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -94,6 +95,25 @@ def whole_gradients(model: nn.Module, wanted: bool) -> Iterator[tuple[str, Tenso
 def without_gradient(model: nn.Module) -> list[str]:
     """Names of the trained parameters that have none."""
     return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+
+
+def unused_parameters(names: Sequence[str], *, where: str = "") -> ConfigError:
+    """What is wrong with trained parameters that no gradient reaches, and the remedy.
+
+    Args:
+        where: `in update 7 on rank 1`; nothing: in the first update.
+    """
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    it = "it" if len(names) == 1 else "them"
+    return ConfigError(
+        Problem(
+            "",
+            "model",
+            f"{shown}: no gradient reaches {it}{where and f' {where}'}. Freeze what isn't trained "
+            f'(model.freeze: ["{names[0]}"]), or, if other batches do use {it}, set '
+            "parallel.ddp.find_unused_parameters: true",
+        )
+    )
 
 
 def _whole(parts: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:

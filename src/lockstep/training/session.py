@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import GiveUp
 from lockstep.core.out_of_memory import mark
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
@@ -24,6 +24,7 @@ from lockstep.distributed.consensus import Consensus, had_one_gradient, requests
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
+from lockstep.sharding.state import unused_parameters
 from lockstep.training.evaluate import evaluate
 from lockstep.training.ledger import Ledger, OrderFacts
 from lockstep.training.memory_watch import MemoryWatch
@@ -315,18 +316,8 @@ class Session:
         if self.rooms.config.parallel.ddp.find_unused_parameters:
             return
         unused = self.rooms.sharding.unreached()
-        if not unused:
-            return
-        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-        raise ConfigError(
-            Problem(
-                "",
-                "model",
-                f"{shown}: no gradient reaches {'it' if len(unused) == 1 else 'them'}. Freeze what isn't trained "
-                f'(model.freeze: ["{unused[0]}"]), or, if other batches do use it, set '
-                f"parallel.ddp.find_unused_parameters: true",
-            )
-        )
+        if unused:
+            raise unused_parameters(unused)
 
 
 def _order_facts(rooms: Rooms) -> OrderFacts:

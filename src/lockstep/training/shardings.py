@@ -175,9 +175,10 @@ def _invariant(parts: Parts) -> Sharding:
 
 
 def _fsdp(parts: Parts) -> Sharding:
-    from lockstep.sharding.fsdp import ShardedByFSDP, shard  # DTensors take 0.5 s to import
+    from lockstep.sharding.fsdp import ShardedByFSDP, same_order, shard  # DTensors take 0.5 s to import
 
     model, options, place = parts.model, parts.config.parallel.fsdp, parts.place
+    find_unused = parts.config.parallel.ddp.find_unused_parameters
     blocks = parts.blocks if parts.cut is None else parts.cut.blocks
     shard(model, options, place, parts.world.device, blocks)
     parts.fill()
@@ -189,7 +190,7 @@ def _fsdp(parts: Parts) -> Sharding:
         place,
         parts.make_pieces(),
         whole=parts.optimizer_of.users,
-        find_unused=parts.config.parallel.ddp.find_unused_parameters,
+        order=same_order(model, place, parts.world.device, find_unused=find_unused),
     )
 
 
