@@ -496,7 +496,8 @@ class DDP(Section):
     """Options of DistributedDataParallel."""
 
     find_unused_parameters: bool = False
-    """A batch may leave out parameters that others use, such as experts; of fsdp, too."""
+    """A batch may leave out parameters that others use, such as experts; under fsdp also whole modules, such as skipped
+    layers, at a small message for each module that is gathered."""
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0

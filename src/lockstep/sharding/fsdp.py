@@ -111,6 +111,7 @@ class ShardedByFSDP:
         self._whole = whole
         self._optimizer = optimizer_of((part.name, part.whole if whole else part.local) for part in self._parts)
         self._order = order
+        model.register_forward_pre_hook(self._begin_forward, prepend=True)  # before the gather
         model.register_forward_hook(self._end_forward)
 
     def window(self, last: bool) -> AbstractContextManager[object]:
@@ -168,6 +169,10 @@ class ShardedByFSDP:
 
     def restore(self, state: TrainingState) -> None:
         restore_state(self.bare, self._optimizer, self._pieces.own(state), self._fit)
+
+    def _begin_forward(self, module: nn.Module, inputs: object) -> None:
+        if self._order is not None:
+            self._order.begin_forward()
 
     def _end_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """Without a backward nothing else would give back what is still gathered."""

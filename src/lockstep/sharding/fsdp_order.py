@@ -42,6 +42,9 @@ class SameOrder(Protocol):
     def begin(self, *, reduces: bool) -> None:
         """A micro-batch's forward and backward come next; `reduces`: gradients are reduced in them."""
 
+    def begin_forward(self) -> None:
+        """Of the whole model, in a micro-batch or in evaluation."""
+
     def end_forward(self) -> None: ...
 
     def end_backward(self) -> None: ...
@@ -91,6 +94,11 @@ class OneOrder:
         """See `SameOrder`."""
         self._start("last" if reduces else "accumulated")
 
+    def begin_forward(self) -> None:
+        """See `SameOrder`."""
+        if self._kind is None and not torch.is_grad_enabled():
+            self._start(_EVALUATION)
+
     def end_forward(self) -> None:
         """See `SameOrder`."""
         if self._kind == _EVALUATION:
@@ -107,12 +115,12 @@ class OneOrder:
 
     def gather(self, unit: Unit) -> None:
         """See `fsdp_units.Order`."""
-        if self._kind is None and not torch.is_grad_enabled():
-            self._start(_EVALUATION)
         self._see(2 * unit.number + 1)
 
     def reduce(self, unit: Unit, used: Sequence[Tensor]) -> None:
         """See `fsdp_units.Order`."""
+        if self._kind is None:
+            return
         if len(used) < len(unit.trained):
             there = {id(one) for one in used}
             raise unused_parameters(
@@ -203,6 +211,9 @@ class Joined:
     def begin(self, *, reduces: bool) -> None:
         """See `SameOrder`."""
         self._backward = False
+
+    def begin_forward(self) -> None:
+        """See `SameOrder`."""
 
     def end_forward(self) -> None:
         """See `SameOrder`: joins what other ranks' forwards still gather."""

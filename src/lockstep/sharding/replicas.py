@@ -14,11 +14,19 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.sharding.local_parts import Part, trained_parts
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
+from lockstep.sharding.state import (
+    live_state,
+    restore_state,
+    unused_parameters,
+    whole_gradients,
+    whole_weights,
+    without_gradient,
+)
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis, Optimizer
@@ -115,6 +123,9 @@ class Replicas:
         if self._reduced:
             return
         self._reduced = True
+        if self._axis.size > 1 and (lacking := self.unreached()):
+            where = f"on rank {dist.get_rank()}, and others may wait for it"
+            raise unused_parameters(lacking, where=where, cut=True)
         grads = {part.name: part.gradient for part in self._reached}
         self._pieces.add_shared(grads)
         if self._axis.size > 1:

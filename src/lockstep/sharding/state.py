@@ -97,23 +97,22 @@ def without_gradient(model: nn.Module) -> list[str]:
     return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
 
 
-def unused_parameters(names: Sequence[str], *, where: str = "") -> ConfigError:
+def unused_parameters(names: Sequence[str], *, where: str = "", cut: bool = False) -> ConfigError:
     """What is wrong with trained parameters that no gradient reaches, and the remedy.
 
     Args:
-        where: `in update 7 on rank 1`; nothing: in the first update.
+        where: on which rank, of which micro-batch; nothing: anywhere in the first update.
+        cut: the model is cut over ranks, where no sample may leave a parameter out.
     """
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     it = "it" if len(names) == 1 else "them"
-    return ConfigError(
-        Problem(
-            "",
-            "model",
-            f"{shown}: no gradient reaches {it}{where and f' {where}'}. Freeze what isn't trained "
-            f'(model.freeze: ["{names[0]}"]), or, if other batches do use {it}, set '
-            "parallel.ddp.find_unused_parameters: true",
-        )
+    message = (
+        f"{shown}: no gradient reaches {it}{where and f' {where}'}. Freeze what isn't trained "
+        f'(model.freeze: ["{names[0]}"]), or, if other batches do use {it}, '
+        f"{'leave parallel.pipeline and parallel.tensor out and ' if cut else ''}"
+        "set parallel.ddp.find_unused_parameters: true"
     )
+    return ConfigError(Problem("", "model", message))
 
 
 def _whole(parts: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
