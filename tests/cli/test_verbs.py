@@ -13,8 +13,10 @@ from kit.commands import run_lockstep
 
 from lockstep.cli.main import main
 from lockstep.cli.words import size, split
+from lockstep.config.loading import validate
 from lockstep.config.override import Override
 from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
+from lockstep.plan.told_sizes import facts_of_config
 
 Calls = list[tuple[Any, ...]]
 
@@ -177,3 +179,47 @@ def test_plan_knows_what_a_model_can_be_cut_into(words: tuple[str, ...], said: s
     done = run_lockstep("plan", "stdlib-lm", "--model.layers", "4", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
+
+
+# --- without data and network -------------------------------------------------------------------------------------
+
+FROM_THE_HUB = {
+    "model": {"kind": "huggingface", "task": "causal-lm", "architecture": {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 512}},
+    "data": {"train": {"kind": "huggingface", "name": "no/such-data", "tokenizer": "no/such-tokenizer", "packed": True,
+                       "max_length": 128}},
+    "batch": {"global_size": 8, "micro_size": 2},
+    "run": {"steps": 50},
+}  # fmt: skip
+
+
+def test_a_plan_needs_no_data_where_the_config_states_the_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.core.hub._answers", lambda endpoint: pytest.fail("asked the hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    (tmp_path / "hub.json").write_text(json.dumps(FROM_THE_HUB))
+    assert main(["plan", str(tmp_path / "hub.json"), "--ranks", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], found["samples"], found["tokens"]) == (50, 400, 400 * 128)
+    assert found["parameters"] > 512 * 64
+    assert any(warning.startswith("data.train was not read") for warning in found["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        ({}, (400, 128)),
+        ({"run": {"tokens": 128_000}}, (1000, 128)),
+        ({"run": {"samples": 77}}, (77, 128)),
+        ({"run": {"epochs": 1}}, None),
+        ({"data": {"train": {"kind": "tokens", "folder": "/no/such", "length": 64}}}, (400, 64)),
+        ({"data": {"train": {"kind": "stdlib-text"}}}, None),
+        ({"model": {"kind": "transformer"}}, None),
+        ({"model": {"kind": "transformer", "vocabulary": 300}}, (400, 128)),
+    ],
+)
+def test_what_a_config_alone_tells(change: dict[str, Any], facts: tuple[int, int] | None) -> None:
+    found = facts_of_config(validate({**FROM_THE_HUB, **change}).config)
+    assert (None if found is None else (found.samples, found.tokens_per_sample)) == facts

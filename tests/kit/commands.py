@@ -30,9 +30,9 @@ class Done:
     stderr: str
 
 
-def run_lockstep(*words: object, cwd: Path | None = None) -> Done:
-    """What a user would see of it, without a terminal."""
-    return _done(_command, ["lockstep", *map(str, words)], cwd or Path.cwd())
+def run_lockstep(*words: object, cwd: Path | None = None, **environment: str | None) -> Done:
+    """What a user would see of it, without a terminal. `environment`: further variables; None: without that one."""
+    return _done(_command, ["lockstep", *map(str, words)], cwd or Path.cwd(), environment)
 
 
 class Running:
@@ -111,8 +111,10 @@ def run_script(script: Path, *words: object, cwd: Path) -> Done:
     return _done(_script, [str(script), *map(str, words)], cwd)
 
 
-def _done(main: Callable[[], None], words: list[str], folder: Path) -> Done:
-    environment = _environment()
+def _done(
+    main: Callable[[], None], words: list[str], folder: Path, further: Mapping[str, str | None] | None = None
+) -> Done:
+    environment = {name: value for name, value in {**_environment(), **(further or {})}.items() if value is not None}
     with tempfile.TemporaryDirectory() as place:
         out, err = Path(place, "out"), Path(place, "err")
         process = served().Process(target=partial(_be, main, words, str(folder), environment, str(out), str(err)))

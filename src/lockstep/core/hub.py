@@ -4,21 +4,27 @@
     a name                HF_HUB_OFFLINE set: as it says
                           otherwise one request, 1.5 s at most; no answer: HF_HUB_OFFLINE=1, and only the cache counts
 
+A launcher asks for all its ranks, which inherit the answer.
+
 Left to themselves those libraries retry for half a minute before they say that there is no network.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
-import threading
 import urllib.error
 import urllib.request
+import warnings
+from contextlib import suppress
 from functools import lru_cache
 
 from lockstep.core.errors import ConfigError
 
 _PATIENCE = 1.5  # seconds
+_GATEWAYS = (403, 407, 451)  # what a proxy answers that lets nobody through
 _FETCH = "on a machine with a network, `lockstep data fetch RECIPE` puts it into the cache"
 
 
@@ -48,12 +54,24 @@ def missing(kind: str, name: str, error: Exception) -> ConfigError:
 
 
 def _answers(endpoint: str) -> bool:
-    """In a thread of its own: a name server that is silent keeps to no timeout."""
-    found: list[bool] = []
-    asking = threading.Thread(target=lambda: found.append(_asked(endpoint)), daemon=True)
-    asking.start()
-    asking.join(_PATIENCE)
-    return bool(found and found[0])
+    """Asked by a child: a name server that is silent keeps to no timeout, and a thread that waits for it would keep
+    this process from being forked."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.write(write, b"1" if _asked(endpoint) else b"0")
+        os._exit(0)
+    os.close(write)
+    try:
+        ready, _, _ = select.select([read], [], [], _PATIENCE)
+        return bool(ready) and os.read(read, 1) == b"1"
+    finally:
+        os.close(read)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def _asked(endpoint: str) -> bool:
@@ -61,7 +79,7 @@ def _asked(endpoint: str) -> bool:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE):
             return True
     except urllib.error.HTTPError as error:
-        return error.code < 500
+        return error.code < 500 and error.code not in _GATEWAYS
     except (OSError, ValueError):
         return False
 

@@ -21,15 +21,8 @@ def fetch(config: Config) -> Iterator[str]:
     Raises:
         ConfigError: there is no network, or the hub doesn't have it.
     """
-    model = config.model if isinstance(config.model, HuggingFaceModel) else None
-    sections = [
-        section
-        for section in (config.data.train, *config.data.evaluation.values())
-        if isinstance(section, HuggingFaceData)
-    ]
-    pretrained = model.pretrained if model is not None else None
-    names = [pretrained, *(section.name for section in sections), *(section.tokenizer for section in sections)]
-    if not any(name is not None and _is_remote(name) for name in names):
+    pretrained, sections = _of_huggingface(config)
+    if not names_hub(config):
         yield "nothing to fetch: this run takes nothing from the hub"
         return
     if not is_connected():
@@ -45,6 +38,20 @@ def fetch(config: Config) -> Iterator[str]:
         if _is_remote(section.name):
             rows = load_rows(section.name, section.configuration, section.split)
             yield f"data set {section.name}, split {section.split}: {len(rows):,} rows"
+
+
+def names_hub(config: Config) -> bool:
+    """Whether the run takes anything from the hub or its cache by name."""
+    pretrained, sections = _of_huggingface(config)
+    names = [pretrained, *(section.name for section in sections), *(section.tokenizer for section in sections)]
+    return any(name is not None and _is_remote(name) for name in names)
+
+
+def _of_huggingface(config: Config) -> tuple[str | None, list[HuggingFaceData]]:
+    """The pretrained model, and the data sets of the datasets library."""
+    pretrained = config.model.pretrained if isinstance(config.model, HuggingFaceModel) else None
+    sections = (config.data.train, *config.data.evaluation.values())
+    return pretrained, [section for section in sections if isinstance(section, HuggingFaceData)]
 
 
 def _is_remote(name: str) -> bool:

@@ -27,6 +27,7 @@ from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, read_summary, recipe_of
 from lockstep.plan.schedule import used_of_budget
+from lockstep.plan.told_sizes import NOT_READ, facts_of_config
 from lockstep.training.assemble import refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
 from lockstep.training.given import Given
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.config.loading import Loaded
     from lockstep.config.schema import Config
     from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
+    from lockstep.core.records import DataFacts
 
 _NOTHING_BEGUN = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
 _SHOWN = 5  # settings that differ, in a message
@@ -355,18 +357,25 @@ def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
 
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
     refuse_given(config)
-    source, _ = open_sources(config, given)
-    model = sketch_model(config.model, source.facts, trust_remote_code=arguments.trust_remote_code)
+    facts, notes = _facts_to_plan_by(config, given)
+    model = sketch_model(config.model, facts, trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(config.launch)
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
     memory = arguments.memory or memory_here(gpus, count_cores(), ranks)
-    made = make_plan(config, ranks, source.facts, parameter_facts(model), Machine(memory=memory))
+    made = make_plan(config, ranks, facts, parameter_facts(model), Machine(memory=memory))
+    made = replace(made, warnings=(*made.warnings, *notes))
     refuse_cuts(config, made.mesh, model)
     if arguments.json:
         emit(as_json(made))
     else:
         print(f"{recipe}\n{describe(made)}")
     return 0
+
+
+def _facts_to_plan_by(config: Config, given: Given) -> tuple[DataFacts, list[str]]:
+    """What the config tells of its data, or the data itself; and what a reader should know of it."""
+    facts = facts_of_config(config)
+    return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
 
 
 def deepspeed_config(loaded: Loaded, *, trust_remote_code: bool) -> int:
@@ -380,9 +389,9 @@ def deepspeed_config(loaded: Loaded, *, trust_remote_code: bool) -> int:
     if config.parallel.strategy != "deepspeed":
         why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write deepspeed"
         raise ConfigError(Problem("", "parallel.strategy", why))
-    source, _ = open_sources(config, given)
-    parameters = describe_model(config.model, source.facts, trust_remote_code=trust_remote_code)
-    made = make_plan(config, choose_ranks(config.launch), source.facts, parameters)
+    facts, _ = _facts_to_plan_by(config, given)
+    parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
+    made = make_plan(config, choose_ranks(config.launch), facts, parameters)
     print(json.dumps(plain_config(config, derived_for_deepspeed(made)), indent=2))
     for note in _beyond_deepspeed(config, len(made.groups)):
         print(f"note: {note}", file=sys.stderr)

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
 from lockstep.core.errors import Failure, GiveUp
+from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import Request, RunFacts, StepReport
+from lockstep.data.fetch import names_hub
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
@@ -89,7 +91,10 @@ class Finished:
 
 
 def imports_ahead(config: Config) -> list[str]:
-    """What every rank is going to import, for seconds: for a launcher that forks them."""
+    """What every rank is going to import, for seconds: for a launcher that forks them. Asks the hub in their place, if
+    the config names anything there."""
+    if names_hub(config):
+        needs_hub()
     models = ["transformers.modeling_utils"] if config.model.kind == "huggingface" else []
     return ["torch._dynamo", *models]  # DDP, FSDP and DeepSpeed import the compiler
 

@@ -1,0 +1,93 @@
+"""The hub is asked once for all ranks, and an answer that never comes is waited for 1.5 s."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from kit.commands import run_lockstep
+
+from lockstep.core import hub
+
+GPT2 = {
+    "model": {"kind": "huggingface", "task": "causal-lm", "pretrained": "no/such-model"},
+    "data": {"train": {"kind": "stdlib-text", "length": 32}},
+    "run": {"steps": 1, "folder": "run"},
+    "launch": {"device": "cpu"},
+}
+
+
+class Silent:
+    """A hub that takes connections and never answers."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._held: list[socket.socket] = []
+        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def asked(self) -> int:
+        return len(self._held)
+
+    def _accept(self) -> None:
+        try:
+            while True:
+                self._held.append(self._server.accept()[0])
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
+    server = Silent()
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    hub.is_connected.cache_clear()
+    yield server
+    hub.is_connected.cache_clear()
+    server.close()
+
+
+def test_a_silent_hub_is_given_up_soon_and_leaves_no_thread(silent: Silent) -> None:
+    began = time.monotonic()
+    assert not hub.is_connected()
+    assert not hub.is_connected()
+    assert time.monotonic() - began < 4
+    assert silent.asked == 1
+    assert threading.active_count() == 2  # this one and the server's: ranks can still be forked
+
+
+def test_ranks_have_the_launchers_answer(silent: Silent, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(GPT2))
+    done = run_lockstep("train", "run.yaml", "--ranks", 2, cwd=tmp_path, HF_HUB_OFFLINE=None)
+    assert done.returncode == 2
+    assert "model no/such-model is neither a folder here nor in the cache, and the hub does not answer" in done.stderr
+    assert silent.asked == 1
+
+
+@pytest.mark.parametrize(("status", "connected"), [(200, True), (404, True), (401, True), (403, False), (502, False)])
+def test_a_gateway_that_lets_nobody_through_is_no_hub(status: int, connected: bool) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    assert hub._answers(f"http://127.0.0.1:{server.server_port}") is connected
+    server.shutdown()
+    server.server_close()
