@@ -8,10 +8,11 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from evil import CANARY, FILES, MANIFESTS, REFUSED, STATES
+from evil import CANARY, FILES, MANIFESTS, REFUSED, STATES, says
 from kit import small
 from kit.storing import Meeting, state_of
 from kit.worlds import in_world
@@ -20,6 +21,7 @@ import lockstep
 from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.training.checkpoints import Checkpoints, Resume
 
@@ -131,6 +133,27 @@ def test_a_place_that_cannot_hold_checkpoints_is_told(tmp_path: Path) -> None:
     with lockstep.session(CONFIG) as session, pytest.raises(GiveUp) as caught:
         Checkpoints(session, LocalStorage(tmp_path / "file"), {}).begin(Resume())
     assert str(caught.value) == f"checkpoints can't be kept in {tmp_path}/file: File exists"
+
+
+ESC = "\x1b]0;owned\x07\x9b2J\n"
+
+
+def _steering(manifest: dict[str, Any]) -> None:
+    manifest["metrics"] = {f"held-out.{ESC}": 1.0}
+    manifest["written"] = ESC
+    manifest["run"] = ESC
+    manifest["environment"] = {"recipe": ESC, ESC: {ESC: [ESC]}}
+    manifest["tensors"][f"model.{ESC}"] = manifest["tensors"].pop("model.inner.weight")
+
+
+@pytest.mark.parametrize("words", [["show", "--tensors"], ["ls"], ["verify", "--all"], ["diff"], ["audit"]], ids=str)
+def test_nothing_of_it_steers_a_terminal(saves: Path, words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    says(_steering)(saves / NEWEST)
+    place = saves / NEWEST if words[0] not in ("ls", "verify") else saves
+    more = [str(saves / OLDER)] if words[0] == "diff" else []
+    main(["ckpt", words[0], str(place), *more, *words[1:]])
+    found = capfd.readouterr()
+    assert not re.search("[\x1b\x07\x9b]", found.out + found.err)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lockstep.cli.words import (
 )
 from lockstep.config.closeness import close
 from lockstep.core.json_output import emit
+from lockstep.core.terminal import plain_line, say
 
 _WAYS = {
     "show": "every value, and where it came from",
@@ -34,7 +35,7 @@ def run(words: Sequence[str]) -> int:
     """Delegates to one of them."""
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {way:<9}  {summary}" for way, summary in _WAYS.items())
-        print(f"usage: lockstep config {{{','.join(_WAYS)}}} ...\n\n{lines}\n\n{CONFIG_EPILOG}")
+        say(f"usage: lockstep config {{{','.join(_WAYS)}}} ...\n\n{lines}\n\n{CONFIG_EPILOG}")
         return 0 if words else 2
     way, *rest = words
     if way == "show":
@@ -51,7 +52,7 @@ def run(words: Sequence[str]) -> int:
         return config_import.run(rest)
     near = close(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
-    print(f"lockstep: config can't {way}{meant}", file=sys.stderr)
+    say(f"lockstep: config can't {way}{meant}", file=sys.stderr)
     return 2
 
 
@@ -83,9 +84,9 @@ def _print_table(rows: Sequence[tuple[str, str, str]]) -> None:
     section = ""
     for key, value, origin in rows:
         if section and key.split(".")[0] != section:
-            print()
+            say()
         section = key.split(".")[0]
-        print(f"{key:<{first}}  {value:<{second}}  {origin}")
+        say(plain_line(f"{key:<{first}}  {value:<{second}}  {origin}"))
 
 
 def _check(words: Sequence[str]) -> int:
@@ -103,7 +104,7 @@ def _check(words: Sequence[str]) -> int:
         from lockstep.plan.plan import check_on_ranks
 
         check_on_ranks(loaded.config, number)
-    print("ok")
+    say("ok")
     return 0
 
 
@@ -112,7 +113,7 @@ def _schema(words: Sequence[str]) -> int:
 
     from lockstep.config.reference import json_schema
 
-    print(json.dumps(json_schema(), indent=2))
+    say(json.dumps(json_schema(), indent=2))
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from lockstep.cli.words import Parser, check_flags, path, split, whole
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
+from lockstep.core.terminal import plain_line, say
 
 if TYPE_CHECKING:
     from lockstep.config.importing import Finding, Imported
@@ -63,7 +64,7 @@ def run(words: Sequence[str]) -> int:
     if asked.to:
         asked.to.write_text(_text(imported))
     elif not asked.json:
-        sys.stdout.write(_text(imported))
+        say(_text(imported), end="")
     return 0
 
 
@@ -79,7 +80,7 @@ def _refuse_overwriting(to: Path | None, force: bool) -> None:
 
 
 def _left(findings: Sequence[Finding]) -> str:
-    keys = ", ".join(one.key for one in findings)
+    keys = ", ".join(plain_line(one.key) for one in findings)
     return f"nothing was written: {keys} would be lost; correct the file, or leave that out by --lenient"
 
 
@@ -91,13 +92,11 @@ def _text(imported: Imported) -> str:
     from lockstep.config.importing import nested
     from lockstep.config.writing import plain_yaml
 
-    lines = [f"# From {imported.file.path.name} ({NAMES[imported.file.kind]}), by lockstep config import.\n"]
-    for key, how in imported.missing.items():
-        lines.append(f"# To be added: {key}: {how}\n")
-    for one in imported.findings:
-        if one.answer.standing == "to do":
-            lines.append(f"# To do: {one.key}: {one.answer.why}\n")
-    return "".join(lines) + plain_yaml(nested(imported.settings))
+    lines = [f"From {imported.file.path.name} ({NAMES[imported.file.kind]}), by lockstep config import."]
+    lines += [f"To be added: {key}: {how}" for key, how in imported.missing.items()]
+    lines += [f"To do: {one.key}: {one.answer.why}" for one in imported.findings if one.answer.standing == "to do"]
+    # a key with a line break in it must not end the comment: what follows would be a line of the config
+    return "".join(f"# {plain_line(line)}\n" for line in lines) + plain_yaml(nested(imported.settings))
 
 
 # --- the keys -------------------------------------------------------------------------------------------------------
@@ -108,13 +107,13 @@ def _tell(imported: Imported, to: TextIO) -> None:
 
     rows = [(one.key, one.answer.standing, _said(one)) for one in imported.findings]
     width = min(45, max(len(key) for key, _, _ in rows))
-    print(f"{imported.file.path}: {NAMES[imported.file.kind]}, {len(imported.file.said)} keys", file=to)
+    say(f"{imported.file.path}: {NAMES[imported.file.kind]}, {len(imported.file.said)} keys", file=to)
     for key, standing, said in rows:
-        print(f"  {key:<{width}}  {standing:<10}  {said}", file=to)
+        say(plain_line(f"  {key:<{width}}  {standing:<10}  {said}"), file=to)
     for key, how in imported.missing.items():
-        print(f"to be added: {key}: {how}", file=to)
+        say(f"to be added: {key}: {how}", file=to)
     if imported.missing:
-        print("or lay what is written over a recipe that has these: lockstep train RECIPE FILE", file=to)
+        say("or lay what is written over a recipe that has these: lockstep train RECIPE FILE", file=to)
 
 
 def _said(one: Finding) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, path, read_config, split, whole
 from lockstep.config.closeness import close
+from lockstep.core.terminal import say
 
 _WAYS = {
     "fetch": "download what a recipe needs, on a connected machine",
@@ -18,7 +19,7 @@ def run(words: Sequence[str]) -> int:
     """Delegates to one of the two."""
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {way:<7}  {summary}" for way, summary in _WAYS.items())
-        print(f"usage: lockstep data {{fetch,prepare}} ...\n\n{lines}")
+        say(f"usage: lockstep data {{fetch,prepare}} ...\n\n{lines}")
         return 0 if words else 2
     way, *rest = words
     if way == "fetch":
@@ -27,7 +28,7 @@ def run(words: Sequence[str]) -> int:
         return _prepare(rest)
     near = close(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
-    print(f"lockstep: data can't {way}{meant}", file=sys.stderr)
+    say(f"lockstep: data can't {way}{meant}", file=sys.stderr)
     return 2
 
 
@@ -41,7 +42,7 @@ def _fetch(words: Sequence[str]) -> int:
     from lockstep.data.fetch import fetch
 
     for line in fetch(loaded.config):
-        print(line, flush=True)
+        say(line, flush=True)
     return 0
 
 
@@ -73,5 +74,5 @@ def _prepare(words: Sequence[str]) -> int:
         held_out=asked.held_out,
     )
     for split_name, header in headers.items():
-        print(f"{asked.output}: {split_name}, {header.tokens:,} tokens of {header.documents:,} documents")
+        say(f"{asked.output}: {split_name}, {header.tokens:,} tokens of {header.documents:,} documents")
     return 0

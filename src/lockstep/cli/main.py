@@ -21,6 +21,7 @@ from lockstep.core.errors import ConfigError, Failure, Stopped
 from lockstep.core.json_output import alone
 from lockstep.core.out_of_memory import bytes_asked, ran_out
 from lockstep.core.stopping import stop_at_once
+from lockstep.core.terminal import say
 from lockstep.launch.torchrun import tell_torchrun
 
 VERBS = {
@@ -84,7 +85,7 @@ def command() -> NoReturn:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help())
+        say(_help())
         return 0 if arguments else 2
     if arguments[0] == "--version":
         arguments[0] = "version"
@@ -130,7 +131,7 @@ def _introduced(failure: Failure) -> str:
 def _say(text: str) -> None:
     """On stderr, if anybody is there."""
     with suppress(OSError):
-        print(f"lockstep: {text}", file=sys.stderr)
+        say(f"lockstep: {text}", file=sys.stderr)
     _flush(sys.stderr)
 
 

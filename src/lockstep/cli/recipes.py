@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.cli.words import Parser
+from lockstep.core.terminal import say
 
 
 def run(words: Sequence[str]) -> int:
@@ -16,5 +17,5 @@ def run(words: Sequence[str]) -> int:
     found = recipes()
     width = max(len(recipe.name) for recipe in found)
     for recipe in found:
-        print(f"{recipe.name:<{width}}  {recipe.description}")
+        say(f"{recipe.name:<{width}}  {recipe.description}")
     return 0

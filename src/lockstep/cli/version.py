@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from lockstep.cli.words import Parser
+from lockstep.core.terminal import say
 
 
 def run(words: Sequence[str]) -> int:
     """Lockstep, Python and torch, without importing it."""
     Parser("version", "Prints versions.").parse_args(words)
-    print(f"lockstep {_version('lockstep-train')}, torch {_version('torch')}, Python {platform.python_version()}")
+    say(f"lockstep {_version('lockstep-train')}, torch {_version('torch')}, Python {platform.python_version()}")
     return 0
 
 

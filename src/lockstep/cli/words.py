@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.local_paths import url_refusal
+from lockstep.core.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.config.loading import Loaded
@@ -48,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        print(f"lockstep: {message.removeprefix('argument ')}\n{self.format_usage().strip()}", file=sys.stderr)
+        say(f"lockstep: {message.removeprefix('argument ')}\n{self.format_usage().strip()}", file=sys.stderr)
         raise SystemExit(2)
 
     def flags(self) -> dict[str, bool]:
@@ -100,7 +101,7 @@ def read_config(names: Sequence[str], overrides: Sequence[Override], flags: Iter
         found = resolve_all(names)
         loaded = load([one.path for one in found], overrides, of_runs=[one.path for one in found if one.of_run])
     for note in loaded.notes:
-        print(f"lockstep: {note}", file=sys.stderr)
+        say(f"lockstep: {note}", file=sys.stderr)
     return loaded, found[0].name
 
 

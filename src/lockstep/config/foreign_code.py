@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.secrets import is_harmless_variable
+from lockstep.core.terminal import plain_line
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource
@@ -23,7 +24,7 @@ def code_named_by(config: Config) -> tuple[str, ...]:
 
 
 def printable(text: str) -> str:
-    return text if text.isprintable() else repr(text)
+    return text if text.isprintable() else plain_line(text)
 
 
 def demands(config: Config) -> Iterator[tuple[str, str]]:

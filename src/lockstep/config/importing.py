@@ -33,6 +33,7 @@ from lockstep.config.override import Override
 from lockstep.config.overrides import from_flags
 from lockstep.config.reading import Table, leaves, to_python
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.terminal import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
         raise ConfigError([*map(_problem, found.unanswered)])
     if os.environ.get("RANK", "0") == "0":
         for problem in map(_problem, (one for one in found.findings if one.answer.standing == "to do")):
-            print(f"lockstep: to do: {problem}", file=sys.stderr)
+            say(f"lockstep: to do: {problem}", file=sys.stderr)
     return nested(found.settings)
 
 

@@ -13,11 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.core.terminal import plain, plain_line
+
 
 class Failure(Exception):
     """Something a user can read and act on; the command line prints it without a traceback."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return plain(super().__str__())
 
 
 class GiveUp(Failure):
@@ -66,8 +71,8 @@ class Problem:
 
     def __str__(self) -> str:
         key = "" if self.where == f"--{self.key}" else self.key
-        place = ": ".join(part for part in (self.where, key) if part)
-        return f"{place}: {self.message}" if place else self.message
+        place = plain_line(": ".join(part for part in (self.where, key) if part))
+        return plain(f"{place}: {self.message}" if place else self.message)
 
 
 class ConfigError(Failure):

@@ -38,6 +38,7 @@ from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.ranks import LAUNCHER, STORE_FD, RankEnvironment, names_a_rank
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import held_signals
+from lockstep.core.terminal import say
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, Kind, describe, first_cause, why_killed
@@ -294,4 +295,4 @@ def _native_threads() -> int:
 
 def _tell(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that was closed is no reason to fail
-        print(text, file=sys.stderr, flush=True)
+        say(text, file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.core.errors import Failure
+from lockstep.core.terminal import say
 
 
 def tell_torchrun(failure: Failure) -> None:
@@ -42,5 +43,5 @@ def exit_with(failure: Failure) -> NoReturn:
     tell_torchrun(failure)
     with suppress(OSError):  # the terminal may have been closed
         sys.stdout.flush()
-        print(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
+        say(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
     sys.exit(failure.exit_code)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 from lockstep.core.errors import ConfigError, GiveUp, OutOfMemory, Paused, Stopped
 from lockstep.core.json_output import emit
 from lockstep.core.stopping import undone_by_a_stop
+from lockstep.core.terminal import say
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
@@ -63,14 +64,14 @@ def memory(loaded: Loaded, recipe: str, arguments: MemoryArguments) -> int:
     given = Given(trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(loaded.config.launch)
     device = _device_of(loaded.config)
-    print(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {_SAID[device]}\n\n{head()}", flush=True)
+    say(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {_SAID[device]}\n\n{head()}", flush=True)
     rows: list[Measured] = []
     with _folder() as folder:
         for mode, config in asked.items():
             rows.append(_measured(mode, config, given, ranks, arguments.steps, folder))
-            print(line(rows[-1], rows[0]), flush=True)
+            say(line(rows[-1], rows[0]), flush=True)
     if rows[0].held is not None:
-        print(f"\nmodel and optimizer hold {size(rows[0].held)} besides")
+        say(f"\nmodel and optimizer hold {size(rows[0].held)} besides")
     if arguments.json:
         emit([asdict(row) for row in rows])
     return 0

@@ -15,6 +15,7 @@ from typing import Literal, TextIO
 
 from lockstep.core.errors import Stopped
 from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport, Verdict
+from lockstep.core.terminal import plain, plain_line
 from lockstep.monitor import figures
 from lockstep.monitor.journal import Logged
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
@@ -113,7 +114,7 @@ class Console:
         self._values = {**self._values, **logged.values}
         for name, text in logged.texts.items():
             cut = text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " ..."
-            self._output.print(f"step {step:,}: {name}: {cut}")
+            self._output.print(f"step {step:,}: {plain_line(name)}: {cut}")
 
     def finish(self, error: BaseException | None) -> None:
         last = self._last
@@ -220,6 +221,7 @@ class Output:
     def print(self, text: str) -> None:
         if self._broken:
             return
+        text = plain(text)
         if self._terminal:
             text = _wrapped(text, terminal_width(self._stream))
         encoding = self._stream.encoding or "utf-8"

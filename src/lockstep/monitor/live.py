@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from lockstep.core.terminal import plain_line
+
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
@@ -129,12 +131,12 @@ class LiveDisplay:
         self._terminal.width = width  # rich would ask standard input
         drawn = rows(status, width, self._signs)
         return Text.assemble(
-            (drawn.head, "bold"),
+            (plain_line(drawn.head), "bold"),
             (drawn.bar_done, "green"),
             (drawn.bar_left, "bright_black"),
-            drawn.tail,
+            plain_line(drawn.tail),
             "\n",
-            drawn.parts.encode(self._terminal.encoding, "replace").decode(self._terminal.encoding),
+            plain_line(drawn.parts).encode(self._terminal.encoding, "replace").decode(self._terminal.encoding),
             no_wrap=True,
             overflow="crop",
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, Distrust, GiveUp
 from lockstep.core.json_output import emit
+from lockstep.core.terminal import say
 from lockstep.monitor.folder import write_atomically
 from lockstep.proof.api import prove
 from lockstep.proof.html import Told, compose
@@ -31,7 +32,7 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     def begin(proof: Proof) -> None:
         lacks = f"\nnote: {proof.missing}" if proof.missing else ""
         told = introduction(proof, arguments.steps, arguments.precision)
-        print(f"{recipe}: {told}{lacks}\n\n{head()}", flush=True)
+        say(f"{recipe}: {told}{lacks}\n\n{head()}", flush=True)
 
     outcome, proof = prove(
         loaded.config,
@@ -46,9 +47,9 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     rows = outcome.rows
     remarks = [*outcome.notes, *(f"not run: {one}" for one in proof.left_out)]
     said_of_all = verdict(rows, proof.missing)
-    print(_end(rows, remarks, arguments.precision, said_of_all))
+    say(_end(rows, remarks, arguments.precision, said_of_all))
     told = Told(recipe, rows, tuple(remarks), arguments.steps, arguments.precision)
-    print(_write(told, said_of_all, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
+    say(_write(told, said_of_all, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
     if arguments.json:
         emit([row.as_json() for row in rows])
     if any(row.passed is False for row in rows):
@@ -83,7 +84,7 @@ def _of_runs(rows: Sequence[Row]) -> str:
 
 
 def _show(row: Row) -> None:
-    print(line(row), flush=True)
+    say(line(row), flush=True)
 
 
 def _end(rows: Sequence[Row], remarks: Sequence[str], precision: str, said_of_all: str) -> str:

@@ -22,6 +22,7 @@ from lockstep.core.json_output import emit
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import undone_by_a_stop
+from lockstep.core.terminal import say
 from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
@@ -151,13 +152,13 @@ def _has_enough(config: Config, folder: Path) -> bool:
         if differences:
             raise ConfigError(_holds_another(folder, differences))
         if finished:
-            print(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
+            say(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
         return finished
     too_far = _too_far(config, folder, finished=finished)
     if too_far is not None and not finished:
         raise ConfigError(too_far)
     if too_far is not None:
-        print(too_far)
+        say(too_far)
     return too_far is not None
 
 
@@ -298,7 +299,7 @@ def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments, file
         if session.rooms.world.rank == 0:
             for report in reports:
                 figures = "  ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
-                print(f"{report.name}: {figures}  ({report.samples:,} samples in {report.seconds:.1f} s)")
+                say(f"{report.name}: {figures}  ({report.samples:,} samples in {report.seconds:.1f} s)")
             file.write_text(json.dumps(by_set(reports)), encoding="utf-8")
     return 0
 
@@ -329,7 +330,7 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
     if arguments.json:
         emit({"run": str(run), "prompt": prompt, "text": text})
     else:
-        sys.stdout.write(prompt + text + "\n")
+        say(prompt + text)
     return 0
 
 
@@ -368,7 +369,7 @@ def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
     if arguments.json:
         emit(as_json(made))
     else:
-        print(f"{recipe}\n{describe(made)}")
+        say(f"{recipe}\n{describe(made)}")
     return 0
 
 
@@ -392,9 +393,9 @@ def deepspeed_config(loaded: Loaded, *, trust_remote_code: bool) -> int:
     facts, _ = _facts_to_plan_by(config, given)
     parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
     made = make_plan(config, choose_ranks(config.launch), facts, parameters)
-    print(json.dumps(plain_config(config, derived_for_deepspeed(made)), indent=2))
+    say(json.dumps(plain_config(config, derived_for_deepspeed(made)), indent=2))
     for note in _beyond_deepspeed(config, len(made.groups)):
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     return 0
 
 

@@ -1,0 +1,40 @@
+"""Keeps what others have written from steering the terminal it is shown on.
+
+    ESC ] 0 ; evil BEL   -->  \\x1b]0;evil\\x07        control characters, C0 and C1, are shown, not obeyed
+    U+202E               -->  \\u202e                 so are those that turn the direction of text around
+    half a character     -->  \\ud800                 and what no terminal can print
+
+Names of tensors, files and metrics, keys, notes, texts that a model makes: all of it goes through `plain`, because all
+that Lockstep prints goes through `say`, through the console, or into a Failure.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TextIO
+
+_STEERS = re.compile(
+    "\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def plain(text: str) -> str:
+    """The text with everything that could steer a terminal shown as an escape; lines and tabs remain."""
+    return _STEERS.sub(_shown, text)
+
+
+def plain_line(text: str) -> str:
+    """The same on one line, for a name that could otherwise pass for a line of ours."""
+    return plain(text).replace("\r\n", "\\n").replace("\n", "\\n").replace("\t", "\\t")
+
+
+def say(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Prints, like `print`, what can't steer the terminal. Raises what writing raises."""
+    print(*(plain(str(text)) for text in texts), file=file or sys.stdout, end=end, flush=flush)
+
+
+def _shown(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
