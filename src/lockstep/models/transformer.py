@@ -16,6 +16,7 @@ W 128, 4 layers, B 16, T 256, bf16, one core).
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -217,8 +218,8 @@ def rule_of(layers: int, name: str, tensor: Tensor) -> Rule:
 
 
 def flops_per_token(module: nn.Module, facts: DataFacts) -> float | None:
-    """Floating-point operations of forward and backward for each token; None for what is no transformer of ours or of
-    the transformers library, or has two sequences.
+    """Floating-point operations of forward and backward for each token; None for what is no transformer of ours and no
+    text model of the transformers library, or has two sequences or experts.
 
     6 N + 12 L W T (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B): N weights that are multiplied (tables
     that are only looked up don't count, an output head does, tied or not), L layers, W width, T tokens of a sample.
@@ -237,9 +238,13 @@ def _layers_and_width(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, Transformer):
         return len(module.blocks), module.embedding.embedding_dim
     config = getattr(module, "config", None)  # of the transformers library
-    if config is None or getattr(config, "is_encoder_decoder", True):
+    reads_text = getattr(module, "main_input_name", None) == "input_ids"
+    if not reads_text or getattr(config, "is_encoder_decoder", True):
         return None
-    return config.num_hidden_layers, config.hidden_size
+    found = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    sparse = any(name.endswith(".experts") for name, _ in module.named_modules())  # of which a token meets a few
+    whole = all(isinstance(one, int) for one in found) and not sparse
+    return cast("tuple[int, int]", found) if whole else None
 
 
 def _multiplied(module: nn.Module) -> set[nn.Parameter]:

@@ -26,7 +26,7 @@ from lockstep.models.facts import parameter_facts
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import Classes, NextToken, Targets, coupling
 from lockstep.models.starting_weights import find_start
-from lockstep.models.transformer import Transformer, flops_per_token
+from lockstep.models.transformer import Transformer
 from lockstep.optim.precision import LossScaler, needs_loss_scale, resolve_compute, set_tf32
 from lockstep.plan.plan import Machine, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
@@ -34,6 +34,7 @@ from lockstep.plan.stages import stages_of
 from lockstep.sharding.in_backward import UpdatedInBackward
 from lockstep.sharding.pieces import Across
 from lockstep.training.engines import computed_objective, engine_and_vote, unheard
+from lockstep.training.flops import training_flops
 from lockstep.training.given import Given
 from lockstep.training.invariance import refuse_coupled
 from lockstep.training.memory_watch import MemoryWatch
@@ -82,7 +83,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     computed = computed_objective(config, plan.mesh, model, objective)
     blocks = repeated_blocks(model)
     tensors = model_tensors(model)
-    coupled, flops = coupling(model), flops_per_token(model, source.facts)
+    coupled, flops = coupling(model), training_flops(model, source, world.device)
     transforms = _transforms(config, model, blocks, world)
     model = transform(model, transforms, world.device)
     cut = _cut(config, plan.mesh, world, model, blocks, source)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +12,11 @@ import torch
 from lockstep.core.out_of_memory import mark
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
+from lockstep.distributed.everyone import print_once
 from lockstep.monitor.journal import Journal, recording
 
 if TYPE_CHECKING:
-    from lockstep.core.protocols import Source
+    from lockstep.core.protocols import Objective, Source
     from lockstep.training.session import Session
 
 
@@ -45,8 +48,19 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
     total = rooms.world.axis.sum(told if rooms.place.tells_sums else torch.zeros_like(told)).tolist()
     sums = dict(zip(names, total, strict=True))
     loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
-    metrics = rooms.objective.metrics(loss_sum, max(count, 1.0), sums)
+    metrics = _metrics(rooms.objective, name, loss_sum, count, sums)
     return EvaluationReport(name, session.progress.steps, metrics, source.facts.samples, time.perf_counter() - began)
+
+
+def _metrics(
+    objective: Objective, name: str, loss_sum: float, count: float, sums: Mapping[str, float]
+) -> dict[str, float]:
+    """What people read. A user's own that raises costs all but the loss, not the run: all ranks have the same sums."""
+    try:
+        return {metric: float(value) for metric, value in objective.metrics(loss_sum, count, sums).items()}
+    except Exception as error:
+        print_once(f"lockstep: metrics of {name} can't be computed, but for the loss: {type(error).__name__}: {error}")
+        return {"loss": loss_sum / count if count else math.nan}
 
 
 def micro_size(session: Session) -> int:
