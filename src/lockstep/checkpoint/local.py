@@ -25,6 +25,7 @@ from lockstep.checkpoint.storage import MANIFEST, read_whole
 
 _LOCK = ".lock"
 _PUBLISHED, _DRAFT, _DELETED, _WITNESS = "step-", ".draft-", ".deleted-", ".witness-"
+_RESCUE = f"{_DRAFT}rescue-"
 
 
 class LocalStorage:
@@ -32,11 +33,13 @@ class LocalStorage:
 
     Args:
         run: id of the run that is known to own it; None: the one that `owner.json` names.
+        draft: what the names of drafts begin with.
     """
 
-    def __init__(self, folder: Path, run: str | None = None) -> None:
+    def __init__(self, folder: Path, run: str | None = None, draft: str = _DRAFT) -> None:
         self._folder = folder
         self._run = run
+        self._draft = draft
 
     @property
     def run(self) -> str | None:
@@ -77,10 +80,29 @@ class LocalStorage:
         return sorted(entry.name for entry in self._folder.iterdir() if entry.name.startswith(_PUBLISHED))
 
     def begin(self, name: str) -> LocalDraft:
-        draft = self._folder / f"{_DRAFT}{name}"
+        draft = self._folder / f"{self._draft}{name}"
         self._make()
         draft.mkdir(exist_ok=True)
         return LocalDraft(draft, self._folder / name)
+
+    def apart(self) -> LocalStorage:
+        return LocalStorage(self._folder, self._run, _RESCUE)
+
+    @contextlib.contextmanager
+    def alone(self, name: str) -> Iterator[bool]:
+        mark = self._folder / f"{_WITNESS}{name}"
+        try:
+            mark.mkdir()
+        except FileExistsError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            _remove(mark)
+
+    def is_taken(self, name: str) -> bool:
+        return (self._folder / f"{_WITNESS}{name}").exists()
 
     def open(self, name: str, file: str) -> LocalSource:
         return LocalSource(self._folder / name / file)

@@ -71,7 +71,8 @@ def name_of(step: int) -> str:
 class Saver:
     """Saves one run, on one rank. Every rank calls the same methods at the same updates.
 
-    Args:
+    Attributes:
+        identity: as given.
         published: called on the first rank, in the background, with the manifest of each save that came to exist.
     """
 
@@ -86,8 +87,8 @@ class Saver:
         self._storage = storage
         self._axis = axis
         self._device = device
-        self._identity = identity
-        self._published = published
+        self.identity = identity
+        self.published = published
         self._shares = _Shares(axis)
         self._snapshot: Snapshot | None = None
         self._save: _Save | None = None
@@ -155,6 +156,13 @@ class Saver:
         save.lost += time.perf_counter() - waiting
         self._save = None
 
+    def abandon(self) -> None:
+        """Without the other ranks: no save comes to exist any more, and the memory for it is free."""
+        save, self._save = self._save, None
+        if save is not None:
+            _join(save.thread)
+        self._snapshot = None
+
     def outcomes(self) -> list[SaveReport]:
         """Of the saves that ended since the last call, on the first rank."""
         found = []
@@ -171,7 +179,7 @@ class Saver:
             save.draft = self._storage.begin(name_of(save.moment.step))
             self._write_file(save, save.draft)
         except Exception as error:
-            save.failure = _reason(error)
+            save.failure = reason_of(error)
             self._failures += 1
         self._settled += 1
         if self._axis.size == 1:  # nobody to agree with
@@ -180,7 +188,7 @@ class Saver:
 
     def _write_file(self, save: _Save, draft: Draft) -> None:
         layout, image = save.snapshot.layout, save.snapshot.image
-        binding = Binding(self._identity.run, save.moment.step, layout.file)
+        binding = Binding(self.identity.run, save.moment.step, layout.file)
         save.record = {
             "file": FileEntry(
                 size=layout.size,
@@ -233,7 +241,7 @@ class Saver:
             try:
                 written = self._publish(save)
             except Exception as error:
-                save.failure = _reason(error)
+                save.failure = reason_of(error)
         if written is None and save.draft is not None:
             save.draft.discard()
         elif written is None:  # others may have begun where this rank could not
@@ -242,7 +250,7 @@ class Saver:
         size = written.size if written else 0
         self._outcomes.put(SaveReport(save.moment.step, size, seconds, save.lost, save.failure))
         if written is not None:
-            self._published(written)
+            self.published(written)
 
     def _publish(self, save: _Save) -> Manifest:
         draft, moment = save.draft, save.moment
@@ -253,7 +261,7 @@ class Saver:
             draft.remove(_record_of(rank))
         made = Manifest(
             format_version=1,
-            run=self._identity.run,
+            run=self.identity.run,
             step=moment.step,
             samples=moment.samples,
             tokens=moment.tokens,
@@ -263,8 +271,8 @@ class Saver:
             tensors=_tensors(records),
             state=dict(moment.state),
             metrics=dict(moment.metrics),
-            config=dict(self._identity.config),
-            environment=dict(self._identity.environment),
+            config=dict(self.identity.config),
+            environment=dict(self.identity.environment),
         )
         data = manifest.to_bytes(made)
         manifest.from_bytes(data)  # what can't be read again must not pass for a checkpoint
@@ -361,7 +369,8 @@ def _opened(data: bytes, file: str) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(text))
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why something could not be saved."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
     return str(error) if isinstance(error, GiveUp) else f"{type(error).__name__}: {error}"

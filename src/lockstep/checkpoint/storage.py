@@ -76,6 +76,15 @@ class Storage(Protocol):
     def begin(self, name: str) -> Draft:
         """By every rank. Raises OSError."""
 
+    def apart(self) -> Storage:
+        """The same place; drafts begun there are none of those begun here."""
+
+    def alone(self, name: str) -> AbstractContextManager[bool]:
+        """Whether no other process is in such a block of `name`. Raises OSError."""
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a process is in a block of `alone`."""
+
     def open(self, name: str, file: str) -> Source:
         """Raises OSError."""
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn, TextIO
 
-from lockstep.core.errors import ConfigError, Failure, Stopped
+from lockstep.core.errors import ConfigError, Failure, Stopped, message_of
 from lockstep.core.json_output import alone
 from lockstep.core.out_of_memory import bytes_asked, ran_out
 from lockstep.core.stopping import stop_at_once
@@ -125,7 +125,7 @@ def _introduced(failure: Failure) -> str:
     problems = failure.problems if isinstance(failure, ConfigError) else ()
     if len(problems) > 1:
         return f"{len(problems)} problems in the config\n" + "\n".join(f"  {problem}" for problem in problems)
-    return str(failure)
+    return message_of(failure)
 
 
 def _say(text: str) -> None:

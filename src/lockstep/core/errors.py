@@ -37,6 +37,10 @@ class Waited(GiveUp):
     """Other ranks didn't come to a collective in time: what failed is with them, and they may say nothing of it."""
 
 
+class OtherRankFailed(GiveUp):
+    """Another rank failed, and says why; nothing is wrong with this one."""
+
+
 class Distrust(Failure):
     """What was asked to be verified is not right: don't build on it."""
 
@@ -97,3 +101,19 @@ def not_answered(missing: str, waiting: str, seconds: float) -> str:
         "rank hangs, start again and see where (py-spy dump, a debugger); if it is only slow (a data source, a "
         "compilation), raise launch.timeout"
     )
+
+
+class Rescued(str):
+    """A note on an exception that states what was saved of the run that it ended, or why nothing was."""
+
+    __slots__ = ()
+
+
+def message_of(failure: BaseException) -> str:
+    """Return the failure's message, with what was saved of the run."""
+    notes: list[str] = []
+    link: BaseException | None = failure
+    while link is not None:
+        notes += [note for note in getattr(link, "__notes__", ()) if isinstance(note, Rescued)]
+        link = link.__cause__
+    return "\n".join([str(failure), *notes])

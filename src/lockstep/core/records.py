@@ -120,6 +120,7 @@ class Request(Enum):
     SHOW_LOG = 2  # a rank's user code has logged something
     SAVE = 3
     SAVE_MEMORY = 4  # a rank has little left: compute activations again from here on
+    FAIL = 5  # a rank has no data for the next update: all save this one, and the run fails
 
 
 class Tally(Enum):

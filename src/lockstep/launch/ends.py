@@ -24,7 +24,7 @@ from enum import Enum
 from types import TracebackType
 
 from lockstep.core.control_groups import Kills
-from lockstep.core.errors import Failure, Paused, Stopped, Waited, not_answered
+from lockstep.core.errors import Failure, OtherRankFailed, Paused, Stopped, Waited, message_of, not_answered
 from lockstep.core.stopping import STOP_SIGNALS
 
 
@@ -95,9 +95,11 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
         case Stopped() | KeyboardInterrupt():
             return End(Kind.STOPPED, Stopped.exit_code, str(error), time)
         case Waited():
-            return End(Kind.WAITED, error.exit_code, str(error), time)
+            return End(Kind.WAITED, error.exit_code, message_of(error), time)
+        case OtherRankFailed():
+            return End(Kind.PEER, error.exit_code, message_of(error), time)
         case Failure():
-            return End(Kind.MESSAGE, error.exit_code, str(error), time, detail_of(error))
+            return End(Kind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error))
         case SystemExit(code=int() | None):
             return end_of_return(int(error.code or 0), time)
         case SystemExit():
@@ -160,7 +162,7 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str
         case Kind.MESSAGE | Kind.STOPPED | Kind.PAUSED if _all_say(end.text, ends):
             return end.text
         case Kind.WAITED:
-            return _waiting(ends, end.time, timeout)
+            return "\n".join([_waiting(ends, end.time, timeout), *end.text.splitlines()[1:]])
         case Kind.TRACEBACK | Kind.PEER if "\n" in end.text:
             return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
         case Kind.KILLED if end.text.endswith("SIGKILL") and sigkill:

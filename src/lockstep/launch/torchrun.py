@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.core.errors import Failure
+from lockstep.core.errors import Failure, message_of
 from lockstep.core.terminal import say
 
 
@@ -26,7 +26,7 @@ def tell_torchrun(failure: Failure) -> None:
     if not file:
         return
     # as torch.distributed.elastic.multiprocessing.errors writes it, without a traceback
-    said = {"message": {"message": str(failure), "extraInfo": {"timestamp": str(int(time.time()))}}}
+    said = {"message": {"message": message_of(failure), "extraInfo": {"timestamp": str(int(time.time()))}}}
     with suppress(OSError):
         Path(file).write_text(json.dumps(said), encoding="utf-8")
 
@@ -43,5 +43,5 @@ def exit_with(failure: Failure) -> NoReturn:
     tell_torchrun(failure)
     with suppress(OSError):  # the terminal may have been closed
         sys.stdout.flush()
-        say(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
+        say(f"{Path(sys.argv[0]).name}: {message_of(failure)}", file=sys.stderr)
     sys.exit(failure.exit_code)

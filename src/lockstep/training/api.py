@@ -28,6 +28,7 @@ from lockstep.distributed.everyone import print_once
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.given import Given
 from lockstep.training.job import Finished, Job, opened, run_job
+from lockstep.training.rescue import rescuing
 from lockstep.training.session import Session
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def session(
         optimizer=optimizer,
         schedule=schedule,
     )
-    with opened(resolved(config, given, trusted=trust_run), given) as opened_session:
+    with opened(resolved(config, given, trusted=trust_run), given) as opened_session, rescuing(opened_session):
         yield opened_session
 
 

@@ -11,6 +11,7 @@ import difflib
 import json
 import logging
 import math
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -22,13 +23,15 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.checkpoint.loading import Loaded, load_newest, set_back
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.ownership import Owner
+from lockstep.checkpoint.reading import by_step
 from lockstep.checkpoint.retention import Retention, is_better
-from lockstep.checkpoint.saving import Identity, Moment, Saver
+from lockstep.checkpoint.saving import Identity, Moment, Saver, name_of, reason_of
 from lockstep.config.known_runs import id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.out_of_memory import mark
-from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
+from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
+from lockstep.distributed.collectives import Alone
 from lockstep.monitor.folder import CHECKPOINTS
 from lockstep.monitor.jsonl import finite
 from lockstep.training.due import Due
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep.checkpoint")
+
+_REPLICATED = ("single", "dp", "ddp")  # strategies under which each rank holds the whole state
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._saved_at: int | None = None
         self._best: float | None = None
+        self._began_at = 0
         self.resumed_from: int | None = None
         self.run = ""
 
@@ -153,6 +159,8 @@ class Checkpoints:
             Identity(run, written, self._environment),
             self._retention.published,
         )
+        self._began_at = self._session.progress.steps
+        self._session.rescue = self.rescue
         self._session.standing = lambda: saver.standing
         self._session.heard = saver.hear
         return notes
@@ -290,12 +298,80 @@ class Checkpoints:
     def _begin_save(self, evaluations: Iterable[EvaluationReport]) -> None:
         session, saver = self._session, self._saver
         assert saver is not None, "begin() comes first"
-        progress, state = session.progress, session.state()
-        values = {**state.values, "data": data_facts(session), "best": self._best}
-        moment = Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)))
-        session.hold(saver.start(state, moment))
-        self._saved_at = progress.steps
+        state = session.state()
+        session.hold(saver.start(state, self._moment(state, evaluations)))
+        self._saved_at = session.progress.steps
         self._due.restart()
+
+    def _moment(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> Moment:
+        progress = self._session.progress
+        values = {**state.values, "data": data_facts(self._session), "best": self._best}
+        return Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)))
+
+    def rescue(self) -> str | None:
+        """Saves what a failing run has learned since its last save; returns what to report of it.
+
+        Nothing that was saved before is deleted for it. Where all ranks know of the failure they save together; where
+        they don't, one that holds the whole state saves it alone, since the others wait in a collective.
+        """
+        session, saver = self._session, self._saver
+        step = session.progress.steps
+        if saver is None or step == self._began_at:
+            return None
+        try:
+            failure = self._rescue(saver)
+        except Exception as error:
+            failure = reason_of(error)
+        if failure is None:
+            return f"the state after step {step:,} is saved in {self._storage.place}; start it again to continue"
+        newest = max(by_step(self._storage.names()), default=None)
+        kept = f"; the newest checkpoint is that of step {newest:,}" if newest is not None else ""
+        return f"the state after step {step:,} could not be saved: {failure}{kept}"
+
+    def _rescue(self, saver: Saver) -> str | None:
+        """Why nothing could be saved; None if it is."""
+        session = self._session
+        step = session.progress.steps
+        if session.fails_together:
+            saver.finish()
+        else:
+            saver.abandon()
+        if step in by_step(self._storage.names()):
+            return None
+        if not session.is_between_updates(()):
+            return "the failure came in the middle of an update"
+        if not session.fails_together:
+            return self._rescue_alone(saver.identity)
+        state = session.state()
+        if not session.is_between_updates(state.changes_in_forward):
+            return "the forward that failed may have changed the model's buffers"
+        saver.published = lambda manifest: None
+        saver.start(state, self._moment(state))
+        return next((report.failure for report in self.finish() if report.step == step), None)
+
+    def _rescue_alone(self, identity: Identity) -> str | None:
+        """By one rank, without a collective."""
+        session, name = self._session, name_of(self._session.progress.steps)
+        plan = session.rooms.plan
+        if plan.strategy not in _REPLICATED or plan.mesh.ranks != plan.mesh.data:
+            return "it is divided over ranks, and the others could not be reached"
+        state = session.own_state()
+        if state.changes_in_forward:
+            return "buffers and generators of the other ranks could not be reached"
+        with self._storage.alone(name) as first:
+            if first:
+                saver = Saver(self._storage.apart(), Alone(), session.rooms.world.device, identity)
+                saver.start(state, self._moment(state))
+                saver.finish()
+                return next((report.failure for report in saver.outcomes()), None)
+        return self._wait_for(name)
+
+    def _wait_for(self, name: str) -> str | None:
+        """Another rank saves it: the end of this one would end it, too."""
+        until = time.monotonic() + self._session.rooms.config.launch.timeout
+        while time.monotonic() < until and self._storage.is_taken(name):
+            time.sleep(0.05)
+        return None if name in self._storage.names() else "another rank could not save it"
 
     def finish(self) -> list[SaveReport]:
         """Waits for the save under way; returns those that have ended since `outcomes`, on all ranks."""

@@ -16,6 +16,7 @@ from lockstep.core.records import EvaluationReport, Request, SaveReport, StepRep
 from lockstep.resilience.signals import run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.due import Due
+from lockstep.training.rescue import rescuing
 from lockstep.training.session import Session, steps
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def run(
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at = -1
     evaluation = Due(session.rooms.config.evaluation.every, Request.EVALUATE, session.rooms.plan.epoch_samples)
-    with run_signals(shown=session.rooms.world.rank == 0) as signals:
+    with run_signals(shown=session.rooms.world.rank == 0) as signals, rescuing(session, Unsaved):
         before = session.progress
         for report in steps(session):
             last = report

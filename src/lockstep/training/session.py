@@ -11,11 +11,11 @@ ranks alike, and kept or discarded (`commit`). Schedule, cursor and cadence foll
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import GiveUp, OtherRankFailed, Stopped
 from lockstep.core.out_of_memory import mark
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
@@ -90,6 +90,8 @@ class Session:
         ledger: which samples the updates so far have had.
         standing: asked in each vote: saves that this rank has settled, and how many of them failed.
         heard: told what the vote said of them: the sums over all ranks.
+        rescue: saves the state of a run that fails, if it can; returns what to report, None if there is nothing to.
+        fails_together: all ranks know that one of them fails, and have finished the same update.
     """
 
     def __init__(self, rooms: Rooms) -> None:
@@ -99,6 +101,10 @@ class Session:
         self.ledger = Ledger(rooms.world.size, _order_facts(rooms))
         self.standing: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.heard: Callable[[float, float], None] = lambda settled, failed: None
+        self.rescue: Callable[[], str | None] = lambda: None
+        self.fails_together = rooms.world.size == 1
+        self._failure: Exception | None = None
+        self._accumulating = self._updating = False
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
@@ -113,6 +119,8 @@ class Session:
         """This rank's share of each update that is left. `accumulate` and `commit` each before asking for the next."""
         self.begin()
         while not self.finished:
+            if self._failure is not None:
+                raise self._failure
             step = self.progress.steps
             yield self._current
             if self.progress.steps == step:
@@ -142,7 +150,9 @@ class Session:
     def accumulate(self, batch: GlobalBatch) -> None:
         """Forward and backward of this rank's micro-batches; the vote is opened in between."""
         scale = self.rooms.scaler.scale / self._count
+        self._accumulating = True
         if self.rooms.updates_ahead is not None:
+            self._updating = True
             self._before_changes()
             self.rooms.updates_ahead(self._rate())
         self.rooms.engine.accumulate(batch, scale, self._open_vote)
@@ -172,6 +182,7 @@ class Session:
         norm = outcome.squared_norm**0.5 / unit
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
+        self._updating = True
         self._before_changes()
         try:
             rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, unit), keep)
@@ -184,6 +195,8 @@ class Session:
         judgement = Judgement(outcome, norm, keep, scale, self._count)
         report = rooms.readback.push(judgement, self._reporter(batch, rate, tokens))
         self._batch, self._count, self._upcoming = upcoming, at_least_one(outcome.next_count), None
+        self._accumulating = self._updating = False
+        self._hear_of_failure(report)
         self._watch_memory(report)
         return report
 
@@ -204,6 +217,11 @@ class Session:
         """All that a run is, between two updates: what `restore` goes on from, to the bit. All ranks together."""
         self.rooms.readback.land()
         self.rooms.sharding.synchronize()
+        return self.own_state()
+
+    def own_state(self) -> TrainingState:
+        """The same on this rank, as it is: buffers may differ from those of other ranks."""
+        self.rooms.readback.land()
         own = {
             "progress": {
                 "steps": self.progress.steps,
@@ -249,13 +267,36 @@ class Session:
     def _open_vote(self, loss_sum: Tensor) -> None:
         if self._upcoming is None:  # else an accumulate was cut short by an error, and is made again
             assert self._batches is not None, "batches() begins the session"
-            self._upcoming = next(self._batches)
+            self._upcoming = self._next_batch(self._batches)
         upcoming = self._upcoming
         place = self.rooms.place
         tallies = (float(self._current.digest) if place.tells_counts else 0.0, *self.standing())
         loss_sum = loss_sum if place.tells_loss else loss_sum.new_zeros(())
         self.rooms.consensus.open(loss_sum, *self._told(upcoming), tallies, self._requests)
         self._requests.clear()
+
+    def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
+        """The next update's. If its data fail, the update under way is finished first, and all ranks hear of it."""
+        try:
+            return next(batches)
+        except Stopped:
+            raise
+        except Exception as error:
+            self._failure = error
+            self.request((Request.FAIL,))
+            return replace(self._current, count=0, tokens=0)
+
+    def _hear_of_failure(self, report: StepReport | None) -> None:
+        """On a GPU the report is of the update before, and comes too late: there the others fail with their peer."""
+        if report is None or report.step != self.progress.steps or Request.FAIL not in report.requests:
+            return
+        self.fails_together = True
+        if self._failure is None:
+            self._failure = OtherRankFailed(f"another rank has no data for the update after step {report.step}")
+
+    def is_between_updates(self, changes_in_forward: Collection[str]) -> bool:
+        """Whether parameters, optimizer state and the named tensors are as the last update has left them."""
+        return not (self._updating or (self._accumulating and changes_in_forward))
 
     def _told(self, batch: GlobalBatch) -> tuple[int, int]:
         """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""
