@@ -24,12 +24,12 @@ from lockstep.config.writing import to_yaml
 from lockstep.core.arguments import ExportArguments
 from lockstep.core.errors import ConfigError, GiveUp
 from lockstep.models.model_tensors import model_tensors
-from lockstep.training.assemble import make_model, open_sources
 from lockstep.training.command import loaded_config, run_config
 from lockstep.training.exporting import export
 from lockstep.training.given import Given
 from lockstep.training.importing_weights import import_weights
 from lockstep.training.publishing import whole_file, whole_folder
+from lockstep.training.sources import make_model, open_sources
 from lockstep.training.weights import load_weights, save_weights, tensors_of, to_rebuild
 
 LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}

@@ -73,7 +73,7 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
 
 def _check_options(section: HuggingFaceData, task: str | None) -> None:
     """Raises ConfigError: something is asked for that the task doesn't know, or lacks."""
-    asked, what = section.model_fields_set, task or "a model of your own"
+    what = task or "a model of your own"
     if task in _NEEDS_LABEL and section.label is None:
         raise ConfigError(f"{task} needs `label`, the name of the column with {_NEEDS_LABEL[task]}")
     if task == "masked-lm" and section.label is not None:
@@ -97,7 +97,8 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
             f"train_on_prompt is for language models with prompts (`text`) and completions (`label`), and this is "
             f"{what}{'' if section.label else ' without `label`'}; leave it out"
         )
-    if "mask_probability" in asked and task != "masked-lm":
+    usual = type(section).model_fields["mask_probability"].default  # which the config that a run records has, too
+    if section.mask_probability != usual and task != "masked-lm":
         raise ConfigError(f"mask_probability is for masked-lm, and this is {what}; leave it out")
 
 
