@@ -45,6 +45,7 @@ from lockstep.core.out_of_memory import ran_out
 from lockstep.core.records import DataFacts
 from lockstep.models.blank import Blank, is_unset, parameters_without_values, reset_in_pieces, stays_in_pieces
 from lockstep.models.blocks import repeated_blocks
+from lockstep.models.config_keys import check_keys, override, taken
 from lockstep.models.initialization import generators_keyed, reset_modules
 from lockstep.models.starting_weights import fit_weights
 from lockstep.models.transformers_names import quiet
@@ -66,17 +67,6 @@ _AUTO_CLASSES = {
 }
 _CLASSIFIERS = ("sequence-classification", "token-classification", "image-classification", "audio-classification")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_UNDECLARED_KEYS = {
-    *_SPECIAL_TOKENS,
-    "decoder_start_token_id",
-    "attn_implementation",
-    "classifier_dropout",
-    "hidden_dropout",
-    "num_labels",
-    "id2label",
-    "problem_type",
-}
-"""Keys that some configs and heads understand without declaring them."""
 
 
 def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *, trust_remote_code: bool) -> nn.Module:
@@ -193,15 +183,16 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
     asked = dict(section.architecture or {})
     kind = asked.pop("model_type", None)
     if section.pretrained is None:
-        _check_keys(AutoConfig.for_model(kind), asked)
-        config = AutoConfig.for_model(kind, **asked)
+        usual = AutoConfig.for_model(kind)
+        check_keys(usual, asked)
+        config = AutoConfig.for_model(kind, **taken(usual, asked))
         _adopt_vocabulary(config, asked, facts)
     else:
         config = AutoConfig.from_pretrained(section.pretrained, trust_remote_code=trust_remote_code)
-        _check_keys(config, asked)
+        check_keys(config, asked)
         if kind not in (None, config.model_type):
             raise _problem("architecture.model_type", f"{kind!r}, but {section.pretrained} is a {config.model_type}")
-        config.update(asked)
+        override(config, asked)
     config.use_cache = False
     if facts.padding is not None:
         config.pad_token_id = facts.padding
@@ -210,19 +201,6 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
     if section.task in ("seq2seq", "speech-seq2seq") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # T5's convention
     return config
-
-
-def _check_keys(config: Any, asked: Collection[str]) -> None:
-    """transformers takes any key and ignores those that it doesn't know."""
-    known = {name for name in dir(config) if not name.startswith("_")} | set(config.attribute_map) | _UNDECLARED_KEYS
-    problems = []
-    for name in asked:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(Problem("", f"model.architecture.{name}", f"{config.model_type} has no such key{hint}"))
-    if problems:
-        raise ConfigError(problems)
 
 
 def _adopt_vocabulary(config: Any, asked: Collection[str], facts: DataFacts) -> None:

@@ -1,0 +1,182 @@
+"""Keys of a transformers config, as the library takes them.
+
+    its own          hidden_size                              set
+    older            rope_theta, partial_rotary_factor        set by what the library translates them to
+    no longer read   task_specific_params, n_ctx              taken where the model is the same without them
+    any other        hiden_size                               refused: the library would ignore it
+
+Which keys are older ones is seen by what they change: no list of them would be complete.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep.core.errors import ConfigError, Problem
+
+_UNDECLARED = {
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "attn_implementation",
+    "classifier_dropout",
+    "hidden_dropout",
+    "num_labels",
+    "id2label",
+    "problem_type",
+}
+"""Keys that some configs and heads understand without declaring them."""
+
+_ANY = object()
+_NO_LONGER_READ: Mapping[str, object] = {
+    "_name_or_path": _ANY,
+    "architectures": _ANY,
+    "transformers_version": _ANY,
+    "task_specific_params": _ANY,
+    "output_past": _ANY,
+    "n_ctx": _ANY,
+    "gradient_checkpointing": False,
+    "position_embedding_type": "absolute",
+    "pretraining_tp": 1,
+}
+"""Keys of older files, with the value under which the model is the same without them."""
+
+_OTHER_NAMES = (
+    ("num_attention_heads", "n_head", "n_heads", "num_heads", "heads"),
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers"),
+    ("hidden_size", "n_embd", "d_model", "dim", "width"),
+    ("max_position_embeddings", "n_positions", "seq_length"),
+    ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_heads"),
+)
+_MISSING = object()
+_Path = tuple[str, ...]
+
+
+def check_keys(config: Any, asked: Mapping[str, Any]) -> None:
+    """transformers takes any key and ignores those that it doesn't know.
+
+    Args:
+        config: of the type, without the keys that are asked for.
+
+    Raises:
+        ConfigError: some would be ignored.
+    """
+    known = _known(config)
+    problems = []
+    for name, value in asked.items():
+        if name in known or _is_needless(name, value) or _is_translated(config, name, value):
+            continue
+        why = f"{config.model_type} has no such key{_hint(name, known)}"
+        if name in _NO_LONGER_READ:
+            why = f"{value!r}, and transformers no longer reads this key; leave it out"
+        problems.append(Problem("", f"model.architecture.{name}", why))
+    if problems:
+        raise ConfigError(problems)
+
+
+def taken(config: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a config is made from or updated by; `check_keys` has let them pass."""
+    known = _known(config)
+    return {name: value for name, value in asked.items() if name in known or not _is_needless(name, value)}
+
+
+def override(config: Any, asked: Mapping[str, Any]) -> None:
+    """Changes a config that was read from a file. What an older key is translated to has new values; the rest of it,
+    such as the scaling beside a rotary base, stays."""
+    known = _known(_usual(config))  # a file may have kept an older key
+    for name, value in taken(config, asked).items():
+        paths = _changed_by(config, name, value) if name not in known or name == "rope_scaling" else []
+        if not paths:
+            config.update({name: value})
+            continue
+        fresh = type(config)(**{name: value}).to_dict()
+        others = {key: one for key, one in config.to_dict().items() if key not in {path[0] for path in paths}}
+        rebuilt = type(config).from_dict({**others, name: value}).to_dict()  # such as a kind for each layer
+        for path in paths:
+            _put(config, path, _at(fresh if len(path) > 1 else rebuilt, path))
+
+
+def _known(config: Any) -> set[str]:
+    """Keys that are set as they are."""
+    kind = type(config)
+    settable = {name for name in dir(kind) if getattr(getattr(kind, name, None), "fset", None) is not None}
+    declared = {name for name in (*vars(config), *config.to_dict()) if not name.startswith("_")}
+    return declared | settable | set(config.attribute_map) | _UNDECLARED
+
+
+def _usual(config: Any) -> Any:
+    """Of the same type, without keys."""
+    try:
+        return type(config)()
+    except Exception:  # a class that comes with weights may need some
+        return config
+
+
+def _is_needless(name: str, value: object) -> bool:
+    usual = _NO_LONGER_READ.get(name, _MISSING)
+    return usual is _ANY or usual == value
+
+
+def _is_translated(config: Any, name: str, value: object) -> bool:
+    try:
+        return bool(_changed_by(config, name, value))
+    except Exception:  # it looks at the key, and refuses the value
+        return True
+
+
+def _changed_by(config: Any, name: str, value: object) -> list[_Path]:
+    """What a key changes besides itself, in a config of the type. Another value is tried, too: this one may be what
+    is there anyway."""
+    before = dict(_leaves(type(config)().to_dict()))
+    paths: dict[_Path, None] = {}
+    for tried in (value, *_others(value)):
+        after = dict(_leaves(type(config)(**{name: tried}).to_dict()))
+        changed = (path for path in {**before, **after} if before.get(path, _MISSING) != after.get(path, _MISSING))
+        paths |= dict.fromkeys(path for path in changed if path[0] != name)
+    return list(paths)
+
+
+def _others(value: object) -> list[object]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 2]
+    return [value / 2] if isinstance(value, float) else []
+
+
+def _leaves(values: Mapping[str, Any], *above: str) -> Iterator[tuple[_Path, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, *above, str(key))
+        else:
+            yield (*above, str(key)), value
+
+
+def _at(values: Any, path: _Path) -> Any:
+    for key in path:
+        values = values.get(key, _MISSING) if isinstance(values, Mapping) else _MISSING
+    return values
+
+
+def _put(config: Any, path: _Path, value: Any) -> None:
+    if value is _MISSING:
+        return
+    if len(path) == 1:
+        setattr(config, path[0], value)
+        return
+    held = dict(getattr(config, path[0]) or {})
+    inner = held
+    for key in path[1:-1]:
+        inner[key] = dict(inner.get(key) or {})
+        inner = inner[key]
+    inner[path[-1]] = value
+    setattr(config, path[0], held)
+
+
+def _hint(name: str, known: set[str]) -> str:
+    alike = {one for names in _OTHER_NAMES if name in names for one in names if one in known}
+    near = next(iter(difflib.get_close_matches(name, alike or known, n=1, cutoff=0.0 if alike else 0.6)), None)
+    return f"; did you mean {near}?" if near else ""
