@@ -1,12 +1,17 @@
-"""Copies recipes/ into the wheel, as lockstep/recipes: in sight in the repository, and there when installed.
+"""What pyproject.toml can't state: recipes in the wheel, and a README whose links hold on an index page.
 
-Everything else about the build stands in pyproject.toml.
+recipes/     copied into the wheel as lockstep/recipes: in sight in the repository, and there when installed
+README.md    its links into the repository lead nowhere from an index page; there they are plain words
 """
 
+import re
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+
+_IMAGE = re.compile(r"!\[[^\]]*\]\((?!https?://)[^)]*\)\n*")
+_LINK = re.compile(r"\[([^\]]*)\]\((?!https?://)[^)]*\)")
 
 
 class BuildWithRecipes(build_py):
@@ -21,4 +26,13 @@ class BuildWithRecipes(build_py):
                 self.copy_file(str(recipe), str(target))
 
 
-setup(cmdclass={"build_py": BuildWithRecipes})
+def index_page(readme: str) -> str:
+    """The README without relative images, and with the words of relative links in place of the links."""
+    return _LINK.sub(r"\1", _IMAGE.sub("", readme))
+
+
+setup(
+    cmdclass={"build_py": BuildWithRecipes},
+    long_description=index_page(Path("README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
+)

@@ -68,11 +68,20 @@ _HOMES = {
 __all__ = ["__version__", "log", *sorted(_HOMES)]
 
 
+def _refuse_other_systems() -> None:
+    from lockstep.core.systems import why_not_here
+
+    why = why_not_here()
+    if why is not None:
+        raise ImportError(why)
+
+
 def __getattr__(name: str) -> "Any":
     import importlib
 
     if name == "log":
         return importlib.import_module("lockstep.monitor.journal")
     if name in _HOMES:
+        _refuse_other_systems()
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"lockstep has no {name!r}; it has {', '.join(__all__)}")

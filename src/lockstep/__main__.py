@@ -5,7 +5,9 @@ Signals are handled before anything else is imported.
 
 from __future__ import annotations
 
-from lockstep.core.stopping import stop_at_once
+import sys
+
+from lockstep.core.systems import why_not_here
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,10 +16,20 @@ if TYPE_CHECKING:
 
 def command() -> NoReturn:
     """Ends this process with the exit code of the verb."""
+    _refuse_other_systems()
+    from lockstep.core.stopping import stop_at_once
+
     stop_at_once()
     from lockstep.cli.main import command as verb
 
     verb()
+
+
+def _refuse_other_systems() -> None:
+    why = why_not_here()
+    if why is not None:
+        print(f"lockstep: {why}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -100,5 +100,5 @@ def test_shifted_digits_move_by_whole_pixels_and_differ_by_epoch():
 
 def test_digits_without_scikit_learn_say_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'lockstep-train\[digits\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'lockstep-torch\[digits\]'"):
         opened(Digits(kind="digits"))

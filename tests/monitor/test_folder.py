@@ -54,7 +54,7 @@ def test_it_holds_what_was_asked_and_where(tmp_path: Path) -> None:
     found = json.loads((run.path / "environment.json").read_text())
     assert {"python", "packages", "platform", "cpu", "gpus", "git", "command_line", "variables"} <= set(found)
     assert found["packages"]["torch"]
-    assert found["packages"]["lockstep-train"]
+    assert found["packages"]["lockstep-torch"]
     assert [name for name in os.listdir(run.path) if name.endswith(".new")] == []
 
 

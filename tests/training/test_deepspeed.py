@@ -325,7 +325,7 @@ def test_optimizers_that_look_at_shapes_are_refused(name: str) -> None:
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     net = small.Net()
-    with pytest.raises(lockstep.ConfigError, match=r"is not installed .*; pip install 'lockstep-train\[deepspeed\]'"):
+    with pytest.raises(lockstep.ConfigError, match=r"is not installed .*; pip install 'lockstep-torch\[deepspeed\]'"):
         engage(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
 
 

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 
+from lockstep import __version__
 from lockstep.cli.words import Parser
 from lockstep.core.terminal import say
 
@@ -13,7 +14,7 @@ from lockstep.core.terminal import say
 def run(words: Sequence[str]) -> int:
     """Lockstep, Python and torch, without importing it."""
     Parser("version", "Prints versions.").parse_args(words)
-    say(f"lockstep {_version('lockstep-train')}, torch {_version('torch')}, Python {platform.python_version()}")
+    say(f"lockstep {__version__}, torch {_version('torch')}, Python {platform.python_version()}")
     return 0
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config.schema import Digits
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise
@@ -53,8 +54,7 @@ def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ConfigError(
-            "data kind digits takes its images from scikit-learn, which is not installed: "
-            "pip install 'lockstep-train[digits]'"
+            f"data kind digits takes its images from scikit-learn, which is not installed: {pip_install('digits')}"
         )
     file = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     if file.exists():  # to import the package for it takes two seconds on each rank

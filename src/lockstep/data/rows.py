@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.out_of_memory import ran_out
@@ -84,7 +85,5 @@ def _import_datasets() -> None:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            "this needs the datasets library, which is not installed: pip install 'lockstep-train[hf]'"
-        ) from error
+        raise ConfigError(f"this needs the datasets library, which is not installed: {pip_install('hf')}") from error
     datasets.disable_progress_bars()

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import missing, needs_hub
 
@@ -39,5 +40,5 @@ def import_transformers() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "this needs the transformers library, which is not installed: pip install 'lockstep-train[hf]'"
+            f"this needs the transformers library, which is not installed: {pip_install('hf')}"
         ) from error

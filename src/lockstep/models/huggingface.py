@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import HuggingFaceModel
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.out_of_memory import ran_out
@@ -344,7 +345,7 @@ def _quiet() -> Iterator[None]:
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
-            Problem("", "model.kind", 'huggingface needs the extra `hf`: pip install "lockstep-train[hf]"')
+            Problem("", "model.kind", f"huggingface needs the extra `hf`: {pip_install('hf')}")
         ) from error
     with quiet():
         yield

@@ -14,9 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lockstep import __version__
+from lockstep.core.distribution import DISTRIBUTION
 from lockstep.core.secrets import HIDDEN, hidden_setting, hidden_variable, without_secrets
 
-_PACKAGES = ("lockstep-train", "torch", "numpy", "pydantic", "transformers", "datasets", "tokenizers", "deepspeed")
+_PACKAGES = ("torch", "numpy", "pydantic", "transformers", "datasets", "tokenizers", "deepspeed")
 _VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|OPENBLAS|KMP|SLURM|LOCKSTEP|HF|TRANSFORMERS|HSA|ROCM|HIP)_.*"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|PYTHONHASHSEED|CUBLAS_WORKSPACE_CONFIG"
@@ -90,7 +92,7 @@ _INSIDE = re.compile(r"""((?<=[{,\s"'])([\w.-]+)["']?\s*:\s*)([^\s,{}\[\]]+)""")
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
+    versions = {DISTRIBUTION: __version__}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)

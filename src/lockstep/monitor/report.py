@@ -21,12 +21,12 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lockstep import __version__
 from lockstep.core.errors import GiveUp
 from lockstep.core.secrets import hidden_setting, hidden_variable, without_secrets
 from lockstep.monitor import figures, page
@@ -298,11 +298,4 @@ def _environment(environment: Mapping[str, Any]) -> Markup:
 
 def _footer(recorded: Recorded) -> Markup:
     now = date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    return element("footer", element("p", f"{recorded.folder}. Made by Lockstep {_version()} on {now}."))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("lockstep-train")
-    except metadata.PackageNotFoundError:
-        return ""
+    return element("footer", element("p", f"{recorded.folder}. Made by Lockstep {__version__} on {now}."))

@@ -12,8 +12,8 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
 
+from lockstep import __version__
 from lockstep.monitor import page
 from lockstep.monitor.markup import Markup, element
 from lockstep.monitor.wording import date
@@ -120,11 +120,4 @@ def _remarks(told: Told) -> Markup:
 
 def _footer() -> Markup:
     now = date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    return element("footer", element("p", f"Made by Lockstep {_version()} on {now}."))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("lockstep-train")
-    except metadata.PackageNotFoundError:
-        return ""
+    return element("footer", element("p", f"Made by Lockstep {__version__} on {now}."))

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import FlatShard
@@ -102,7 +103,7 @@ def _import(device: torch.device) -> Any:
             Problem(
                 "",
                 "parallel.strategy",
-                f"deepspeed is not installed ({error}); pip install 'lockstep-train[deepspeed]'",
+                f"deepspeed is not installed ({error}); {pip_install('deepspeed')}",
             )
         ) from error
     return deepspeed
