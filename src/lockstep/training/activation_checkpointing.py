@@ -91,7 +91,8 @@ def checkpoint_activations(
     Raises:
         ConfigError: the model has no such modules, or a cache that they write into; an argument belongs to another
             mode; a module is computed again already; or one keeps running means, which a second forward would count
-            twice.
+            twice. In the first backward: a module changes what it keeps (a mean or counter of its own, spectral norm).
+            In its first forward: it writes to its input in place.
     """
     if getattr(getattr(model, "config", None), "use_cache", False):  # of the transformers library
         raise ConfigError(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from lockstep.transforms.block_state import Guard
 from lockstep.transforms.recomputing import Recompute, replace_forward
 
 Agree = Callable[[object], object]
@@ -64,9 +65,11 @@ class Budget:
         self._held: dict[str, Held] = {}
         for name in names:
             block = model.get_submodule(name)
-            replace_forward(block, partial(self._call, name, block, block.forward))
+            replace_forward(block, partial(self._call, name, block, Guard({name: block}), block.forward))
 
-    def _call(self, name: str, block: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    def _call(
+        self, name: str, block: nn.Module, guard: Guard, forward: Callable[..., Any], *inputs: Any, **named: Any
+    ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
         if self.kept is None and name in self._held:  # the forward after the first has begun
@@ -75,7 +78,7 @@ class Budget:
             self._held[name] = self._measured(block, forward, inputs, named)
         if self.kept is not None and name in self.kept:
             return forward(*inputs, **named)
-        return self._recompute(forward, *inputs, **named)
+        return self._recompute(guard, forward, *inputs, **named)
 
     def _measured(
         self, block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]

@@ -23,6 +23,7 @@ from torch import nn
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.transforms.activation_budget import Agree, Budget
+from lockstep.transforms.block_state import Guard
 from lockstep.transforms.recomputing import Recompute, Switch, Unheard, is_replaced, replace_forward
 from lockstep.transforms.segments import run_in_segments, split_into_segments
 
@@ -112,7 +113,7 @@ class RecomputeBlocks:
         for name in chosen:
             block = model.get_submodule(name)
             # A partial of the bound method: a copy of the model has one of its own
-            replace_forward(block, partial(self._recompute, block.forward))
+            replace_forward(block, partial(self._recompute, Guard({name: block}), block.forward))
 
     def _segments(self, model: nn.Module, chosen: Sequence[str]) -> None:
         lists: dict[str, list[str]] = {}

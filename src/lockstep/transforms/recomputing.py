@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lockstep.transforms.block_state import Guard
+
 Unheard = Callable[[], AbstractContextManager[object]]
 _HEARD: AbstractContextManager[object] = nullcontext()
 
@@ -58,15 +60,29 @@ class Recompute:
     unheard: Unheard = nullcontext
     switch: Switch = field(default_factory=Switch)
 
-    def __call__(self, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-        """What `forward` returns."""
-        if not self.switch.on or not torch.is_grad_enabled():
+    def __call__(self, guard: Guard, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        """What `forward` returns.
+
+        Args:
+            guard: of the blocks that `forward` computes; it looks at their first calls, also where the switch is off.
+        """
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        looks = guard.see() and not torch.compiler.is_compiling()
+        if not (self.switch.on or looks):
             return forward(*inputs, **named)
         # torch looks for tensors, whose device's draws it keeps, among the positional inputs alone
         call = partial(_call, forward, tuple(named)) if named else forward
-        return checkpoint(
-            call, *inputs, *named.values(), use_reentrant=False, preserve_rng_state=True, **self._contexts()
-        )
+        given = (*inputs, *named.values())
+        kept: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+        if not looks:
+            return checkpoint(call, *given, **kept, **self._contexts())
+        with guard.forward(given):  # what comes last in a block may change its state, and is computed again, too
+            return checkpoint(call, *given, **kept, early_stop=False, context_fn=partial(self._watched, guard))
+
+    def _watched(self, guard: Guard) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        first, second = self._first_and_second()
+        return first, _Together(guard.again(), second)
 
     def _contexts(self) -> Mapping[str, Any]:
         if torch.compiler.is_compiling():  # it takes contexts that are dispatch modes, and no others

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.transforms.block_state import Guard
 from lockstep.transforms.recomputing import Recompute, replace_forward
 
 _KEY = "memory.activation_checkpointing.mode"
@@ -60,6 +61,7 @@ class _Segment:
         self._names = [name for name, _ in blocks]
         self._forwards = [block.forward for _, block in blocks]
         self._recompute = recompute
+        self._guard = Guard(dict(blocks))
         self._forget()
         for place, (_, block) in enumerate(blocks):
             replace_forward(block, partial(self._first if place == 0 else self._later, place))
@@ -79,7 +81,7 @@ class _Segment:
         if not torch.is_grad_enabled():
             return self._forwards[0](*inputs, **named)
         self._left = self._names[1:]
-        self._found = self._recompute(self._run, *inputs, **named)
+        self._found = self._recompute(self._guard, self._run, *inputs, **named)
         self._further = _further(inputs, named)
         return self._handed_on()
 

@@ -1,0 +1,136 @@
+"""What a block keeps from one forward to the next, and whether computing it again would change that.
+
+    forward       mean 0.10 -> 0.19     the block's own running mean
+    backward      mean 0.19 -> 0.27     computed again: counted twice, and read where it was another --> ConfigError
+
+Only a block's first forward is looked at, and its second is made to the end: afterwards a guard costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lockstep.core.errors import ConfigError, Problem
+
+_KEY = "memory.activation_checkpointing"
+_PLAIN = (bool, int, float, str, type(None))
+_COUNTED = (list, dict, set)
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+class Guard:
+    """Refuses blocks whose second forward would make the run another one.
+
+    Attributes:
+        shared: whether the block was called a second time.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self._blocks = blocks
+        self.shared = False
+        self._new = True
+
+    def see(self) -> bool:
+        """A forward begins. Returns whether it is looked at: it is the first."""
+        first, self._new = self._new, False
+        self.shared = self.shared or not first
+        return first
+
+    def forward(self, inputs: Sequence[Any]) -> ChangedInputs:
+        """The context of the forward.
+
+        Args:
+            inputs: from which the second one will begin.
+        """
+        return ChangedInputs(next(iter(self._blocks)), _versions(inputs))
+
+    def again(self) -> ChangedState:
+        """The context of the second forward."""
+        return ChangedState(self._blocks, self)
+
+
+def _versions(inputs: Sequence[Any]) -> list[tuple[Tensor, int]]:
+    found = [one for one in tree_leaves(inputs) if isinstance(one, Tensor) and not one.is_inference()]
+    return [(one, one._version) for one in found]
+
+
+@dataclass(slots=True)
+class ChangedInputs:
+    """Raises ConfigError at its end: an input was written to."""
+
+    block: str
+    versions: list[tuple[Tensor, int]]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is None and any(tensor._version != version for tensor, version in self.versions):
+            raise _refusal(f"{self.block} writes to its input in place, from which it would be computed again")
+
+
+class ChangedState:
+    """Raises ConfigError at its end: what the blocks keep is another than at its beginning."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], guard: Guard) -> None:
+        self._blocks = blocks
+        self._guard = guard
+        self._shared = False  # a block that was called again since has written over what it had kept for others
+        self._before: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._shared = self._guard.shared
+        self._before = self._state()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is not None:
+            return
+        now = self._state()
+        changed = [name for name, value in now.items() if not _equal(value, self._before.get(name))]
+        self._before = {}
+        if changed:
+            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+            raise _refusal(f"{changed[0]}{more} changes with each forward, and a second one would count it twice")
+
+    def _state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for prefix, block in self._blocks.items():
+            for path, module in block.named_modules(prefix=prefix):
+                kept = {**module._buffers, **_attributes(module, tensors=not self._shared)}
+                found.update((f"{path}.{name}", _copy(value)) for name, value in kept.items())
+        return found
+
+
+def _attributes(module: nn.Module, *, tensors: bool) -> dict[str, Any]:
+    kinds = (*_PLAIN, *_COUNTED, *((Tensor,) if tensors else ()))
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH and isinstance(value, kinds)}
+
+
+def _copy(value: Any) -> Any:
+    """A tensor's values; of a collection its length, which tells whether something is added at each forward."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return len(value) if isinstance(value, _COUNTED) else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and (one == other or one != one)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.all((one == other) | ((one != one) & (other != other))))
+
+
+def _refusal(what: str) -> ConfigError:
+    remedy = (
+        "take blocks that keep nothing from one forward to the next, name others "
+        f"({_KEY}.modules; in Python blocks=[...]), or leave activation checkpointing out"
+    )
+    return ConfigError(Problem("", _KEY, f"{what}; {remedy}"))
