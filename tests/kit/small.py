@@ -38,6 +38,33 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.inner(points)))
 
 
+class Rows:
+    """`points` as rows of a table have them: lists and numbers by the names of columns."""
+
+    def __init__(self, samples: int = 40, seed: int = 0) -> None:
+        self._points, self._classes = points(samples, seed).tensors
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"points": self._points[index].tolist(), "name": str(index), "label": int(self._classes[index])}
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
 class WithSpare(Net):
     """Has a layer that its forward never uses."""
 

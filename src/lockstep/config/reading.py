@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -139,8 +139,10 @@ def from_python(value: object, where: str = "") -> Node:
     """Python's values as a tree."""
     if isinstance(value, Mapping):
         return Table({str(key): Entry(from_python(item, where), where) for key, item in value.items()}, where)
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):  # OmegaConf's lists, too
         return Items(tuple(from_python(item, where) for item in value), where)
+    if callable(plain := getattr(type(value), "tolist", None)):  # NumPy's and torch's arrays and numbers
+        return from_python(plain(value), where)
     return Leaf(value, None, where)
 
 

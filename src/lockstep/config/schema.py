@@ -53,6 +53,9 @@ class ModelSection(Section):
     """Patterns (`embedding.*`) of parameter names that are not trained: no gradient, no optimizer state."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    inputs: dict[str, str | None] = {}
+    """The data's names of inputs, and those that the model's `forward` has for them, such as `{tokens: input_ids}`;
+    null: the input is left out."""
     init_from: PathText | None = None
     """Weights to start from, by name: an HF folder, a run's folder, .safetensors, or a torch file of tensors; null: the
     usual first ones."""

@@ -5,8 +5,9 @@
     tuple or list             all but the last, in order            the last
     a tensor, or a number     itself                                none
 
-Items are collated first (torch's collate function, or the user's), then split in this way; a collate function may also
-return a lockstep Batch, which is taken as it is. A TensorDataset is gathered as one index per tensor instead.
+Items are collated first (torch's collate function, to which lists of numbers are tensors; or the user's), then split in
+this way; a collate function may also return a lockstep Batch, which is taken as it is. A TensorDataset is gathered as
+one index per tensor instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lockstep.config.schema import CustomData
 from lockstep.core.errors import ConfigError, GiveUp
@@ -63,12 +64,34 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None) -> Source:
 
 def _check(dataset: Any) -> None:
     kind = type(dataset)
+    if isinstance(dataset, str):
+        raise ConfigError(
+            f"the data set is the text {dataset!r}; a name goes into the config: "
+            f"data.train: {{kind: huggingface, name: {dataset}}}"
+        )
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "a DataLoader is no data set; hand over what it loads: dataset=loader.dataset, and "
+            "collate=loader.collate_fn if it has one of its own. Its batch_size is batch.micro_size, its num_workers "
+            "data.loader.workers"
+        )
+    if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
+        splits = ", ".join(map(str, dataset)) or "none"
+        raise ConfigError(
+            f"{kind.__name__} is a mapping of splits ({splits}); hand over one of them: dataset=splits['train'], and "
+            "others as evaluation={'held-out': splits['validation']}"
+        )
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"{kind.__name__} is an IterableDataset; Lockstep needs any sample at any time, so that a run can stop and "
             "go on under any number of ranks: give a map-style Dataset, with __len__ and __getitem__"
         )
     missing = [name for name in ("__len__", "__getitem__") if getattr(kind, name, None) is None]
+    if missing and callable(getattr(kind, "train_dataloader", None)):
+        raise ConfigError(
+            f"{kind.__name__} is a data module; hand over the data set behind its train_dataloader(): "
+            "dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in evaluation"
+        )
     if missing:
         raise ConfigError(f"{kind.__name__} is no map-style Dataset: it has no {' and no '.join(missing)}")
 
@@ -104,7 +127,7 @@ class ItemSource:
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self._dataset = dataset
-        self._collate = collate or default_collate
+        self._collate = collate or collate_values
         self._whole = _fetches_lists(type(dataset))
         self.facts = DataFacts(len(dataset), None)
         self.fingerprint = self._fingerprint(collate)
@@ -123,6 +146,32 @@ class ItemSource:
 
     def _known(self, indices: Indices) -> list[Any]:
         return [_contents(self._dataset[index]) for index in indices.tolist()]
+
+
+def collate_values(items: list[Any]) -> Any:
+    """torch's collate function, to which lists of numbers are values: a data set's rows hold them, where torch would
+    take the items apart and make a batch of each position."""
+    return default_collate([_with_tensors(item) for item in items])
+
+
+def _with_tensors(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        return {name: _as_tensor(value) for name, value in item.items()}
+    if type(item) is tuple:
+        return tuple(map(_as_tensor, item))
+    return item
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.tensor(value) if isinstance(value, list) and _of_numbers(value) else value
+
+
+def _of_numbers(values: list[Any]) -> bool:
+    """Of the same depth everywhere, as far as the first tell."""
+    first: Any = values
+    while isinstance(first, list) and first:
+        first = first[0]
+    return isinstance(first, int | float)
 
 
 def as_batch(collated: Any, samples: int) -> Batch:

@@ -43,7 +43,9 @@ def explained(read: Callable[[Indices], object], indices: Indices, error: Except
             return GiveUp(f"sample {index} can't be read: {describe(alone)}")
     together = _error_of(read, indices)
     if together is not None:
-        return GiveUp(f"samples {named(indices)} can each be read, but not put into one batch: {describe(together)}")
+        remedy = "; a collate function of yours can pad them" if "equal size" in str(together) else ""
+        why = f"{describe(together)}{remedy}"
+        return GiveUp(f"samples {named(indices)} can each be read, but not put into one batch: {why}")
     return GiveUp(
         f"reading samples {named(indices)} failed once, and succeeded when it was tried again: {describe(error)}. If "
         "what they are read from fails now and then (a network file system, a service), catch the error in the data "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.core.out_of_memory import mark
+from lockstep.engine.input_names import inputs_misfit
 from lockstep.engine.judging import Unheard, add_up, heard_or_not, sums_of_outputs
 
 if TYPE_CHECKING:
@@ -105,10 +106,18 @@ class Eager:
 
 
 def call(module: nn.Module, inputs: Inputs) -> object:
-    """The forward: a mapping's values go in by name, a tuple's by position."""
-    if isinstance(inputs, tuple):
-        return module(*inputs)
-    return module(**inputs)
+    """The forward: a mapping's values go in by name, a tuple's by position.
+
+    Raises:
+        ConfigError: the forward doesn't take these.
+    """
+    try:
+        return module(*inputs) if isinstance(inputs, tuple) else module(**inputs)
+    except TypeError as error:
+        misfit = inputs_misfit(module, inputs)
+        if misfit is None:
+            raise
+        raise misfit from error
 
 
 def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,65 @@ class Given:
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
     schedule: Callable[[int, int | None], float] | None = None
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError with all that is of the wrong kind; data sets are looked at where they are opened."""
+        problems = [Problem("", name, why) for name, why in _of_wrong_kind(self) if why is not None]
+        if problems:
+            raise ConfigError(problems)
+
+
+def _of_wrong_kind(given: Given) -> Iterator[tuple[str, str | None]]:
+    """By argument of `lockstep.train`: what it should be instead; None: nothing is wrong with it."""
+    yield "model", _named(given.model, "model: {kind: huggingface, task: causal-lm, pretrained: NAME}")
+    yield "optimizer", _optimizer(given.optimizer)
+    yield "schedule", _schedule(given.schedule)
+    yield "collate", _collate(given.collate)
+    yield "evaluation", _evaluation(given.evaluation)
+
+
+def _optimizer(given: object) -> str | None:
+    if isinstance(given, torch.optim.Optimizer):
+        return (
+            f"is an object of {_kind(given)}, which holds parameters that a strategy may replace; hand over what makes "
+            f"one: optimizer=lambda groups: {_kind(given)}(groups, lr=...)"
+        )
+    if given is None or callable(given):
+        return None
+    return (
+        _named(given, "optim: {name: adamw}") or f"is of type {_kind(given)}; hand over a function of parameter groups"
+    )
+
+
+def _schedule(given: object) -> str | None:
+    wanted = "hand over a function (step, steps) -> share of optim.lr, or write schedule.kind in the config"
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        return f"is an object of {_kind(given)}, whose state would not be saved; {wanted}"
+    if isinstance(given, type) and issubclass(given, torch.optim.lr_scheduler.LRScheduler):
+        return f"is the class {given.__name__}; {wanted}"
+    if given is None or callable(given):
+        return None
+    return _named(given, "schedule: {kind: cosine}") or f"is of type {_kind(given)}; {wanted}"
+
+
+def _collate(given: object) -> str | None:
+    if given is None or callable(given):
+        return None
+    return f"is of type {_kind(given)}; hand over a function: list of items -> batch"
+
+
+def _evaluation(given: object) -> str | None:
+    if isinstance(given, Mapping):
+        return None
+    return f"is of type {_kind(given)}; hand over data sets by name: {{'held-out': dataset}}"
+
+
+def _named(given: object, key: str) -> str | None:
+    return f"is the text {given!r}; a name goes into the config: {key}" if isinstance(given, str) else None
+
+
+def _kind(given: object) -> str:
+    return type(given).__name__
 
 
 def not_given(key: str, wanted: str, got: object) -> ConfigError:

@@ -8,6 +8,7 @@ What a batch means follows from the model and the data, not from the way in whic
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from lockstep.core.protocols import Objective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import evaluation_batches
-from lockstep.data.prepared import PreparedSource
+from lockstep.data.prepared import PreparedSource, renamed_inputs
 from lockstep.data.sources import open_source
 from lockstep.data.tasks import OWN
 from lockstep.models.build import build_model, sketch_model
@@ -76,7 +77,10 @@ def open_sources(config: Config, given: Given, model: nn.Module | None = None) -
         name: _open(section, given, given.evaluation.get(name), f"data.evaluation.{name}", task, tokenizer)
         for name, section in config.data.evaluation.items()
     }
-    return train, evaluation
+    if not config.model.inputs:
+        return train, evaluation
+    rename = partial(renamed_inputs, config.model.inputs)
+    return PreparedSource(train, rename), {name: PreparedSource(one, rename) for name, one in evaluation.items()}
 
 
 def make_objective(

@@ -1,0 +1,163 @@
+"""What a program or a data set hands over in another form than wanted: it works, or a sentence says what to do."""
+
+from __future__ import annotations
+
+from collections import UserList
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import small
+from kit.runs import differences, recorded_all
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lockstep
+
+
+class DataModule:
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(small.points())
+
+
+def _sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+WRONG = {
+    "optimizer object": (
+        lambda: {"optimizer": _sgd()},
+        "optimizer: is an object of SGD, which holds parameters that a strategy may replace; hand over what makes one: "
+        "optimizer=lambda groups: SGD(groups, lr=...)",
+    ),
+    "optimizer by name": (
+        lambda: {"optimizer": "sgd"},
+        "optimizer: is the text 'sgd'; a name goes into the config: optim: {name: adamw}",
+    ),
+    "scheduler object": (
+        lambda: {"schedule": torch.optim.lr_scheduler.StepLR(_sgd(), 1)},
+        "schedule: is an object of StepLR, whose state would not be saved; hand over a function (step, steps) -> share "
+        "of optim.lr, or write schedule.kind in the config",
+    ),
+    "scheduler class": (
+        lambda: {"schedule": torch.optim.lr_scheduler.StepLR},
+        "schedule: is the class StepLR; hand over a function (step, steps) -> share of optim.lr, or write "
+        "schedule.kind in the config",
+    ),
+    "loader": (
+        lambda: {"dataset": DataLoader(small.points())},
+        "a DataLoader is no data set; hand over what it loads: dataset=loader.dataset, and collate=loader.collate_fn "
+        "if it has one of its own. Its batch_size is batch.micro_size, its num_workers data.loader.workers",
+    ),
+    "data module": (
+        lambda: {"dataset": DataModule()},
+        "DataModule is a data module; hand over the data set behind its train_dataloader(): "
+        "dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in evaluation",
+    ),
+    "splits": (
+        lambda: {"dataset": {"train": small.points(), "test": small.points()}},
+        "dict is a mapping of splits (train, test); hand over one of them: dataset=splits['train'], and others as "
+        "evaluation={'held-out': splits['validation']}",
+    ),
+    "data set by name": (
+        lambda: {"dataset": "wikitext"},
+        "the data set is the text 'wikitext'; a name goes into the config: data.train: {kind: huggingface, name: "
+        "wikitext}",
+    ),
+    "evaluation without a name": (
+        lambda: {"evaluation": small.points()},
+        "evaluation: is of type TensorDataset; hand over data sets by name: {'held-out': dataset}",
+    ),
+    "collate": (lambda: {"collate": 3}, "collate: is of type int; hand over a function: list of items -> batch"),
+    "model by name": (
+        lambda: {"model": "gpt2"},
+        "model: is the text 'gpt2'; a name goes into the config: "
+        "model: {kind: huggingface, task: causal-lm, pretrained: NAME}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_of_another_kind_is_refused_with_what_to_hand_over(case: str, tmp_path: Path) -> None:
+    arguments, message = WRONG[case]
+    config = {**small.config(), "run": {"steps": 1, "folder": str(tmp_path / "run")}}
+    del config["objective"]
+    usual = {"dataset": small.points(), "objective": nn.CrossEntropyLoss(reduction="sum")}
+    with pytest.raises(lockstep.ConfigError) as refused:
+        lockstep.train(config, **{**usual, **arguments()})
+    assert str(refused.value) == message
+
+
+def test_rows_of_lists_and_renamed_inputs_are_the_run_of_tensors(tmp_path: Path) -> None:
+    """Under every strategy that hands inputs on in a way of its own; and a plain data set of the datasets library."""
+    renamed = {"kind": "custom", "target": "kit.small:Renamed", "inputs": {"points": "x", "name": None}}
+    tensors = {**small.config("Renamed"), "evaluation": {"at_end": False}}
+    rows = {**tensors, "model": renamed, "data": {"train": {"kind": "custom", "target": "kit.small:Rows"}}}
+    parallel: list[dict[str, Any]] = [
+        {"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "ddp", "pipeline": 2},
+    ]  # fmt: skip
+    [oracle] = recorded_all([{**tensors, "data": {"train": tensors["data"]["train"]}}])
+    for run in recorded_all([{**rows, "parallel": one} for one in parallel], ranks=2):
+        assert differences(run, oracle) == []
+
+
+def test_a_plain_data_set_of_the_datasets_library_is_taken() -> None:
+    datasets = pytest.importorskip("datasets")
+    items = [small.Rows()[index] for index in range(40)]
+    plain = datasets.Dataset.from_list(items).remove_columns(["name"])
+    config = {**small.config(), "data": {}}
+    with lockstep.session(config, model=small.Net, dataset=plain) as session:  # one input: its name is the forward's
+        losses = [report.loss for report in lockstep.steps(session)]
+    assert losses[-1] < losses[0]
+
+
+NAMES = {
+    "a name": (None, "model.inputs: Renamed has forward(x), and the data gives points, name; write "
+               "model.inputs: {points: x, name: null} (null leaves an input out)"),
+    "one more": ({"points": "x"}, "model.inputs: Renamed has forward(x), and the data gives x, "
+                 "name; write model.inputs: {name: null} (null leaves an input out)"),
+    "one that isn't there": ({"tokens": "x"}, "model.inputs: the data has no input tokens; it has points, name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_that_the_forward_does_not_have_are_named(case: str) -> None:
+    inputs, message = NAMES[case]
+    model = {"kind": "custom", "target": "kit.small:Renamed", **({"inputs": inputs} if inputs else {})}
+    rows = {"train": {"kind": "custom", "target": "kit.small:Rows"}}
+    assert small.refusal({**small.config(), "model": model, "data": rows}) == message
+
+
+def test_a_forward_without_an_input_is_named() -> None:
+    message = r"Empty has forward\(self_made=1\), and the data gives 2 inputs"
+    with (
+        lockstep.session(small.config(), model=Empty(), dataset=_Pairs()) as session,
+        pytest.raises(lockstep.ConfigError, match=message),
+    ):
+        next(iter(lockstep.steps(session)))
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, self_made=1):  # type: ignore[no-untyped-def]
+        return self.layer(torch.ones(1, 1))
+
+
+class _Pairs:
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(1), torch.ones(1), 0
+
+
+@pytest.mark.parametrize("betas", [UserList([0.9, 0.95]), (0.9, 0.95), torch.tensor([0.5, 0.75]).numpy()])
+def test_lists_of_other_libraries_are_lists(betas: Any) -> None:
+    from lockstep.config.loading import validate
+
+    asked = {**small.config(), "optim": {"betas": betas}}
+    assert validate(asked).config.optim.betas == tuple(float(one) for one in betas)
