@@ -97,6 +97,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=float, default=5.0, help="milliseconds between two moments")
     parser.add_argument("--times", type=int, default=100, help="moments, drawn evenly from the start, of each row")
+    parser.add_argument("--until", type=float, default=1.1, help="the last moment, in times to the first update")
     parser.add_argument("--ranks", type=_numbers, default=[1, 2])
     parser.add_argument("--signals", type=lambda text: text.split(","), default=list(SIGNALS))
     parser.add_argument("--at-once", type=int, default=1, help="starts side by side")
@@ -110,14 +111,15 @@ def _numbers(text: str) -> list[int]:
 
 
 def _command(asked: argparse.Namespace) -> str:
-    words = [f"--times {asked.times}", f"--every {asked.every:g}", f"--ranks {','.join(map(str, asked.ranks))}"]
+    words = [f"--times {asked.times}", f"--every {asked.every:g}", f"--until {asked.until:g}"]
+    words.append(f"--ranks {','.join(map(str, asked.ranks))}")
     return f"python drills/signal_drill.py {' '.join(words)} --signals {','.join(asked.signals)}"
 
 
 def schedule(asked: argparse.Namespace, first: float) -> Iterator[Trial]:
-    """Moments are multiples of `every`, from the very start to a little beyond the first update. Rows take turns, so
+    """Moments are multiples of `every`, from the very start to `until`. Rows take turns, so
     that together they come close to every moment."""
-    moments = int(1.1 * first * 1000 / asked.every)
+    moments = int(asked.until * first * 1000 / asked.every)
     rows = list(itertools.product(asked.signals, asked.ranks, TARGETS))
     for number in range(asked.times * len(rows)):
         name, ranks, target = rows[number % len(rows)]

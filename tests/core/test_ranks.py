@@ -90,3 +90,19 @@ def test_torchruns_agent_keeps_the_store_itself() -> None:
 
 def test_a_lone_rank_needs_no_meeting_place() -> None:
     assert RankEnvironment.read({"RANK": "0", "WORLD_SIZE": "1"}) == RankEnvironment()
+
+
+@pytest.mark.parametrize(
+    ("variables", "known"),
+    [
+        ({"MASTER_ADDR": "node0", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"MASTER_ADDR": "node0", "LOCAL_SIZE": "2"}, True),
+        ({"MASTER_ADDR": "node0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, False),
+        ({"MASTER_ADDR": "node0"}, False),  # plain srun doesn't say
+        ({"MASTER_ADDR": "127.0.0.1"}, True),
+        ({"MASTER_ADDR": "localhost"}, True),
+    ],
+)
+def test_ranks_are_on_one_machine_only_where_that_is_known(variables: dict[str, str], known: bool) -> None:
+    common = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
+    assert RankEnvironment.read({**common, **variables}).one_machine is known

@@ -165,7 +165,7 @@ def test_with_threads_around_ranks_are_fresh_interpreters(nursery: Nursery) -> N
     assert code == 0, err
     code, _, err = nursery.run("with_a_thread", script=["return:0"] * 2, module_level=False)
     assert code == 2
-    assert "define the function, and what it holds, at the top of a module" in err
+    assert "Define functions and classes at the top of a module" in err
 
 
 @pytest.mark.parametrize(("use", "forkable"), [("import", True), ("numpy", True), ("torch", False)])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.core.errors import ConfigError, Problem
 
@@ -35,6 +35,7 @@ class RankEnvironment:
     store_fd: rank 0 of our own launcher: a socket that listens there already.
     attempt: how often torchrun has restarted the ranks; what they leave in its store must not meet the next ones.
     agent_store: torchrun's agent keeps the store itself, and all ranks are its clients.
+    one_machine: all ranks are known to be on this machine: nobody else need reach them.
     """
 
     rank: int = 0
@@ -46,6 +47,7 @@ class RankEnvironment:
     store_fd: int | None = None
     attempt: int = 0
     agent_store: bool = False
+    one_machine: bool = field(default=True, compare=False)  # follows from the others, and from what was left out
 
     @property
     def keeps_store(self) -> bool:
@@ -76,6 +78,7 @@ class RankEnvironment:
             store_fd=_number(environ, STORE_FD) if STORE_FD in environ else None,
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            one_machine=_is_one_machine(environ, world_size),
         )
         problems = found._contradictions()
         if problems:
@@ -123,6 +126,19 @@ class RankEnvironment:
             ),
         ]
         return [_problem(name, message) for holds, name, message in checks if not holds]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach it."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _is_one_machine(environ: Mapping[str, str], world_size: int) -> bool:
+    """Where nothing says how many ranks are on this machine, an address that others can reach may have others."""
+    if world_size == 1 or is_loopback(environ.get("MASTER_ADDR", _LOOPBACK)):
+        return True
+    here = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE"))
+    return here == str(world_size)
 
 
 def names_a_rank(environ: Mapping[str, str]) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed gives them away, untyped
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)  # torch.distributed gives them away, untyped
 
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.ranks import RankEnvironment
@@ -24,6 +30,8 @@ from lockstep.distributed import everyone
 from lockstep.distributed.collectives import Alone, Together
 from lockstep.distributed.host_memory import keep_freed_memory
 from lockstep.distributed.timeouts import waits_at_most
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Launch
@@ -75,15 +83,33 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         with everyone.is_over(world.axis):
             yield world
         return
-    _make_group(environment, backend, device, launch.timeout)
-    world = _world(environment, device, backend)
+    with _within_this_machine(environment):
+        _make_group(environment, backend, device, launch.timeout)
+        world = _world(environment, device, backend)
+        try:
+            with waits_at_most(launch.timeout, world.rank), everyone.is_over(world.axis):
+                yield world
+        finally:
+            if isinstance(world.axis, Together):
+                world.axis.close()
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _within_this_machine(environment: RankEnvironment) -> Iterator[None]:
+    """Gloo, also of groups that are made later, listens on loopback if all ranks are on this machine.
+
+    By itself it listens on the interface that the hostname resolves to, for whoever connects.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if not environment.one_machine or loopback is None or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = loopback
     try:
-        with waits_at_most(launch.timeout, world.rank), everyone.is_over(world.axis):
-            yield world
+        yield
     finally:
-        if isinstance(world.axis, Together):
-            world.axis.close()
-        dist.destroy_process_group()
+        os.environ.pop(_GLOO_INTERFACE, None)
 
 
 def _world(environment: RankEnvironment, device: torch.device, backend: str) -> World:
@@ -147,14 +173,18 @@ _joins = itertools.count()
 
 
 def _store(environment: RankEnvironment, limit: timedelta) -> Store:
-    """Where ranks meet, the same way under every launcher.
+    """Where ranks meet, the same way under every launcher. A lone rank meets nobody, and listens nowhere.
 
     Under our own it is made of the launcher's listening socket: on loopback alone, and on a port nobody else can
-    take. A process keeps its store, since its port can't be bound again for the session after this one. What the ranks
-    of an attempt or of a session leave in it must not meet those of the next.
+    take. Elsewhere ranks of one machine meet on the one address that all were given: by itself, torch's store listens
+    on every interface, and whoever connects may write. A process keeps its store, since its port can't be bound again
+    for the session after this one. What the ranks of an attempt or of a session leave in it must not meet those of the
+    next.
     """
+    if environment.world_size == 1:
+        return HashStore()
     place = environment.master_addr, environment.master_port
-    if place not in _stores or environment.master_port == 0:
+    if place not in _stores:
         _stores[place] = TCPStore(
             environment.master_addr,
             environment.master_port,
@@ -162,6 +192,16 @@ def _store(environment: RankEnvironment, limit: timedelta) -> Store:
             environment.keeps_store,
             timeout=limit,
             wait_for_workers=False,
-            master_listen_fd=environment.store_fd,
+            master_listen_fd=_listening(environment),
         )
     return PrefixStore(f"attempt-{environment.attempt}/join-{next(_joins)}", _stores[place])
+
+
+def _listening(environment: RankEnvironment) -> int | None:
+    """A socket that listens for this rank's store; None: it makes none, or one for other machines."""
+    if environment.store_fd is not None or not environment.keeps_store or not environment.one_machine:
+        return environment.store_fd
+    found = socket.getaddrinfo(environment.master_addr, environment.master_port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    backlog = max(128, 2 * environment.world_size)
+    return socket.create_server(address[:2], family=family, backlog=backlog).detach()

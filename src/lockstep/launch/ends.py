@@ -24,7 +24,17 @@ from enum import Enum
 from types import TracebackType
 
 from lockstep.core.control_groups import Kills
-from lockstep.core.errors import Failure, OtherRankFailed, Paused, Stopped, Waited, message_of, not_answered
+from lockstep.core.errors import (
+    ConfigError,
+    Failure,
+    OtherRankFailed,
+    Paused,
+    Problem,
+    Stopped,
+    Waited,
+    message_of,
+    not_answered,
+)
 from lockstep.core.stopping import STOP_SIGNALS
 
 
@@ -67,6 +77,7 @@ class End:
     text: what to show: a message, a traceback, or a sentence.
     time: seconds (CLOCK_MONOTONIC, one clock for all processes) when the rank raised, returned or was found dead.
     detail: a traceback for the rank's log; empty if `text` has it, or if there is none.
+    problems: of a ConfigError.
     """
 
     kind: Kind
@@ -74,6 +85,7 @@ class End:
     text: str
     time: float
     detail: str = ""
+    problems: tuple[Problem, ...] = ()
 
 
 def end_of_return(code: int, time: float) -> End:
@@ -98,6 +110,8 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             return End(Kind.WAITED, error.exit_code, message_of(error), time)
         case OtherRankFailed():
             return End(Kind.PEER, error.exit_code, message_of(error), time)
+        case ConfigError():
+            return End(Kind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error), error.problems)
         case Failure():
             return End(Kind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error))
         case SystemExit(code=int() | None):

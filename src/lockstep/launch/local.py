@@ -4,8 +4,9 @@
                 about 0.95 s            milliseconds             0 done, 1 failed, 2 config, 130 stopped
 
 A rank forked from a process that has imported torch (and what else all ranks need), and done nothing with it, need not
-import it again. Where forking isn't safe (threads are running, CUDA is in use, no Linux) ranks start as fresh
-interpreters. One rank needs no process: it runs in this one, with the same environment, log and exit codes.
+import it again. Where forking isn't safe (threads are running, CUDA is in use, no Linux), or `launch.environment` has
+what a process reads as it starts (LD_PRELOAD), ranks start as fresh interpreters. One rank needs
+no process: it runs in this one, with the same environment, log and exit codes.
 
 Why not torch's own engine, `torch.distributed.elastic.multiprocessing.start_processes`? It is as fast when it forks,
 and `elastic_launch` nearly so. But of two ranks in an all-reduce, one killed by SIGKILL, it named the other's broken
@@ -30,22 +31,30 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config.schema import Launch
 from lockstep.core.control_groups import kernel_kills
 from lockstep.core.errors import ConfigError, Problem, Stopped
-from lockstep.core.ranks import LAUNCHER, STORE_FD, RankEnvironment, names_a_rank
+from lockstep.core.ranks import LAUNCHER, RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import held_signals
-from lockstep.core.terminal import say
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
+from lockstep.launch.elsewhere import read_at_start, refuse_unsettable, set_environment
 from lockstep.launch.ends import End, Kind, describe, first_cause, why_killed
 from lockstep.launch.group import Member, SignalRequests, signal_requests, watch
-from lockstep.launch.rank import Orders, append, run_entry, run_rank, signals_stop
+from lockstep.launch.outcome import Outcome, print_on_stderr
+from lockstep.launch.rank import Orders, append_end, run_entry, run_rank, signals_stop
 
 _LOOPBACK = "127.0.0.1"
+_UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
+_GUARD = (
+    "the script starts ranks as it is imported, and its ranks, which are fresh interpreters, import it: put the call "
+    'under `if __name__ == "__main__":`'
+)
+_LONGEST_REASON = 300
 _OF_A_STOP = (Kind.INTERRUPTED, Kind.PEER, Kind.ENDED)  # ranks that stop break what binds them
 
 
@@ -59,9 +68,28 @@ def launch(
     ahead: Sequence[str] = (),
     remedy: str = "",
 ) -> int:
-    """Runs `entry` on `ranks` ranks of this machine, and returns the run's exit code.
+    """Runs `entry` on `ranks` ranks of this machine, shows why it failed, and returns the run's exit code.
 
-    Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named on stderr with its
+    Arguments, and what it raises, as of `run_ranks`.
+    """
+    outcome = run_ranks(entry, ranks, launch, logs, apart=apart, ahead=ahead, remedy=remedy)
+    outcome.show()
+    return outcome.code
+
+
+def run_ranks(
+    entry: Callable[[], int],
+    ranks: int,
+    launch: Launch,
+    logs: Path | None,
+    *,
+    apart: bool = False,
+    ahead: Sequence[str] = (),
+    remedy: str = "",
+) -> Outcome:
+    """Runs `entry` on `ranks` ranks of this machine.
+
+    Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named with its
     traceback, or with its message if it raised a `Failure`, whose exit code is then the run's; the others are ended.
 
     Args:
@@ -77,20 +105,21 @@ def launch(
     Raises:
         ConfigError: if the ranks can't be started as asked; nothing has been started then.
     """
-    _refuse_own_names(launch.environment)
+    refuse_unsettable(launch.environment)
     note = check_ranks(ranks, launch)
     if note:
-        _tell(f"note: {note}")
+        print_on_stderr(f"note: {note}")
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
-    if ranks == 1 and not apart:
+    fresh = bool(read_at_start(launch.environment))
+    if ranks == 1 and not apart and not fresh:
         return _run_here(entry, launch, logs)
     with _without_garbage_collection():
         importlib.import_module("torch")
         for name in ahead:
             with contextlib.suppress(ImportError):  # a rank that needs it will say so
                 importlib.import_module(name)
-    return _run_ranks(entry, ranks, launch, logs, remedy, last=not apart)
+    return _run_ranks(entry, ranks, launch, logs, remedy, last=not apart, forks=not fresh and may_fork())
 
 
 def started_by_another_launcher(environ: Mapping[str, str]) -> bool:
@@ -116,20 +145,20 @@ def may_fork() -> bool:
     return _native_threads() == 1
 
 
-def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> int:
+def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> Outcome:
     variables = {**RankEnvironment(master_port=launch.port).variables(), LAUNCHER: str(os.getpid())}
     log = streams.log_path(logs, 0) if logs else None
-    with _environment({**variables, **launch.environment}), streams.doubled(log), signals_stop():
+    with set_environment({**variables, **launch.environment}), streams.doubled(log), signals_stop():
         ends = [run_entry(entry)]
-        if ends[0].detail and log is not None:
-            append(log, f"{ends[0].detail}\n")
+        if log is not None:
+            append_end(log, ends[0])
         return _conclude(ends, launch, None)
 
 
 def _run_ranks(
-    entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, remedy: str, *, last: bool
-) -> int:
-    logged, forks = streams.sizes(logs, ranks) if logs else [], may_fork()
+    entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, remedy: str, *, last: bool, forks: bool
+) -> Outcome:
+    logged = streams.sizes(logs, ranks) if logs else []
     members: list[Member] = []
     killed_before = kernel_kills()
     with signal_requests(last=last) as requests:
@@ -140,33 +169,42 @@ def _run_ranks(
         finally:
             _end_all(members)
         sigkill = why_killed(killed_before, kernel_kills(), remedy)
-        code = _conclude(ends, launch, requests, sigkill)
-        if logs is not None:
-            _point_to_logs(code, logs, logged)
-        return code
+        if not forks and any(end.kind is Kind.CODE and end.code == _UNGUARDED for end in ends):
+            raise ConfigError(_GUARD)
+        outcome = _conclude(ends, launch, requests, sigkill)
+        if logs is not None and outcome.code == 0:
+            for remark in streams.remarks(logs, logged):
+                print_on_stderr(remark)
+        return replace(outcome, logs=logs) if outcome.code == 1 else outcome
 
 
-def _point_to_logs(code: int, logs: Path, logged: list[int]) -> None:
-    if code == 0:
-        for remark in streams.remarks(logs, logged):
-            _tell(remark)
-    elif code == 1:
-        _tell(f"each rank's words are in {logs}")
-
-
-def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> int:
-    """Says what ended the run, and returns its exit code."""
+def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> Outcome:
+    """What ended the run."""
     cause = first_cause(ends)
     if cause is None:
-        return 0
-    if requests is not None and requests.last_stop is not None and ends[cause].kind in _OF_A_STOP:
+        return Outcome(0)
+    end = ends[cause]
+    if requests is not None and requests.last_stop is not None and end.kind in _OF_A_STOP:
         at_once = "at once by a second signal, " if requests.stops > 1 else "by "
-        _tell(f"lockstep: stopped {at_once}{requests.last_stop.name}")
-        return Stopped.exit_code
-    if text := describe(cause, ends, launch.timeout, sigkill):
-        shows_frames = ends[cause].kind in (Kind.TRACEBACK, Kind.PEER) and "\n" in text
-        _tell(text if shows_frames else f"lockstep: {text}")
-    return ends[cause].code
+        return Outcome(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
+    text = describe(cause, ends, launch.timeout, sigkill)
+    is_traceback = end.kind in (Kind.TRACEBACK, Kind.PEER) and "\n" in text
+    return Outcome(end.code, text, is_traceback, end.problems if text == end.text else ())
+
+
+def refuse_import_of_script() -> None:
+    """Where ranks can't be forked they are fresh interpreters, which import the script that has started them: it must
+    not start them again.
+
+    Raises:
+        ConfigError: another process that the script has started, such as a data worker, imports it.
+    """
+    # multiprocessing's own sign that the main module is being imported, by which it refuses to start processes
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    if started_by_lockstep(os.environ):
+        os._exit(_UNGUARDED)  # the launcher says why, once
+    raise ConfigError(_GUARD)
 
 
 def _start(
@@ -188,9 +226,9 @@ def _start(
         ours, theirs = context.Pipe()
         process = context.Process(target=run_rank, args=(entry, orders, theirs), name=f"rank-{rank}")
         with (
-            _environment(_variables(rank, ranks, listener, launch.environment)),
+            set_environment(_variables(rank, ranks, listener, launch.environment)),
             safe_interpreters(),
-            _explained(entry),
+            _explained(),
         ):
             process.start()
         theirs.close()
@@ -218,29 +256,16 @@ def _listener(port: int, ranks: int) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _explained(entry: Callable[[], int]) -> Iterator[None]:
-    """A fresh interpreter gets the entry by its name."""
+def _explained() -> Iterator[None]:
+    """A fresh interpreter gets functions by their names."""
     try:
         yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{entry!r} can't be sent to a rank ({error}). This process has threads or CUDA, so its ranks are fresh "
-            "interpreters: define the function, and what it holds, at the top of a module, or start the ranks before "
-            "the first computation"
+            f"what the ranks need can't be sent to them: {str(error)[:_LONGEST_REASON]}. This process has threads or "
+            "CUDA, or launch.environment is to be read at the start of a process, so its ranks are fresh interpreters. "
+            "Define functions and classes at the top of a module (no lambda), or start the ranks before the first "
+            "computation"
         ) from error
 
 
@@ -249,17 +274,6 @@ def _end_all(members: list[Member]) -> None:
         if member.ended is None:
             member.end(signal.SIGKILL)
         member.close()
-
-
-def _refuse_own_names(asked: Mapping[str, str]) -> None:
-    own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER}
-    problems = [
-        Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
-        for name in asked
-        if name in own
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 @contextlib.contextmanager
@@ -291,8 +305,3 @@ def _uses_cuda() -> bool:
 
 def _native_threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that was closed is no reason to fail
-        say(text, file=sys.stderr, flush=True)

@@ -80,8 +80,8 @@ def run_rank(entry: Callable[[], int], orders: Orders, channel: Connection) -> N
         end = run_entry(partial(_hear_signals_and_run, entry))
         for number in (signal.SIGTERM, signal.SIGUSR1, SAVE_SIGNAL):
             signal.signal(number, no_effect)  # it is ending; nothing to interrupt
-        if end.text and orders.log is not None:
-            append(orders.log, f"{end.detail}\n\n{end.text}" if end.detail else end.text)
+        if orders.log is not None:
+            append_end(orders.log, end)
         _report(replace(end, detail=""), channel, waits=orders.rank == 0)
     leave(end.code)
 
@@ -184,6 +184,12 @@ def _take_threads() -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if torch is not None and threads.isdigit() and int(threads) > 0:
         torch.set_num_threads(int(threads))
+
+
+def append_end(log: Path, end: End) -> None:
+    """Writes why a rank failed into its log, with the traceback behind a sentence."""
+    if end.text:
+        append(log, f"{end.detail}\n\n{end.text}" if end.detail else end.text)
 
 
 def append(log: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.errors import ConfigError
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.devices import count_gpus
+from lockstep.launch.local import refuse_import_of_script
 from lockstep.proof.cases import Precise, Proof, chosen, plan_proof
 from lockstep.proof.conducting import Outcome, Show, conduct
 from lockstep.proof.rows import Row
@@ -64,6 +65,7 @@ def verify(
         ConfigError: something asked for can't be had, or there is no such strategy.
         GiveUp: the single process failed.
     """
+    refuse_import_of_script()
     given = Given(
         model=model, dataset=dataset, collate=collate, objective=objective, optimizer=optimizer, schedule=schedule
     )

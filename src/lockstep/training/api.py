@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lockstep.checkpoint.local import LocalStorage
@@ -21,10 +20,12 @@ from lockstep.config.loading import load, validate
 from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Config, ModelSection
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError
 from lockstep.core.local_paths import local_path
 from lockstep.core.ranks import names_a_rank
 from lockstep.distributed.everyone import print_once
+from lockstep.launch.elsewhere import refuse_number
+from lockstep.launch.local import refuse_import_of_script
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.given import Given
 from lockstep.training.job import Finished, Job, opened, run_job
@@ -94,8 +95,10 @@ def train(
 
     Raises:
         ConfigError: something asked for can't be had; says all that is wrong.
+        Paused: a signal asked for it; all is saved.
         GiveUp: the run failed.
     """
+    refuse_import_of_script()
     given = Given(
         model=model,
         dataset=dataset,
@@ -106,6 +109,8 @@ def train(
         schedule=schedule,
     )
     job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given)
+    if names_a_rank(os.environ) and isinstance(ranks, int):
+        refuse_number(ranks, "ranks")
     if ranks is None or names_a_rank(os.environ):
         return run_job(job)
     return _train_in_ranks(job, ranks)
@@ -200,7 +205,7 @@ def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:
     from lockstep.monitor.folder import read_summary
     from lockstep.training.command import launch_job
 
-    folder, code = launch_job(job, ranks)
-    if code != 0:
-        raise GiveUp(f"the run ended with exit code {code}; its logs are in {Path(folder) / 'logs'}")
+    folder, outcome = launch_job(job, ranks)
+    if outcome.code != 0:
+        raise outcome.failure()
     return Finished(read_summary(folder) or {}, folder)

@@ -25,7 +25,8 @@ from lockstep.core.stopping import undone_by_a_stop
 from lockstep.core.terminal import say
 from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
-from lockstep.launch.local import launch
+from lockstep.launch.local import launch, run_ranks
+from lockstep.launch.outcome import Outcome
 from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, read_summary, recipe_of
 from lockstep.plan.schedule import used_of_budget
 from lockstep.plan.told_sizes import NOT_READ, facts_of_config
@@ -71,7 +72,9 @@ def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
         if os.environ["RANK"] == "0":
             _print_summary(finished.folder, arguments.json)
         return 0
-    place, code = launch_job(job, config.launch.ranks)
+    place, outcome = launch_job(job, config.launch.ranks)
+    outcome.show()
+    code = outcome.code
     if code == 0:
         _print_summary(place, arguments.json)
     return code
@@ -214,27 +217,27 @@ def _length(config: Config, manifest: Manifest) -> _Length:
     return _Length(used, budget, key, getattr(config.run, key))
 
 
-def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, int]:
-    """Makes the run's folder and runs the job on so many ranks of this machine; returns the folder and exit code."""
+def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, Outcome]:
+    """Makes the run's folder and runs the job on so many ranks of this machine; returns the folder too."""
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     asked = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
     was_there = asked is not None and asked.exists()
     folder = RunFolder.create(asked, job.recipe, again=True)
-    code = ConfigError.exit_code  # what `launch` raises
+    outcome = Outcome(ConfigError.exit_code)  # what `run_ranks` raises
 
     def leave() -> None:
         folder.release()
-        if not was_there and code in _NOTHING_BEGUN:  # of what failed otherwise, the ranks' words are in it
+        if not was_there and outcome.code in _NOTHING_BEGUN:  # of what failed otherwise, the ranks' words are in it
             folder.remove_unbegun()
 
     with undone_by_a_stop(leave):
         try:
             entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
             remedy = advice(setting_of(job.config, number), "forward")
-            code = launch(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
+            outcome = run_ranks(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
         finally:
             leave()
-    return folder.path, code
+    return folder.path, outcome
 
 
 def refuse_given(config: Config) -> None:

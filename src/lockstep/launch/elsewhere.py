@@ -1,0 +1,120 @@
+"""What the config's `launch` asks for, where it isn't Lockstep's launcher that has started the ranks: set, or refused.
+
+launch.ranks, --ranks    auto, or the number that the other launcher has started on this machine
+launch.port              0, or MASTER_PORT
+launch.environment       set while the run lasts; what a process reads as it starts is refused
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+from lockstep.config.schema import Launch
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.ranks import LAUNCHER, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
+
+# By the dynamic linker, the C library, the interpreter, OpenMP and MKL, and torch as it is imported.
+_READ_AT_START = re.compile(
+    r"LD_|DYLD_|PYTHON(?!PATH)|MALLOC_|GLIBC_|OMP_(?!NUM_THREADS)|KMP_|GOMP_|MKL_|TORCH_LOGS|TORCH_TRACE"
+)
+
+
+def read_at_start(asked: Mapping[str, str]) -> list[str]:
+    """The variables that a process reads as it starts, and never again."""
+    return [name for name in asked if _READ_AT_START.match(name)]
+
+
+def refuse_unsettable(asked: Mapping[str, str]) -> None:
+    """Raises ConfigError for variables of `launch.environment` that nobody can set for ranks alone."""
+    own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER}
+    problems = [
+        Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
+        for name in asked
+        if name in own
+    ]
+    if "PYTHONPATH" in asked:
+        why = "ranks look for modules where the process does that starts them; export it before you start that"
+        problems.append(Problem("", "launch.environment.PYTHONPATH", why))
+    if problems:
+        raise ConfigError(problems)
+
+
+@contextlib.contextmanager
+def as_asked(launch: Launch) -> Iterator[None]:
+    """While the block runs, this process is as `launch` asks. Under Lockstep's launcher it is already.
+
+    Raises:
+        ConfigError: with all that the launcher, or the program, that has started this process contradicts.
+    """
+    if started_by_lockstep(os.environ):
+        yield
+        return
+    refuse_unsettable(launch.environment)
+    problems = _contradictions(launch)
+    if problems:
+        raise ConfigError(problems)
+    with set_environment(launch.environment):
+        yield
+
+
+@contextlib.contextmanager
+def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """While the block runs, this process has these environment variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def refuse_number(ranks: int, key: str = "launch.ranks") -> None:
+    """Raises ConfigError if another launcher has started another number of ranks on this machine."""
+    problem = _other_number(ranks, key)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _contradictions(launch: Launch) -> list[Problem]:
+    found = [
+        Problem(
+            "",
+            f"launch.environment.{name}",
+            "is read when a process starts, and Lockstep hasn't started this one; export it before you start the ranks",
+        )
+        for name in read_at_start(launch.environment)
+    ]
+    ranks = None if launch.ranks == "auto" else _other_number(launch.ranks, "launch.ranks")
+    return [problem for problem in (ranks, _other_port(launch.port), *found) if problem is not None]
+
+
+def _other_number(ranks: int, key: str) -> Problem | None:
+    if not names_a_rank(os.environ):
+        why = f"{ranks} ranks, and this process is one alone: pass ranks={ranks} to lockstep.train, or write auto"
+        return Problem("", key, why) if ranks != 1 else None
+    here = RankEnvironment.read(os.environ).local_world_size
+    if ranks == here:
+        return None
+    why = (
+        f"{ranks}, but the launcher of this process has started {here} on this machine; write {here} or auto, or start"
+    )
+    return Problem("", key, f"{why} {ranks} there (torchrun --nproc-per-node {ranks})")
+
+
+def _other_port(port: int) -> Problem | None:
+    if port == 0 or not names_a_rank(os.environ):
+        return None
+    environment = RankEnvironment.read(os.environ)
+    if environment.world_size == 1 or port == environment.master_port:
+        return None
+    why = f"{port}, but the launcher of this process has its ranks meet on MASTER_PORT {environment.master_port}; leave"
+    return Problem(
+        "", "launch.port", f"{why} it out, or give the port to that launcher (torchrun --master-port {port})"
+    )

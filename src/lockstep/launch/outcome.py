@@ -1,0 +1,55 @@
+"""What a launch came to: an exit code and a sentence for a command, an exception for a program."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.core.errors import ConfigError, Distrust, Failure, GiveUp, Paused, Problem, Stopped
+from lockstep.core.terminal import say
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Attributes:
+    code: the exit code; 0: done.
+    text: why it isn't: a message, or a traceback behind the name of its rank.
+    is_traceback: of `text`.
+    problems: of a ConfigError that all ranks agree on.
+    logs: where each rank's output is, if a look at it helps.
+    """
+
+    code: int
+    text: str = ""
+    is_traceback: bool = False
+    problems: tuple[Problem, ...] = ()
+    logs: Path | None = None
+
+    def show(self) -> None:
+        """On stderr."""
+        if self.text:
+            print_on_stderr(self.text if self.is_traceback else f"lockstep: {self.text}")
+        if self.logs is not None:
+            print_on_stderr(f"each rank's words are in {self.logs}")
+
+    def failure(self) -> Failure:
+        """What `lockstep.train` raises. A traceback of a rank is shown, and named by its last line."""
+        if self.code == ConfigError.exit_code:
+            return ConfigError(self.problems or self.text or f"the run ended with exit code {self.code}")
+        for kind in (Paused, Stopped, Distrust):
+            if self.code == kind.exit_code:
+                return kind(self.text or "stopped")
+        return GiveUp(f"{self._reason()}; each rank's words are in {self.logs}" if self.logs else self._reason())
+
+    def _reason(self) -> str:
+        if not self.is_traceback:
+            return self.text or f"the run ended with exit code {self.code}"
+        print_on_stderr(self.text)
+        return self.text.splitlines()[-1]
+
+
+def print_on_stderr(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that was closed is no reason to fail
+        say(text, file=sys.stderr, flush=True)
