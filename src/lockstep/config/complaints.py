@@ -23,6 +23,7 @@ from lockstep.config.wording import expectation, nearest, shown
 from lockstep.core.errors import Problem
 
 Path = tuple[str, ...]
+_MOST = 100  # keys that are answered: nobody reads more, and to look for what was meant takes milliseconds a key
 
 
 def problems(error: ValidationError, tree: Table) -> list[Problem]:
@@ -30,10 +31,13 @@ def problems(error: ValidationError, tree: Table) -> list[Problem]:
     grouped: dict[Path, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False, include_input=False):
         grouped.setdefault(_path(details["loc"], details["type"]), []).append(details)
-    for path in [path for path, group in grouped.items() if _meant_otherwise(path, group, tree, grouped)]:
-        del grouped[path]
+    answered = dict(list(grouped.items())[:_MOST])
+    for path in [path for path, group in answered.items() if _meant_otherwise(path, group, tree, grouped)]:
+        del answered[path]
     context = _context(tree)
-    return [problem for path, group in grouped.items() for problem in _about(path, group, tree, context)]
+    found = [problem for path, group in answered.items() for problem in _about(path, group, tree, context)]
+    left = len(grouped) - _MOST
+    return [*found, Problem("", "", f"{left:,} more keys are wrong")] if left > 0 else found
 
 
 def _meant_otherwise(path: Path, group: list[ErrorDetails], tree: Table, grouped: Mapping[Path, object]) -> bool:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import deepspeed_words as words
 from lockstep.config.closeness import close
+from lockstep.config.reading import MOST_BYTES
+from lockstep.core.bounded_files import read_bounded
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -155,7 +157,9 @@ def _read(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]]:
         return section.config or {}, []
     path = Path(section.config)
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_bounded(path, MOST_BYTES))
+    except RecursionError:
+        return {}, [Problem("", _PLACE, f"{path} is nested too deep for a DeepSpeed config")]
     except OSError as error:
         return {}, [Problem("", _PLACE, f"can't read {path}: {error.strerror or error}")]
     except ValueError as error:

@@ -58,6 +58,9 @@ class ForeignFile:
     said: tuple[Said, ...]
 
 
+_MOST_KEYS = 1000
+
+
 def plain(word: str) -> str:
     """A key as all tools would spell it."""
     return word.lower().replace("-", "_")
@@ -77,6 +80,9 @@ def read_foreign(path: Path, kind: Kind | None) -> ForeignFile:
     if not tree.entries:
         raise ConfigError(Problem(str(path), "", "says nothing"))
     said = tuple(Said(way, _as_meant(node), node.where) for way, node in leaves(tree))
+    if len(said) > _MOST_KEYS:
+        why = f"has {len(said):,} keys, and a config of another tool {_MOST_KEYS:,} at most; leave out what is data"
+        raise ConfigError(Problem(str(path), "", why))
     return ForeignFile(path, kind or _kind(tree), said)
 
 

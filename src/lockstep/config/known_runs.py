@@ -22,6 +22,7 @@ from lockstep.config.reading import Table, to_python
 from lockstep.config.schema import Config
 from lockstep.config.writing import hidden_in, plain_yaml, to_public
 from lockstep.core import user_state
+from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.core.importing import locate
 
 CONFIG = "config.yaml"
@@ -31,7 +32,6 @@ _LOCK = "run.lock"
 _KIND = "runs"
 _ID = re.compile(r"[0-9a-f]{32}")
 _MOST_CONFIGS = 4  # of a run: one that is resumed under other overrides has another
-_MOST_ENVIRONMENT = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,7 @@ def _config_of_run(file: Path, run: Path, tree: Table) -> RunConfig:
 def id_of_run(run: Path) -> str | None:
     """The id of the run in this folder, which its checkpoints carry, too; None: it has none yet."""
     try:
-        with (run / ENVIRONMENT).open("rb") as file:
-            found = json.loads(file.read(_MOST_ENVIRONMENT)).get("run")
+        found = json.loads(read_bounded(run / ENVIRONMENT, MOST_JSON)).get("run")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return found if isinstance(found, str) and found else None

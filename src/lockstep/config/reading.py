@@ -17,10 +17,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
+from lockstep.core.bounded_files import read_bounded
 from lockstep.core.errors import Problem
 
 
@@ -67,16 +68,23 @@ class Table:
 
 Node: TypeAlias = Leaf | Items | Table
 
+MOST_BYTES = 2**18
+MOST_VALUES = 10_000
+MOST_DEPTH = 64
+_TOO_DEEP = f"lists and mappings are nested more than {MOST_DEPTH} deep"
+_TOO_MANY = f"holds more than {MOST_VALUES:,} values, with all that its aliases repeat"
+
 
 def read_file(path: Path) -> tuple[Table | None, list[Problem]]:
     """The file's values, and all that is wrong with its form; None if nobody can tell what it says."""
     name = str(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return None, [Problem(name, "", f"is not UTF-8 text (byte {error.start})")]
     except OSError as error:
         return None, [Problem(name, "", f"can't be read: {error.strerror}")]
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     return read_json(text, name) if path.suffix == ".json" else read_yaml(text, name)
 
 
@@ -89,6 +97,8 @@ def read_json(text: str, name: str) -> tuple[Table | None, list[Problem]]:
         return None, [Problem(place, "", f"is not JSON: {error.msg[0].lower()}{error.msg[1:]}")]
     except ValueError as error:
         return None, [Problem(name, "", str(error))]
+    except RecursionError:
+        return None, [Problem(name, "", _TOO_DEEP)]
     for sign in _BREAKS_OF_YAML:  # between JSON's quotes they are signs like any other
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return read_yaml(text.replace("\t", " "), name)  # JSON strings hold no raw tabs; YAML allows none between values
@@ -203,6 +213,22 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._number = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Raises MarkedYAMLError for what no config is: before the composer's recursion, or memory, ends."""
+        self._depth += 1
+        self._number += 1
+        if self._depth > MOST_DEPTH or self._number > MOST_VALUES:
+            why = _TOO_DEEP if self._depth > MOST_DEPTH else _TOO_MANY
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=self.get_mark())
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
 
 class _Reader:
     """PyYAML's nodes to ours. Goes on after a problem."""
@@ -212,11 +238,18 @@ class _Reader:
         self._name = name
         self._lines = lines
         self._open: list[int] = []
+        self._number = 0
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
         where = self._where(node)
         if id(node) in self._open:
             self._problem(where, path, "this alias contains itself")
+            return Leaf(None, None, where)
+        self._number += 1  # aliases of aliases make a few lines billions of values
+        if self._number > MOST_VALUES or len(self._open) > MOST_DEPTH:
+            if self._number <= MOST_VALUES + 1:
+                self._problem(where, (), _TOO_MANY if self._number > MOST_VALUES else _TOO_DEEP)
+            self._number = MOST_VALUES + 1
             return Leaf(None, None, where)
         self._open.append(id(node))
         try:
@@ -302,6 +335,8 @@ _ADVICE = (
 def _syntax(error: yaml.MarkedYAMLError, name: str, text: str) -> Problem:
     """PyYAML's complaint in words of the config's writer, at the place where the mistake was made."""
     said = f"{error.context or ''} {error.problem or ''}"
+    if error.problem in (_TOO_DEEP, _TOO_MANY) and error.problem_mark is not None:
+        return Problem(_place(name, error.problem_mark), "", error.problem)
     mark = error.problem_mark or error.context_mark
     if (error.context or "").startswith(_OPENED) and "'\\t'" not in said:
         mark = error.context_mark

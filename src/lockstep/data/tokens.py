@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config.schema import Tokens
+from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.core.errors import ConfigError
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
@@ -156,9 +157,9 @@ def read_header(folder: Path, split: str) -> Header:
         there = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
         raise ConfigError(f"{folder} has no split {split}; " + (f"it has {', '.join(there)}" if there else _PREPARE))
     try:
-        said = json.loads(path.read_text())
+        said = json.loads(read_bounded(path, MOST_JSON))
         header = Header(**{field.name: said[field.name] for field in fields(Header)})
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error
     if header.format != FORMAT:
         raise ConfigError(f"{path} is of format {header.format}, this version reads {FORMAT}; {_PREPARE} anew")

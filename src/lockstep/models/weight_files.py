@@ -47,7 +47,10 @@ _NESTS = ("model_state_dict", "MODEL_STATE", "state_dict", "model")
 _DEEPEST = 4
 _WRAPPERS = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before a name."""
-_MOST_INDEX = 2**28  # bytes
+_MOST_INDEX = 2**25  # bytes
+_MOST_HEADER = 2**24  # bytes, of a safetensors file
+_MOST_UNPACKED = 20  # times a compressed file's size
+_SMALL = 2**25  # bytes that any file may unpack to
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +202,37 @@ def _index(file: Path) -> dict[str, str]:
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    _refuse_large_header(file)
     try:
         return load_file(file)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file} is no safetensors file, or a damaged one: {error}") from error
+
+
+def _refuse_large_header(file: Path) -> None:
+    """Raises ConfigError: to parse a header takes many times its size."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+    if _MOST_HEADER < size < file.stat().st_size:  # the library says what one beyond the file's end is
+        raise ConfigError(
+            f"{file} says that its header has {size:,} bytes, where {_MOST_HEADER:,} name all tensors of a large "
+            "model: it is damaged, or made to fill memory"
+        )
+
+
+def _refuse_bomb(file: Path) -> None:
+    """Raises ConfigError if a zip archive unpacks to far more than it holds. torch.save doesn't compress."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return  # read_torch says what it is
+    size = file.stat().st_size
+    if unpacked > _MOST_UNPACKED * size + _SMALL:
+        raise ConfigError(
+            f"{file} has {size:,} bytes and says that they unpack to {unpacked:,}, more than {_MOST_UNPACKED} times as "
+            "many: weights don't compress like that, so it is damaged, or made to fill memory"
+        )
 
 
 def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}), way_out: str | None = None) -> object:
@@ -215,6 +245,7 @@ def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}),
     Raises:
         ConfigError: it is no such file, is damaged, or asks for more than tensors and what has a stand-in.
     """
+    _refuse_bomb(file)
     try:
         known: list[Any] = [(stand_in, name) for name, stand_in in stand_ins.items()]
         with warnings.catch_warnings(), torch.serialization.safe_globals(known):

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.local_paths import local_path
 from lockstep.monitor import history
@@ -186,17 +187,17 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The final object of the run in `path`, None if it isn't finished. Raises GiveUp if it can't be read."""
     file = Path(path) / SUMMARY
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(json.loads(read_bounded(file, MOST_JSON)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise GiveUp(f"can't read {file}: {error}") from error
 
 
 def recipe_of(path: str | os.PathLike[str]) -> str:
     """What the run in `path` was called when it began; its folder's name if that can't be told."""
     try:
-        recipe = json.loads((Path(path) / ENVIRONMENT).read_text(encoding="utf-8")).get("recipe")
+        recipe = json.loads(read_bounded(Path(path) / ENVIRONMENT, MOST_JSON)).get("recipe")
     except (OSError, ValueError, AttributeError):
         recipe = None
     return recipe if isinstance(recipe, str) else Path(path).absolute().name

@@ -12,12 +12,15 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
+from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
 from lockstep.monitor.series import Series
@@ -134,7 +137,7 @@ def read(folder: Path) -> Recorded:
 
 def _text(file: Path) -> str | None:
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
+        return read_bounded(file, MOST_JSON).decode("utf-8", "replace")
     except FileNotFoundError:
         return None
 
@@ -150,19 +153,14 @@ def _object(file: Path, flaws: list[str]) -> Json | None:
 
 
 def _config(text: str | None, flaws: list[str]) -> Json:
-    import yaml
-
     if text is None:
         flaws.append(f"{CONFIG} is missing.")
         return {}
-    try:
-        found = yaml.safe_load(text)
-    except Exception:  # beside YAMLError, yaml raises whatever its constructors stumble over
-        found = None
-    if not isinstance(found, Mapping):
+    tree = read_yaml(text, CONFIG)[0] if len(text) <= MOST_BYTES else None
+    if tree is None or not tree.entries:
         flaws.append(f"{CONFIG} is damaged; it is shown as it is.")
         return {}
-    return found
+    return cast("Json", to_python(tree))
 
 
 def _parsed(text: str) -> Json | None:
@@ -176,13 +174,15 @@ def _parsed(text: str) -> Json | None:
 
 # --- lines ----------------------------------------------------------------------------------------------------------
 
+_LONGEST_LINE = 2**20  # characters; of a longer one each part counts as damaged
+
 
 def _records(file: Path, flaws: list[str]) -> Iterator[tuple[int, Json]]:
     """Step and object of each line that has both."""
     damaged: list[int] = []
     cut_short = False
     with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), ""), 1):
             record = _parsed(line)
             step = _step(record.get("step")) if record is not None else None
             if record is not None and step is not None:
