@@ -38,3 +38,20 @@ def test_descriptions_come_from_the_docstrings() -> None:
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["$defs"]["TransformerModel"]["properties"]["kv_heads"]["description"].startswith("Key-value heads")
     assert schema["$defs"]["Optim"]["properties"]["lr"]["description"].startswith("Peak learning rate")
+
+
+def test_every_property_has_a_description() -> None:
+    made = reference.json_schema()
+    bodies = {"Config": made, **made["$defs"]}
+    bare = [
+        f"{name}.{key}"
+        for name, body in bodies.items()
+        for key, entry in body.get("properties", {}).items()
+        if len(entry.get("description", "").split()) < 3 or not entry["description"].rstrip().endswith((".", "`"))
+    ]
+    assert bare == []
+
+
+def test_every_row_of_the_page_says_what_its_key_does() -> None:
+    rows = [line for line in reference.markdown().splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row.endswith("|  |")] == []

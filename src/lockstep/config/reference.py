@@ -55,6 +55,20 @@ def description(section: type[BaseModel], key: str) -> str:
     return ""
 
 
+def _implied(section: type[BaseModel], key: str) -> str:
+    """What an editor shows of a key that needs no docstring: a section has its own, and a `kind` selects one."""
+    if key == "kind":
+        return f"Selects this kind: {_first_sentence(section)}"
+    inner = section.model_fields[key].annotation
+    is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
+    return (inspect.getdoc(inner) or "") if is_section else ""
+
+
+def _first_sentence(section: type[BaseModel]) -> str:
+    text = " ".join((inspect.getdoc(section) or "").split())
+    return text.split(". ")[0].rstrip(".") + "."
+
+
 # --- JSON Schema ---------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +78,7 @@ def json_schema() -> dict[str, Any]:
     sections = {section.__name__: section for section in _all_sections(shape.root())}
     for name, body in (*made.get("$defs", {}).items(), ("Config", made)):
         for key, entry in body.get("properties", {}).items():
-            if name in sections and (text := description(sections[name], key)):
+            if name in sections and (text := description(sections[name], key) or _implied(sections[name], key)):
                 entry["description"] = text
     return {"$schema": _DRAFT, **made, "title": "Lockstep"}
 

@@ -74,8 +74,11 @@ class TransformerModel(ModelSection):
 
     kind: Literal["transformer"]
     layers: Positive = 4
+    """Number of transformer blocks, one behind the other."""
     width: Positive = 128
+    """Features of each position's hidden state; an even multiple of `heads`."""
     heads: Positive = 4
+    """Attention heads per block; each has `width` / `heads` features."""
     kv_heads: Positive | None = None
     """Key-value heads, a divisor of `heads`; null: as many as `heads`."""
     mlp_width: Positive | None = None
@@ -85,7 +88,9 @@ class TransformerModel(ModelSection):
     tie_embeddings: bool = True
     """Input embedding and output head share one weight."""
     dropout: Fraction = 0.0
+    """Share of activations that are set to zero in training, after embedding, attention and MLP; 0: none."""
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
+    """Base of the rotary position embedding's wavelengths (theta); larger for longer texts."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> TransformerModel:
@@ -105,13 +110,17 @@ class TextClassifierModel(ModelSection):
 
     kind: Literal["text-classifier"]
     layers: Positive = 2
+    """Number of convolutional blocks."""
     width: Positive = 128
+    """Channels of each convolution, and size of an embedding."""
     kernel: Positive = 5
+    """Positions that a convolution looks at."""
     vocabulary: Positive | None = None
     """Number of token ids; null: what the data says."""
     classes: Positive | None = None
     """Number of classes; null: what the data says."""
     dropout: Fraction = 0.1
+    """Share of the head's inputs that are set to zero in training; 0: none."""
 
 
 class ImageClassifierModel(ModelSection):
@@ -119,10 +128,13 @@ class ImageClassifierModel(ModelSection):
 
     kind: Literal["image-classifier"]
     layers: Positive = 3
+    """Number of residual blocks."""
     width: Positive = 32
+    """Channels of every block."""
     classes: Positive | None = None
     """Number of classes; null: what the data says."""
     dropout: Fraction = 0.0
+    """Share of the head's inputs that are set to zero in training; 0: none."""
 
 
 class HuggingFaceModel(ModelSection):
@@ -185,9 +197,11 @@ class Objective(Section):
     kind: Literal["auto", "next-token", "masked-lm", "classification", "seq2seq", "custom", "given"] = "auto"
     """`auto`: what the model is made for; `given`: an object handed over in Python."""
     label_smoothing: Fraction = 0.0
+    """Share of a target's probability that is spread evenly over all classes or tokens; 0: none."""
     target: PathText | None = None
     """For `custom`: `package.module:Name` or `path/to/file.py:Name` of a class with `count` and `loss_sum`."""
     arguments: dict[str, Any] = {}
+    """Keyword arguments for `target`."""
 
     @model_validator(mode="after")
     def _target_where_custom(self) -> Objective:
@@ -204,6 +218,7 @@ class StdlibText(Section):
 
     kind: Literal["stdlib-text"]
     split: Literal["train", "held-out"] = "train"
+    """`train`: all files but every 20th; `held-out`: those."""
     length: Positive = 256
     """Bytes per sample."""
     samples: Positive | None = None
@@ -215,6 +230,7 @@ class StdlibFunctions(Section):
 
     kind: Literal["stdlib-functions"]
     split: Literal["train", "held-out"] = "train"
+    """`train`, or the functions that are held out for evaluation."""
     length: Positive = 512
     """Bytes of a function at most; longer ones are cut."""
 
@@ -224,6 +240,7 @@ class Digits(Section):
 
     kind: Literal["digits"]
     split: Literal["train", "held-out"] = "train"
+    """`train`: all images but every 5th; `held-out`: those."""
     shift: Annotated[int, Field(ge=0, le=3)] = 0
     """Augmentation: move images by up to so many pixels, at random."""
 
@@ -233,7 +250,9 @@ class Tokens(Section):
 
     kind: Literal["tokens"]
     folder: PathText
+    """Folder that `lockstep data prepare --output` has written."""
     split: str = "train"
+    """Which of the splits in `folder`."""
     length: Positive = 1024
     """Tokens per sample."""
     documents: Literal["joined", "whole"] = "joined"
@@ -246,12 +265,15 @@ class HuggingFaceData(Section):
 
     kind: Literal["huggingface"]
     name: PathText
+    """Folder, file (.json, .jsonl, .csv, .parquet, .txt), or name on the hub."""
     configuration: str | None = None
+    """Configuration (subset) of a data set that has several, such as `wikitext-2-raw-v1`."""
     split: str = "train"
     """With slices, such as `train[:1000]`."""
     text: str = "text"
     """Column with the text."""
     text_pair: str | None = None
+    """Column with a second text, encoded behind the first; null: there is none."""
     label: str | None = None
     """Column with the class (classification; floats for regression, a list of 0 and 1 for several classes), the target
     text (seq2seq), or the completion of the prompt in `text` (language models), which alone is trained on."""
@@ -274,6 +296,7 @@ class CustomData(Section):
     target: PathText
     """`package.module:Name` or `path/to/file.py:Name` of a class or function that returns a Dataset."""
     arguments: dict[str, Any] = {}
+    """Keyword arguments for `target`."""
     collate: PathText | None = None
     """`package.module:Name` or `path/to/file.py:Name` of a collate function; null: torch's."""
 
@@ -307,6 +330,7 @@ class Data(Section):
     """What the model is trained and judged on."""
 
     train: DataSource
+    """What the model is trained on; `kind` selects which of these."""
     evaluation: dict[str, DataSource] = {}
     """Evaluation sets by name."""
     shuffle: bool = True
@@ -334,6 +358,7 @@ class ParameterRule(Section):
     match: tuple[str, ...]
     """Patterns of parameter names, such as `*.bias` or `head.*`."""
     lr_scale: Annotated[float, Field(ge=0)] = 1.0
+    """Factor on the learning rate of these parameters; 0: they don't move."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Null: as for all."""
 
@@ -342,22 +367,25 @@ class Optim(Section):
     """By which rule parameters are updated."""
 
     name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion"] = "adamw"
+    """The optimizer. `muon` updates matrices, and all other parameters by AdamW."""
     lr: Annotated[float, Field(ge=0)] = 1e-3
     """Peak learning rate; the schedule scales it."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """adam, adamw, lion; of muon, those for the parameters that are not matrices."""
+    """Decay rates of the moments' running means; of adam, adamw and lion, and of muon for what is no matrix."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """adam, adamw, and muon's parameters that are not matrices."""
+    """Added to the denominator; of adam and adamw, and of muon for what is no matrix."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Weight decay of the parameters that `decay` selects; decoupled, but with adam and sgd part of the gradient."""
     momentum: Fraction = 0.9
-    """sgd, muon."""
+    """Share of the last update's direction that is kept; of sgd and muon."""
     nesterov: bool = False
-    """sgd; muon always uses it."""
+    """Nesterov's momentum; of sgd, since muon always uses it."""
     decay: Literal["matrices", "all"] = "matrices"
     """Which parameters decay: those of two or more dims (no biases, no norms), or all."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """The gradient's global 2-norm is scaled down to this; null: never."""
     rules: tuple[ParameterRule, ...] = ()
+    """Other settings for some parameters; the first rule that matches a parameter wins."""
     in_backward: bool = False
     """Update each parameter as soon as the backward has its gradient, and let that go: gradients take little memory.
     For `single`, without clipping, fp16 and accumulation; nothing can be discarded: a gradient that isn't finite ends
@@ -381,7 +409,9 @@ class Schedule(Section):
     """Learning rate as a function of progress: warm-up, then the kind's curve down to `final_ratio` of the peak."""
 
     kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
+    """Curve of the learning rate after the warm-up; `constant` stays at the peak."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Updates over which the rate rises to its peak; null: by `warmup_ratio`, or none."""
     warmup_ratio: Fraction | None = None
     """Share of the run's steps; instead of `warmup_steps`."""
     warmup_type: Literal["linear", "log"] = "linear"
@@ -407,8 +437,11 @@ class LossScale(Section):
     """Dynamic loss scaling of fp16."""
 
     initial: Annotated[float, Field(gt=0)] = 65536.0
+    """Factor on the loss at the start."""
     growth_factor: Annotated[float, Field(gt=1)] = 2.0
+    """Factor by which the scale grows."""
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Factor by which the scale shrinks after an overflow; that update is discarded."""
     growth_interval: Positive = 2000
     """Updates without overflow after which the scale grows."""
 
@@ -491,6 +524,7 @@ class PowerSGD(Section):
     """PowerSGD gradient compression (Vogels et al. 2019, arXiv:1905.13727)."""
 
     rank: Positive = 4
+    """Rank of the matrices that stand for a gradient; higher is more exact, and sends more."""
     start_step: Annotated[int, Field(ge=2)] = 10
     """Updates before it starts; plain all-reduce until then."""
 
@@ -502,7 +536,9 @@ class DDP(Section):
     """A batch may leave out parameters that others use, such as experts; under fsdp also whole modules, such as skipped
     layers, at a small message for each module that is gathered."""
     gradient_as_bucket_view: bool = True
+    """Gradients are views of the buckets that are reduced, which saves one copy of all gradients."""
     static_graph: bool = False
+    """State that every update uses the same parameters in the same order, which lets DDP reduce more at once."""
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """MiB of gradients per all-reduce."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
@@ -656,6 +692,7 @@ class Evaluation(Section):
     micro_size: Positive | Auto = "auto"
     """Samples per forward of a rank; auto: as in training."""
     at_end: bool = True
+    """Evaluate once more when the run is done."""
     prompt: str | None = None
     """Language models: go on with this text at the end, and show what comes."""
 
@@ -693,6 +730,7 @@ class Monitor(Section):
     every: Positive = 10
     """Steps between the lines of metrics.jsonl."""
     tensorboard: bool = True
+    """Write event files for TensorBoard into the run's folder."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """auto: a live display on a terminal, otherwise plain lines."""
 
@@ -701,12 +739,17 @@ class Run(Section):
     """How long, from which seed, where to. One of steps, samples, tokens and epochs."""
 
     steps: Positive | None = None
+    """Length as a number of updates, discarded ones included."""
     samples: Positive | None = None
+    """Length as a number of samples, over all ranks."""
     tokens: Positive | None = None
+    """Length as a number of tokens, over all ranks; padding doesn't count."""
     epochs: Annotated[float, Field(gt=0)] | None = None
+    """Length as passes over the training data; may be a fraction."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    """Of initial weights, order of samples, dropout and augmentation. The same seed gives the same run."""
     folder: PathText | None = None
-    """Null: runs/RECIPE-DATE-TIME."""
+    """Folder that the run writes to; null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
     """Which weights the run leaves; best: those of `checkpoint.best`."""
     allow_untested: bool = False
@@ -730,6 +773,7 @@ class Config(Section):
     description: str = ""
     """One line for `lockstep recipes`."""
     model: Model
+    """What is trained; `kind` selects which of these."""
     objective: Objective = Objective()
     data: Data
     batch: Batch = Batch()
