@@ -150,6 +150,17 @@ def test_an_empty_evaluation_is_nan_and_a_lost_model_has_infinite_perplexity():
     assert NextToken().metrics(1e6, 1.0, {"right": 0.0})["perplexity"] == math.inf
 
 
+def test_what_does_not_go_together_is_told():
+    batch = Batch({}, torch.tensor([0, 7]), 2, 2)
+    with pytest.raises(GiveUp, match="targets are 0 to 7, and the model has 3 outputs, 0 to 2"):
+        Targets(language=False).loss_sum(torch.zeros(2, 3), batch)
+    with pytest.raises(GiveUp, match=r"outputs are \[2, 5, 3\] and targets \[2\]"):
+        Targets(language=False).loss_sum(torch.zeros(2, 5, 3), batch)
+    for objective in (NextToken(shift=True), NextToken(), Targets(language=True)):
+        with pytest.raises(GiveUp, match=r"a batch has no targets, .* `labels`"):
+            objective.count(Batch({}, None, 2, 2))
+
+
 def test_soft_targets_are_refused():
     with pytest.raises(GiveUp, match="float32"):
         count_targets(torch.rand(3, 4))

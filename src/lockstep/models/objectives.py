@@ -72,6 +72,8 @@ class NextToken:
         self._bytes_per_token = bytes_per_token
 
     def count(self, batch: Batch) -> int:
+        if batch.targets is None:
+            raise _no_targets()
         return count_targets(batch.targets[:, 1:] if self._shift else batch.targets)
 
     def targets_of(self, batch: Batch) -> Tensor:
@@ -161,8 +163,10 @@ class Classes:
         logits, targets = logits_of(outputs), batch.targets
         kind = self._kind(targets)
         if kind == "single_label_classification":
-            return cross_entropy_sum(logits, targets.reshape(logits.shape[:-1]), self.label_smoothing)
+            return cross_entropy_sum(logits, _one_a_sample(targets), self.label_smoothing)
         logits = whole_logits(logits).float()
+        if targets.numel() != logits.numel():
+            raise GiveUp(f"outputs are {list(logits.shape)} and targets {list(targets.shape)}, for {kind}")
         targets = targets.reshape(logits.shape).to(logits.dtype)
         if kind == "regression":
             return F.mse_loss(logits, targets, reduction="sum") / self._labels
@@ -172,7 +176,7 @@ class Classes:
         logits, targets = whole_logits(logits_of(outputs)), batch.targets
         match self._kind(targets):
             case "single_label_classification":
-                return _metric_sums(logits, targets.reshape(logits.shape[:-1]), self.label_smoothing)
+                return _metric_sums(logits, _one_a_sample(targets), self.label_smoothing)
             case "multi_label_classification":
                 return {"right": ((logits > 0) == (targets > 0.5)).sum() / self._labels}
         return {}
@@ -436,13 +440,24 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
     With label smoothing e, each target's loss is (1 - e) x its own + e x the mean over all tokens (Szegedy et al. 2016,
     arXiv:1512.00567, section 7), which is a sum over targets all the same.
     """
+    if logits.shape[:-1] != targets.shape:
+        raise GiveUp(
+            f"outputs are {list(logits.shape)} and targets {list(targets.shape)}; one target an output is needed"
+        )
     if is_sharded(logits):
         return divided_cross_entropy_sum(logits, targets, label_smoothing, IGNORED)
     if logits.dim() > 2:
         logits, targets = logits.flatten(0, -2), targets.flatten()
     if logits.dtype is not torch.float32:
         logits = logits.float()
-    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
+    try:
+        return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
+    except IndexError as error:
+        valid = targets[targets != IGNORED]
+        found = f"{valid.min()} to {valid.max()}"
+        raise GiveUp(
+            f"targets are {found}, and the model has {logits.shape[-1]} outputs, 0 to {logits.shape[-1] - 1}"
+        ) from error
 
 
 def _from_loss_module(loss: nn.modules.loss._Loss) -> FunctionObjective:
@@ -456,7 +471,7 @@ def _from_loss_module(loss: nn.modules.loss._Loss) -> FunctionObjective:
     count = count_targets if ignored == IGNORED else (lambda targets: int((targets != ignored).sum()))
     return FunctionObjective(
         count=(lambda batch: batch.samples) if ignored is None else (lambda batch: count(batch.targets)),
-        loss_sum=lambda outputs, batch: loss(outputs.float(), batch.targets),
+        loss_sum=lambda outputs, batch: loss(logits_of(outputs).float(), batch.targets),
     )
 
 
@@ -520,12 +535,17 @@ def _language_metrics(
     nats = _mean(sums.get("plain_loss", loss_sum), count)
     metrics = {
         "loss": _mean(loss_sum, count),
-        "perplexity": math.exp(nats) if nats < 700 else math.inf,
+        "perplexity": math.inf if nats >= 700 else math.exp(nats),
         "accuracy": _mean(sums["right"], count),
     }
     if bytes_per_token is not None:
         metrics["bits_per_byte"] = nats / math.log(2) / bytes_per_token
     return metrics
+
+
+def _one_a_sample(targets: Tensor) -> Tensor:
+    """[samples] of [samples] or [samples, 1], which transformers takes, too."""
+    return targets.flatten() if targets.dim() == 2 and targets.shape[1] == 1 else targets
 
 
 def _within(places: Tensor, length: int) -> Tensor:

@@ -21,6 +21,7 @@ from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
 from lockstep.distributed.consensus import Consensus, had_one_gradient, requests_in, tallies_in
+from lockstep.distributed.everyone import print_once
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
@@ -133,6 +134,11 @@ class Session:
         self._batches = self.rooms.loader.updates(self.progress)
         self._batch = next(self._batches)
         count, tokens = self.rooms.consensus.announce(*self._told(self._batch))
+        if not float(count):
+            step = self.progress.steps + 1
+            print_once(
+                f"lockstep: update {step} has no valid target (all are -100): nothing is learned; look at labels"
+            )
         self._count = at_least_one(count)
         self.rooms.readback.start(int(tokens))
 
