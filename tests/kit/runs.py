@@ -84,25 +84,30 @@ def record(config: dict[str, Any], updates: int, fault: str | None = None) -> Tr
     import lockstep
     from kit.faults import FAULTS, OF_PIECES
 
-    found = Trajectory()
     with lockstep.session(config) as session:
         if fault is not None:
             (FAULTS | OF_PIECES)[fault](session)
-        for batch in session.batches():
-            scale = session.gradient_unit
-            session.accumulate(batch)
-            found.gradients.append({name: _array(grad) / scale for name, grad in session.rooms.sharding.gradients()})
-            report = session.commit()
-            assert report is not None
-            found.losses.append(report.loss)
-            found.norms.append(report.grad_norm)
-            found.samples.append(report.samples)
-            found.counts.append(report.count)
-            if report.step == updates:
-                break
-        session.rooms.sharding.synchronize()  # buffers are the first rank's
-        found.weights = {name: _array(value) for name, value in session.rooms.sharding.weights()}
-        found.evaluations = [dict(report.metrics) for report in session.evaluate()]
+        return recorded_session(session, updates)
+
+
+def recorded_session(session: Any, updates: int) -> Trajectory:
+    """What an open session does in its next updates."""
+    found = Trajectory()
+    for batch in session.batches():
+        scale = session.gradient_unit
+        session.accumulate(batch)
+        found.gradients.append({name: _array(grad) / scale for name, grad in session.rooms.sharding.gradients()})
+        report = session.commit()
+        assert report is not None
+        found.losses.append(report.loss)
+        found.norms.append(report.grad_norm)
+        found.samples.append(report.samples)
+        found.counts.append(report.count)
+        if report.step == updates:
+            break
+    session.rooms.sharding.synchronize()  # buffers are the first rank's
+    found.weights = {name: _array(value) for name, value in session.rooms.sharding.weights()}
+    found.evaluations = [dict(report.metrics) for report in session.evaluate()]
     return found
 
 

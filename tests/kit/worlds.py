@@ -27,8 +27,12 @@ _FIRST_PORT, _PORTS = 12_000, 18_000
 _numbers = itertools.count(os.getpid() * 211)  # test runs side by side begin far apart
 
 
-def in_world(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(*arguments)` returned on each rank; a rank that raises fails the test with its traceback."""
+def in_world(ranks: int, function: Callable[..., Any], *arguments: Any, patience: float = _PATIENCE_S) -> list[Any]:
+    """What `function(*arguments)` returned on each rank; a rank that raises fails the test with its traceback.
+
+    Args:
+        patience: seconds until ranks that are still at it are said to hang.
+    """
     context = served()
     port = _free_port()
     pipes, processes = [], []
@@ -40,7 +44,7 @@ def in_world(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
         pipes.append(mine)
         processes.append(process)
     try:
-        return _results(pipes)
+        return _results(pipes, patience)
     finally:
         for process in processes:
             process.kill()
@@ -62,10 +66,10 @@ def served() -> ForkServerContext:
     return _CONTEXT
 
 
-def _results(pipes: list[Connection]) -> list[Any]:
+def _results(pipes: list[Connection], patience: float) -> list[Any]:
     found: dict[int, Any] = {}
     while len(found) < len(pipes):
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout=_PATIENCE_S)
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout=patience)
         if not ready:
             raise AssertionError(f"ranks {sorted(set(range(len(pipes))) - set(found))} hang")
         for rank, pipe in enumerate(pipes):

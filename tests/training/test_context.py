@@ -348,3 +348,24 @@ def test_what_it_cant_do_is_refused() -> None:
     for (name, (_, message)), *found in zip(REFUSED.items(), *everywhere, strict=True):
         for said in found:
             assert message in said, name
+
+
+def _asked_of_padding() -> str:
+    from outsiders import cells
+
+    asked, _ = cells.config_of("llama-left", "context")
+    asked["data"]["train"]["collate"] = "outsiders.families:causal_left_asked"
+    with small.in_group(), lockstep.session(asked) as session:
+        try:
+            for _ in lockstep.steps(session):
+                pass
+        except GiveUp as failure:
+            return str(failure)
+    return ""
+
+
+def test_targets_predicted_from_padding_are_refused() -> None:
+    """What a model makes of padding that sees nothing is no rule that a divided sequence could follow."""
+    for said in in_world(2, _asked_of_padding):
+        assert "has padding before its tokens" in said
+        assert "targets are predicted from padding" in said

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.records import Inputs
 from lockstep.engine.eager import call
 from lockstep.engine.elsewhere import (
@@ -44,11 +44,13 @@ from lockstep.engine.elsewhere import (
     tied_across,
 )
 from lockstep.engine.judging import Unheard
-from lockstep.engine.rehearsing import unchanged
+from lockstep.engine.rehearsing import entered_modules, first_line, unchanged
 from lockstep.engine.sketch import Sketch
 from lockstep.engine.usage import sides_of_use
 from lockstep.plan.stages import Schedule, balanced, owner
 
+_COLLECTED = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""Keys of a config of transformers by which outputs hold something of each block."""
 Meet = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """Takes the place of a block's call: its number, and what it is given."""
 
@@ -226,7 +228,13 @@ class Cut:
         def meet(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             zeros = torch.zeros(before.shape, dtype=before.dtype, device=self._device)
             args, kwargs = _with(zeros, args, kwargs)
-            returned.append(self._calls[first](*args, **kwargs))  # in the place of the model's first
+            try:
+                returned.append(self._calls[first](*args, **kwargs))  # in the place of the model's first
+            except Failure:
+                raise
+            except Exception as error:  # whatever it runs into
+                why = f"{name} fails on what {self._names[0]} is given ({first_line(error)}): stages hand on one shape"
+                raise no_chain(why) from error
             raise _Left(None)
 
         with self._only_looking(), self._meeting(meet):
@@ -247,8 +255,22 @@ class Cut:
         zeros = torch.zeros(before.shape, dtype=self._learned, device=self._device)
         rehearsal = _Rehearsal(self._names, frozenset(self._begins[1:]), self._returns, zeros)
         with self._only_looking(), self._without_weights(), self._meeting(rehearsal.meet, frozenset(("after",))):
-            call_forward(self.model, inputs)
+            self._pass_through(lambda: call_forward(self.model, inputs))
         rehearsal.end()
+
+    def _pass_through(self, forward: Callable[[], object]) -> object:
+        """A forward in which blocks let their inputs through, or are left out.
+
+        Raises:
+            ConfigError: the model's own code needs more of blocks than what they return.
+        """
+        with entered_modules(self.model) as inside:
+            try:
+                return forward()
+            except Failure:
+                raise
+            except Exception as error:  # whatever it runs into that looks into a block; on all ranks alike
+                raise _needs_blocks(inside, error) from error
 
     def _before(self, inputs: Inputs) -> Tensor:
         """What the first block of all would take, in shape and precision."""
@@ -257,7 +279,7 @@ class Cut:
             raise _Left(_given(args, kwargs))
 
         with torch.no_grad(), self._only_looking(), self._without_weights(), self._meeting(meet):
-            return cast("Tensor", call_forward(self.model, inputs))
+            return cast("Tensor", self._pass_through(lambda: call_forward(self.model, inputs)))
 
     @contextmanager
     def _only_looking(self) -> Iterator[None]:
@@ -319,6 +341,14 @@ def _something_between(before: str, block: str) -> ConfigError:
     return no_chain(
         f"the model's forward computes something between {before} and {block}, which neither stage would know of (such "
         f"as h = h + block(h)); move it into the block, or cut elsewhere by parallel.pipeline_parallel.split"
+    )
+
+
+def _needs_blocks(inside: Sequence[str], error: Exception) -> ConfigError:
+    where = inside[-1] if inside and inside[-1] else "the model"
+    return no_chain(
+        f"the forward of {where} fails where blocks lie on other ranks ({first_line(error)}): it needs more of them "
+        "than the tensor that each hands on"
     )
 
 
@@ -429,6 +459,11 @@ def refuse_to_cut(model: nn.Module, blocks: Sequence[str], asked: Cutting) -> No
 
 def _refuse_no_chain(model: nn.Module, blocks: Sequence[str]) -> None:
     kind = type(model).__name__
+    collected = next((key for key in _COLLECTED if getattr(getattr(model, "config", None), key, False)), None)
+    if collected is not None:
+        raise no_chain(
+            f"{kind} collects something of all its blocks ({collected}: true), and a stage has its own; set it to false"
+        )
     parents = dict.fromkeys(name.rpartition(".")[0] for name in blocks)
     if len(parents) > 1:
         raise no_chain(f"{kind} has several lists of blocks ({', '.join(parents)}), and stages need one chain")

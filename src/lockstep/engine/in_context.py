@@ -10,7 +10,7 @@ that of its neighbour's first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Failure, GiveUp, Problem
 from lockstep.core.records import Batch
 from lockstep.distributed.sequences import Division, current, filled, places_of
 from lockstep.engine.eager import Eager, call
-from lockstep.engine.rehearsing import beginning, is_by_position, outputs_of_modules, rehearsal, unchanged
+from lockstep.engine.rehearsing import (
+    beginning,
+    entered_modules,
+    first_line,
+    is_by_position,
+    outputs_of_modules,
+    rehearsal,
+    unchanged,
+)
 from lockstep.engine.ring_attention import RingInModel, takes_positions, whole_sequences
 
 if TYPE_CHECKING:
@@ -43,6 +51,10 @@ class Divider:
         model: without what wraps it.
         ring: the ranks that have the same samples.
         targets_of: of each position that has logits; -100 for none.
+
+    Attributes:
+        rule: where the model sees the tokens of a padded sequence; None: it isn't known for padding that comes before
+            tokens, and batches with such padding are refused.
     """
 
     def __init__(self, model: nn.Module, ring: Ring, targets_of: Callable[[Batch], Tensor]) -> None:
@@ -52,6 +64,7 @@ class Divider:
         self.ranks = ring.size
         self.targets_of = targets_of
         self._tells_positions = takes_positions(model)
+        self.rule: PositionRule | None = _by_row
 
     def __call__(self, batch: Batch) -> Batch:
         """This rank's part; its division is the current one from then on.
@@ -69,14 +82,35 @@ class Divider:
         places = places_of(self._ring.rank, ranks, length).to(targets.device)
         inputs, mask = _without_mask(batch.inputs, length) if self.attention.asks_for_masks else (batch.inputs, None)
         real = self._real(mask, targets)
-        last = real is not None and bool((real[:, 1:] <= real[:, :-1]).all())
+        last = real is not None and self._hides_nothing(real, targets)
         division = Division(self._ring, length, places.clamp(max=length - 1), real, last)
         self.attention.enter(division)
         given = self._divided(inputs, length, division.positions)
         if self._tells_positions and isinstance(given, dict) and "position_ids" not in given:
-            given["position_ids"] = division.positions.expand(len(targets), -1)
+            rule = self.rule or _by_row
+            given["position_ids"] = rule(real, targets)[:, division.positions]
         own = targets[:, division.positions].masked_fill(places >= length, _NO_TARGET)
         return replace(batch, inputs=given, targets=own)
+
+    def _hides_nothing(self, real: Tensor, targets: Tensor) -> bool:
+        """Whether causal attention needs no mask: padding comes last, and nobody asks for what is made of it.
+
+        Raises:
+            GiveUp: there is padding before tokens, and a divided forward can't be the whole one's.
+        """
+        asked = (targets != _NO_TARGET) & ~real[:, : targets.shape[1]]
+        if bool((real[:, 1:] <= real[:, :-1]).all()):
+            return not bool(asked.any())
+        row = int((real[:, 1:] > real[:, :-1]).any(1).nonzero()[0, 0])
+        where = f"{_KEY}: sample {row} of a batch has padding before its tokens (attention_mask), and"
+        if self.rule is None:
+            raise GiveUp(f"{where} where the model sees tokens behind padding isn't known; pad on the right")
+        if bool(asked.any()):
+            raise GiveUp(
+                f"{where} {int(asked.sum())} targets are predicted from padding, such as a text's first token from the "
+                "padding before it; pad on the right, or give the first token of each text the label -100"
+            )
+        return False
 
     def _real(self, mask: Tensor | None, targets: Tensor) -> Tensor | None:
         """[B, filled]; None: all are."""
@@ -103,6 +137,38 @@ class Divider:
         return {name: part(name, value) for name, value in inputs.items()}
 
 
+PositionRule = Callable[["Tensor | None", Tensor], Tensor]
+"""(real tokens [B, T or more] or None, targets [B, T]) -> where the model sees tokens of whole sequences, [B, T]."""
+
+
+def _by_row(real: Tensor | None, targets: Tensor) -> Tensor:
+    """By its place in the row, padding or not, as Llama does."""
+    return torch.arange(targets.shape[1], device=targets.device).expand(targets.shape)
+
+
+def _by_mask(real: Tensor | None, targets: Tensor) -> Tensor:
+    """By the number of real tokens before it, as OPT does. Positions of padding are nobody's."""
+    if real is None:
+        return _by_row(real, targets)
+    return (real[:, : targets.shape[1]].long().cumsum(1) - 1).clamp(min=0)
+
+
+def _padded_before(batch: Batch) -> Batch | None:
+    """The batch with the first third of every second sample's tokens masked; None: it has no mask of tokens, or such a
+    sample has fewer than three."""
+    mask = None if isinstance(batch.inputs, tuple) else batch.inputs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    number = int(mask[::2].sum(1).min()) // 3
+    if not number:
+        return None
+    changed = mask.clone()
+    changed[::2] *= changed[::2].cumsum(1) > number
+    assert not isinstance(batch.inputs, tuple)
+    nothing = torch.full_like(batch.targets, _NO_TARGET)
+    return replace(batch, inputs={**batch.inputs, "attention_mask": changed}, targets=nothing)
+
+
 def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: Division) -> str | None:
     """The module whose outputs are the first not to be the same; None: they all are, as far as the roughest of their
     dtypes can tell. What isn't real may be anything."""
@@ -113,13 +179,40 @@ def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], div
         if there is None or axis is None:
             continue
         there, part = there.index_select(axis, division.positions).float(), part.float()
-        if axis == 1 and division.real is not None and len(part) == len(division.real):
-            places = places_of(division.ring.rank, division.ring.size, division.length)
-            real = division.real[:, places.to(part.device)]
-            there, part = there[real], part[real]
+        if division.real is not None:
+            there, part = (_of_real_tokens(one, axis, division) for one in (there, part))
         if (part - there).norm() > rough * there.norm():
             return name or "the model itself"
     return None
+
+
+def _of_real_tokens(outputs: Tensor, axis: int, division: Division) -> Tensor:
+    """Set outputs at padding to 0: what attention gives there is nobody's, and differs. Outputs
+    without an axis of samples, such as those of positions alone, stay as they are.
+
+    Args:
+        axis: of the positions; the samples' is the first of the others that is as large.
+    """
+    assert division.real is not None, "there is padding"
+    places = places_of(division.ring.rank, division.ring.size, division.length)
+    real = division.real[:, places.to(outputs.device)]
+    samples = next((one for one in range(outputs.dim()) if one != axis and outputs.shape[one] == len(real)), None)
+    if samples is None:
+        return outputs
+    shape = [1] * outputs.dim()
+    shape[samples], shape[axis] = real.shape
+    hidden = ~(real if samples < axis else real.T).reshape(shape)
+    return outputs.masked_fill(hidden, 0)
+
+
+def _fails_divided(inside: Sequence[str], error: Exception) -> ConfigError:
+    name = inside[-1] if inside and inside[-1] else "the model"
+    why = (
+        f"{name} fails where sequences are divided, and works on whole ones ({first_line(error)}): its attention isn't "
+        "one that ring attention can replace, such as F.scaled_dot_product_attention, or a mask of its own is for "
+        "whole sequences. Leave parallel.context out"
+    )
+    return ConfigError(Problem("", _KEY, why))
 
 
 def _axis_of_positions(whole: Tensor, part: Tensor, own: int) -> int | None:
@@ -163,14 +256,13 @@ class InContext:
         """
         model, targets = self._divider.model, self._divider.targets_of(batch)
         batch = beginning(batch, targets.shape[1], _REHEARSED * self._divider.ranks)
-        with rehearsal(model, targets.device) as drawn:
-            told = self._first_apart(batch, axis)
-            if any(axis.gather(drawn())):  # each rank for its own positions: that says nothing
-                told = None
+        told = self._first_apart_by(_by_row, batch, axis)
+        if told is not None and self._first_apart_by(_by_mask, batch, axis) is None:
+            told = None
         if told is None:
             with rehearsal(model, targets.device):
                 model.eval()
-                told = self._first_apart(batch, axis)
+                self._divider.rule = self._rule_of_padding(batch, axis)
         if told is not None:
             why = (
                 f"{told} makes something else of a position in a divided sequence than in a whole one. Layers see "
@@ -179,6 +271,32 @@ class InContext:
                 "or a forward's `position_ids`. Leave parallel.context out, or change the model"
             )
             raise ConfigError(Problem("", _KEY, why))
+
+    def _first_apart_by(self, rule: PositionRule, batch: Batch, axis: Axis) -> str | None:
+        """As it trains, unless it draws numbers then, and as it is evaluated."""
+        model, device = self._divider.model, self._divider.targets_of(batch).device
+        self._divider.rule = rule
+        with rehearsal(model, device) as drawn:
+            told = self._first_apart(batch, axis)
+            if any(axis.gather(drawn())):  # each rank for its own positions: that says nothing
+                told = None
+        if told is not None:
+            return told
+        with rehearsal(model, device):
+            model.eval()
+            return self._first_apart(batch, axis)
+
+    def _rule_of_padding(self, batch: Batch, axis: Axis) -> PositionRule | None:
+        """By which rule a divided forward is the whole one's where padding comes before tokens, if by any."""
+        moved = _padded_before(batch)
+        if not all(axis.gather(moved is not None)):
+            return None
+        assert moved is not None, "all ranks have one"
+        for rule in (_by_row, _by_mask):
+            self._divider.rule = rule
+            if self._first_apart(moved, axis) is None:
+                return rule
+        return None
 
     def _first_apart(self, batch: Batch, axis: Axis) -> str | None:
         """The first module that is, on the first rank that has one."""
@@ -189,7 +307,13 @@ class InContext:
             part = self._divider(batch)
             division = current()
             assert division is not None
-            call(model, part.inputs)
+            with entered_modules(model) as inside:
+                try:
+                    call(model, part.inputs)
+                except Failure:
+                    raise
+                except Exception as error:  # whatever a model runs into whose attention is another one; on all ranks
+                    raise _fails_divided(inside, error) from error
         told = axis.gather(_first_apart(whole, divided, division))
         return next((one for one in told if isinstance(one, str)), None)
 

@@ -131,6 +131,33 @@ def outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
+@contextmanager
+def entered_modules(model: nn.Module) -> Iterator[list[str]]:
+    """Gives the names of the modules that a forward is in, from outside in; after an error those around it."""
+    inside: list[str] = []
+
+    def enter(name: str, module: nn.Module, inputs: object) -> None:
+        inside.append(name)
+
+    def leave(module: nn.Module, inputs: object, outputs: object) -> None:
+        inside.pop()
+
+    modules = list(model.named_modules())
+    hooks = [module.register_forward_pre_hook(partial(enter, name), prepend=True) for name, module in modules]
+    hooks += [module.register_forward_hook(leave) for _, module in modules]
+    try:
+        yield inside
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_line(error: Exception) -> str:
+    """The error's class and the first line of what it says."""
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def beginning(batch: Batch, length: int, most: int) -> Batch:
     """The first positions of the same samples.
 

@@ -98,7 +98,7 @@ def reset_in_pieces(
     """
     parts = _parts(module, pieces)
     names = dict(module.named_parameters())
-    modules = dict(module.named_modules())
+    modules = dict(module.named_modules(remove_duplicate=False))
     for part in parts:
         with _memory(module, {name: names[name] for name in names if _owner(name) in part}) as values:
             done: set[Tensor] = set()

@@ -64,6 +64,25 @@ def never_written(model: Any) -> frozenset[str]:
 
 
 @contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give modules that FSDP2 has wrapped their own classes back while it lasts.
+
+    FSDP2 makes a class FSDPLlamaForCausalLM of a LlamaForCausalLM, and the library looks up by the name of the class
+    which tensors its files call otherwise.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrapped: list[Any] = [] if fsdp is None else [one for one in model.modules() if isinstance(one, fsdp.FSDPModule)]
+    classes = [type(module) for module in wrapped]
+    for module, of_fsdp in zip(wrapped, classes, strict=True):
+        _, module.__class__ = of_fsdp.__bases__
+    try:
+        yield
+    finally:
+        for module, of_fsdp in zip(wrapped, classes, strict=True):
+            module.__class__ = of_fsdp
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no reports: what matters is said by who asks."""
     from transformers.utils import logging as reports

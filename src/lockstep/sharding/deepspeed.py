@@ -85,6 +85,11 @@ def _refuse(model: nn.Module) -> None:
         if parameter.dtype != torch.float32:
             message = f"deepspeed keeps parameters in fp32, and {name} is {str(parameter.dtype).removeprefix('torch.')}"
             raise ConfigError(Problem("", "parallel.strategy", f"{message}; convert the model with .float()"))
+        if parameter.dim() == 0:  # it sends parameters as bytes, and torch views no number as bytes
+            message = f"deepspeed can't send a parameter of shape [] to other ranks, and {name} is one"
+            raise ConfigError(
+                Problem("", "parallel.strategy", f"{message}; give it the shape [1], or take fsdp or ddp")
+            )
 
 
 def _import(device: torch.device) -> Any:

@@ -132,9 +132,9 @@ def save_for_transformers(
     Raises:
         GiveUp: what transformers has written isn't all of the model.
     """
-    from lockstep.models.transformers_names import never_written, quiet
+    from lockstep.models.transformers_names import never_written, own_classes, quiet
 
-    with whole_folder(target) as partial, quiet():
+    with whole_folder(target) as partial, quiet(), own_classes(model):
         model.save_pretrained(partial, state_dict=expected.with_tied_names(tensors))
         written = f"{target}: nothing was published: the files that transformers has written"
         expected.refuse_incomplete_file(_shapes_in(partial), never_written(model), written)

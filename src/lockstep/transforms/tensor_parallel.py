@@ -16,7 +16,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -73,7 +74,10 @@ def spread(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> Sprea
         if style == "sum_gradient":
             partial |= {f"{name}.{own}" for own, _ in module.named_parameters()}
             continue
+        buffers = dict(module._buffers)
         parallelize_module(module, mesh, _style(style, module), src_data_rank=None)  # all ranks have the same values
+        if style.startswith(("colwise", "rowwise")):
+            _keep_plain(module, buffers, mesh)
     for first, others in ties.items():
         for other in others:
             _set(model, other, model.get_parameter(first))
@@ -81,6 +85,29 @@ def spread(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> Sprea
         one.requires_grad_(name not in frozen)
     alike = frozenset(name for name, one in model.named_parameters() if not _is_divided(one))
     return Spread(alike, frozenset(partial) & alike)
+
+
+def _keep_plain(module: nn.Module, buffers: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Puts the buffers of a divided module back, of which torch has made DTensors: they are DTensors in its forward
+    alone, and there only as long as its weights are. (Gemma's embedding multiplies by one.)"""
+    module._buffers.update(buffers)
+    if any(one is not None for one in buffers.values()):
+        cast("Any", module).forward = partial(_with_replicated_buffers, module, mesh, module.forward)
+
+
+def _with_replicated_buffers(
+    module: nn.Module, mesh: DeviceMesh, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if _steps_aside(module):
+        return forward(*args, **kwargs)
+    plain: dict[str, Any] = dict(module._buffers)
+    slots: dict[str, Any] = module._buffers
+    try:
+        for name, one in plain.items():
+            slots[name] = None if one is None else DTensor.from_local(one, mesh, [Replicate()], run_check=False)
+        return forward(*args, **kwargs)
+    finally:
+        slots |= plain
 
 
 def _leave_out_a_warning() -> None:

@@ -1,0 +1,646 @@
+"""Models, objectives, optimizers and data sets as users write them, each plugged in the way that a page says.
+
+OWN[name]  -->  sections of a config, and what is handed over beside them (`lockstep.session(config, **given)`)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from lockstep.core.records import Batch
+
+WIDTH, CLASSES, TOKENS = 8, 3, 32
+
+
+@dataclass(frozen=True)
+class Own:
+    """Attributes:
+    model, data: make them.
+    objective: a section of the config, or an object to be handed over.
+    optimizer, collate, schedule: handed over, if given.
+    sections: further ones of the config.
+    """
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], Any]
+    objective: Any = field(default_factory=lambda: {"kind": "classification"})
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    schedule: Callable[[int, int | None], float] | None = None
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+def config_and_given(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sections of a config, and what `lockstep.session` is given."""
+    own = OWN[name]
+    given = {"model": own.model, "dataset": own.data(), "collate": own.collate, "schedule": own.schedule}
+    given["optimizer"] = own.optimizer
+    if isinstance(own.objective, dict):
+        return {**own.sections, "objective": own.objective}, given
+    return dict(own.sections), {**given, "objective": own.objective}
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def _draws() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def points() -> TensorDataset:
+    draws = _draws()
+    return TensorDataset(torch.randn(24, WIDTH, generator=draws), torch.randint(CLASSES, (24,), generator=draws))
+
+
+def images() -> TensorDataset:
+    draws = _draws()
+    return TensorDataset(torch.randn(24, 3, 8, 8, generator=draws), torch.randint(CLASSES, (24,), generator=draws))
+
+
+def texts() -> TensorDataset:
+    ids = torch.randint(TOKENS, (24, 13), generator=_draws())
+    return TensorDataset(ids[:, :-1], ids[:, 1:])
+
+
+def series() -> TensorDataset:
+    draws = _draws()
+    return TensorDataset(torch.randn(24, 6, WIDTH, generator=draws), torch.randint(CLASSES, (24,), generator=draws))
+
+
+def measured() -> TensorDataset:
+    draws = _draws()
+    return TensorDataset(torch.randn(24, WIDTH, generator=draws), torch.randn(24, 1, generator=draws))
+
+
+def tagged() -> TensorDataset:
+    draws = _draws()
+    tags = torch.randint(2, (24, CLASSES), generator=draws).float()
+    return TensorDataset(torch.randn(24, WIDTH, generator=draws), tags)
+
+
+def unlabeled() -> TensorDataset:
+    return TensorDataset(torch.randn(24, WIDTH, generator=_draws()))
+
+
+class Triplets(Dataset[tuple[Tensor, ...]]):
+    """An anchor, something like it, something else, and a target that nobody looks at."""
+
+    def __init__(self) -> None:
+        self.values = torch.randn(24, 3, WIDTH, generator=_draws())
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return (*self.values[index], torch.tensor(0))
+
+
+class Named(Dataset[dict[str, Any]]):
+    """Items by name, nested, with a text among them that `collate` drops."""
+
+    def __init__(self) -> None:
+        self.inner = points()
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        values, label = self.inner[index]
+        return {"left": values[:4], "right": values[4:], "label": label}
+
+
+class Sentences(Dataset[tuple[list[int], int]]):
+    """Lists of unequal lengths: only a collate function makes a batch of them."""
+
+    def __init__(self) -> None:
+        draws = _draws()
+        self.items = [
+            (
+                torch.randint(1, TOKENS, (int(torch.randint(2, 9, (), generator=draws)),), generator=draws).tolist(),
+                int(torch.randint(CLASSES, (), generator=draws)),
+            )
+            for _ in range(24)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[list[int], int]:
+        return self.items[index]
+
+
+def pad(items: list[tuple[list[int], int]]) -> dict[str, Tensor]:
+    """Ids padded with 0, lengths, and labels."""
+    lengths = torch.tensor([len(ids) for ids, _ in items])
+    padded = torch.zeros(len(items), int(lengths.max()), dtype=torch.long)
+    for row, (ids, _) in enumerate(items):
+        padded[row, : len(ids)] = torch.tensor(ids)
+    return {"ids": padded, "lengths": lengths, "labels": torch.tensor([label for _, label in items])}
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """No sample can be asked for by its number."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(points())
+
+
+def listed() -> list[tuple[Tensor, int]]:
+    """A plain list is a data set, too."""
+    values, labels = points().tensors
+    return [(values[index], int(labels[index])) for index in range(24)]
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+def mlp(norm: Callable[[], nn.Module] = nn.Identity, out: int = CLASSES) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), norm(), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, out))
+
+
+class Residual(nn.Module):
+    """Blocks in a chain, as a pipeline wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, 16)
+        self.blocks = nn.ModuleList(_ResidualBlock() for _ in range(4))
+        self.leave = nn.Linear(16, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        hidden = self.enter(points)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.leave(hidden)
+
+
+class _ResidualBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.inner(hidden))
+
+
+class Decoder(nn.Module):
+    """A small language model: its head is its embedding, by an attribute or by F.linear."""
+
+    def __init__(self, functional: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, 16)
+        self.places = nn.Parameter(0.02 * torch.randn(12, 16))
+        layer = [nn.TransformerEncoderLayer(16, 2, 20, dropout=0.0, batch_first=True) for _ in range(2)]
+        self.layers = nn.ModuleList(layer)
+        self.head = None if functional else nn.Linear(16, TOKENS, bias=False)
+        if self.head is not None:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids) + self.places[: ids.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return self.head(hidden) if self.head is not None else F.linear(hidden, self.embedding.weight)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str, both_ways: bool = False) -> None:
+        super().__init__()
+        self.rows = getattr(nn, kind)(WIDTH, 8, num_layers=2, batch_first=True, bidirectional=both_ways)
+        self.head = nn.Linear(16 if both_ways else 8, CLASSES)
+
+    def forward(self, series: Tensor) -> Tensor:
+        states, _ = self.rows(series)
+        return self.head(states.mean(dim=1))
+
+
+class Packed(nn.Module):
+    """Texts of unequal lengths, packed for a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, 8, padding_idx=0)
+        self.rows = nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        embedded = self.embedding(ids)
+        packed = nn.utils.rnn.pack_padded_sequence(embedded, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        _, last = self.rows(packed)
+        return self.head(last[-1])
+
+
+class Bag(nn.Module):
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(TOKENS, 8, mode="mean", padding_idx=0, sparse=sparse)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        return self.head(self.bag(ids))
+
+
+class Convolutional(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), norm(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), norm(8),
+            nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.deep = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        down = torch.relu(self.down(images))
+        joined = torch.cat([down, torch.relu(self.deep(down))], dim=1)
+        return self.head(self.up(joined).mean(dim=(2, 3)))
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value * value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (value,) = ctx.saved_tensors
+        return 2 * value * gradient
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(_Square.apply(self.first(points)))
+
+
+class Counting(nn.Module):
+    """Its state is a buffer that each forward in training changes, and that outputs depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, points: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        return self.inner(points) * 1.0
+
+
+class RunningMean(nn.Module):
+    """Each micro-batch moves the mean that it is centered by: a run depends on how batches are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, points: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * points.detach().mean(dim=0)
+        return self.inner(points - self.mean)
+
+
+class Twice(nn.Module):
+    """One layer, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.shared(torch.tanh(self.shared(points)))))
+
+
+class Scaled(nn.Module):
+    """Bare parameters: a number, a list of them, a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.many = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(WIDTH))})
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(points * self.scale * self.many[0] * self.many[1] + self.named["shift"])
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, 16).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 16, bias=False)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.base(points) + self.up(self.down(points))))
+
+
+class Parametrized(nn.Module):
+    def __init__(self, how: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.head = how(nn.Linear(WIDTH, 16)), nn.Linear(16, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(points)))
+
+
+class Experts(nn.Module):
+    """Each point goes through one of two layers; `always` has both take part in each graph."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self._always = always
+
+    def forward(self, points: Tensor) -> Tensor:
+        high = points[:, 0] > (0 if self._always else 1.2)
+        mixed = torch.zeros_like(points)
+        for chosen, expert in zip((high, ~high), self.experts, strict=True):
+            if self._always or chosen.any():
+                mixed = mixed + expert(points) * chosen[:, None]
+        return self.head(torch.tanh(mixed))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(torch.fft.irfft(torch.fft.rfft(points) * self.filter, n=WIDTH))
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.LazyLinear(16), nn.LazyLinear(CLASSES)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(points)))
+
+
+class TwoHeads(nn.Module):
+    """Returns a dictionary: a class and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.kind, self.size = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES), nn.Linear(16, 1)
+
+    def forward(self, points: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.body(points))
+        return {"kind": self.kind(hidden), "size": self.size(hidden)}
+
+
+@dataclass
+class Coded:
+    decoded: Tensor
+    mean: Tensor
+    spread: Tensor
+
+
+class Autoencoder(nn.Module):
+    """Variational, without the draw; returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(WIDTH, 8), nn.Linear(4, WIDTH)
+
+    def forward(self, points: Tensor) -> Coded:
+        mean, spread = self.encode(points).chunk(2, dim=-1)
+        return Coded(self.decode(mean), mean, spread)
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator in one module: two losses, of which each trains its own half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = self.generator(points.flip(0))
+        fixed = F.linear(made, self.discriminator.weight.detach(), self.discriminator.bias.detach())
+        return self.discriminator(points), self.discriminator(made.detach()), fixed
+
+
+class Embedded(nn.Module):
+    """The same net for an anchor, something like it, and something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 4, bias=False)
+        )  # distances cancel a bias
+
+    def forward(self, anchor: Tensor, like: Tensor, unlike: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.net(anchor), self.net(like), self.net(unlike)
+
+
+class Sides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, CLASSES), nn.Linear(4, CLASSES)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.left(left) + self.right(right)
+
+
+class Graph(nn.Module):
+    """Messages along the edges of a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        ring = torch.eye(6).roll(1, 0) + torch.eye(6).roll(-1, 0)
+        self.register_buffer("edges", ring, persistent=False)
+
+    def forward(self, nodes: Tensor) -> Tensor:
+        for _ in range(2):
+            nodes = torch.relu(self.edges @ self.message(nodes))
+        return self.head(nodes.mean(dim=1))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, series: Tensor) -> Tensor:
+        mixed, _ = self.attention(series, series, series, need_weights=False)
+        return self.head(mixed.mean(dim=1))
+
+
+# --- objectives -----------------------------------------------------------------------------------------------------
+
+
+class _OfSamples:
+    def count(self, batch: Batch) -> int:
+        return batch.samples
+
+
+class BothHeads(_OfSamples):
+    def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
+        kind = F.cross_entropy(outputs["kind"], batch.targets, reduction="sum")
+        return kind + F.mse_loss(outputs["size"].squeeze(1), batch.targets.float(), reduction="sum")
+
+
+class Reconstruction(_OfSamples):
+    def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
+        (points,) = batch.inputs
+        prior = (outputs.mean**2 + outputs.spread.exp() - outputs.spread - 1).sum() / 2
+        return F.mse_loss(outputs.decoded, points, reduction="sum") + 0.1 * prior
+
+
+class Adversarial(_OfSamples):
+    """Both losses in one sum: a gradient is zero where a half isn't to learn of it."""
+
+    def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
+        real, made, fixed = outputs
+        one, zero = torch.ones_like(real), torch.zeros_like(made)
+        losses = (F.binary_cross_entropy_with_logits(*pair, reduction="sum") for pair in ((real, one), (made, zero)))
+        return sum(losses, F.binary_cross_entropy_with_logits(fixed, one, reduction="sum"))
+
+
+class Triplet(_OfSamples):
+    def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
+        return F.triplet_margin_loss(*outputs, reduction="sum")
+
+
+class InBatch(_OfSamples):
+    """InfoNCE: the others of a micro-batch are what a sample is told from."""
+
+    decomposes = False
+
+    def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
+        anchor, like, _ = (F.normalize(one, dim=-1) for one in outputs)
+        return F.cross_entropy(anchor @ like.T / 0.1, torch.arange(len(anchor)), reduction="sum")
+
+
+def focal(outputs: Tensor, batch: Batch) -> Tensor:
+    """A plain function."""
+    logs = F.cross_entropy(outputs, batch.targets, reduction="none")
+    return ((1 - torch.exp(-logs)) ** 2 * logs).sum()
+
+
+class Tokens:
+    """Counts targets, not samples."""
+
+    def count(self, batch: Batch) -> int:
+        return int(batch.targets.numel())
+
+    def loss_sum(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+
+
+def _by(kind: type[torch.optim.Optimizer], **options: Any) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    return lambda groups: kind(groups, **options)
+
+
+def _weight_norm(layer: nn.Module) -> nn.Module:
+    return parametrizations.weight_norm(layer)
+
+
+def _spectral_norm(layer: nn.Module) -> nn.Module:
+    return parametrizations.spectral_norm(layer)
+
+
+def _next_token() -> dict[str, str]:
+    return {"kind": "next-token"}
+
+
+OWN: dict[str, Own] = {
+    "a chain of blocks": Own(Residual, points),
+    "a Sequential": Own(mlp, points),
+    "a Sequential of float64": Own(
+        lambda: mlp().double(), lambda: TensorDataset(points()[:][0].double(), points()[:][1])
+    ),
+    "a tied head": Own(Decoder, texts, _next_token()),
+    "a tied head by F.linear": Own(lambda: Decoder(functional=True), texts, _next_token()),
+    "a layer used twice": Own(Twice, points),
+    "bare parameters": Own(Scaled, points),
+    "an adapter beside a frozen layer": Own(Adapted, points),
+    "weight_norm": Own(lambda: Parametrized(_weight_norm), points),
+    "spectral_norm": Own(lambda: Parametrized(_spectral_norm), points),
+    "a custom autograd function": Own(OwnFunction, points),
+    "a counter in a buffer": Own(Counting, points),
+    "a running mean in a buffer": Own(RunningMean, points),
+    "layer norm": Own(lambda: mlp(lambda: nn.LayerNorm(16)), points),
+    "batch norm": Own(lambda: mlp(lambda: nn.BatchNorm1d(16)), points),
+    "convolutions, group norm": Own(lambda: Convolutional(lambda width: nn.GroupNorm(2, width)), images),
+    "convolutions, batch norm": Own(lambda: Convolutional(nn.BatchNorm2d), images),
+    "a U-Net": Own(UNet, images),
+    "an LSTM": Own(lambda: Recurrent("LSTM"), series),
+    "a GRU both ways": Own(lambda: Recurrent("GRU", both_ways=True), series),
+    "packed sequences": Own(Packed, Sentences, collate=pad),
+    "an EmbeddingBag": Own(Bag, Sentences, collate=pad),
+    "sparse embeddings": Own(lambda: Bag(sparse=True), Sentences, collate=pad),
+    "attention of torch's": Own(Attending, series),
+    "a graph": Own(Graph, series),
+    "experts, all in each graph": Own(lambda: Experts(always=True), points),
+    "experts that batches skip": Own(
+        lambda: Experts(always=False), points, sections={"parallel": {"ddp": {"find_unused_parameters": True}}}
+    ),
+    "complex parameters": Own(Complex, points),
+    "lazy layers": Own(Lazy, points),
+    "a dictionary of outputs": Own(TwoHeads, points, BothHeads()),
+    "a dataclass of outputs": Own(Autoencoder, unlabeled, Reconstruction()),
+    "adversaries in one module": Own(Adversaries, points, Adversarial()),
+    "triplets": Own(Embedded, Triplets, Triplet()),
+    "an in-batch loss": Own(Embedded, Triplets, InBatch()),
+    "regression": Own(lambda: mlp(out=1), measured, nn.MSELoss(reduction="sum")),
+    "robust regression": Own(lambda: mlp(out=1), measured, nn.HuberLoss(reduction="sum")),
+    "several tags": Own(Residual, tagged, nn.BCEWithLogitsLoss(reduction="sum")),
+    "a mean as objective": Own(mlp, points, nn.CrossEntropyLoss()),
+    "a function as objective": Own(Residual, points, focal),
+    "tokens counted by oneself": Own(Decoder, texts, Tokens()),
+    "items by name": Own(Sides, Named),
+    "a plain list": Own(mlp, listed),
+    "an iterable data set": Own(mlp, Stream),
+    "Adagrad": Own(Residual, points, optimizer=_by(torch.optim.Adagrad)),
+    "RMSprop": Own(Residual, points, optimizer=_by(torch.optim.RMSprop)),
+    "NAdam": Own(Residual, points, optimizer=_by(torch.optim.NAdam)),
+    "RAdam": Own(Residual, points, optimizer=_by(torch.optim.RAdam)),
+    "Adamax": Own(Residual, points, optimizer=_by(torch.optim.Adamax)),
+    "Adadelta": Own(Residual, points, optimizer=_by(torch.optim.Adadelta)),
+    "ASGD": Own(Residual, points, optimizer=_by(torch.optim.ASGD)),
+    "Rprop": Own(Residual, points, optimizer=_by(torch.optim.Rprop)),
+    "AMSGrad": Own(Residual, points, optimizer=_by(torch.optim.AdamW, amsgrad=True)),
+    "Nesterov": Own(Residual, points, optimizer=_by(torch.optim.SGD, momentum=0.9, nesterov=True)),
+    "LBFGS": Own(Residual, points, optimizer=_by(torch.optim.LBFGS)),
+    "a schedule of one's own": Own(Residual, points, schedule=lambda step, steps: math.cos(step)),
+}
