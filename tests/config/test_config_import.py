@@ -869,3 +869,16 @@ def test_contradictions_are_refused(said, words, message, tmp_path, monkeypatch,
     (tmp_path / "args.json").write_text(json.dumps(said))
     assert main(["config", "import", "args.json", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "value"), [("nproc_per_node", "gpu"), ("nproc_per_node", "auto"), ("devices", "-1")])
+def test_all_gpus_of_the_machine_are_ranks_auto(
+    word: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the advice where the word is an option, which was to write `launch.ranks: gpu`."""
+    file = tmp_path / "theirs.yaml"
+    file.write_text(f"{word}: {value}\n")
+    assert main(["config", "import", str(file), "--lenient"]) == 0
+    assert "ranks: auto" in capsys.readouterr().out
+    assert main(["train", "digits", f"--{word}={value}"]) == 2
+    assert "write `launch.ranks: auto`" in capsys.readouterr().err

@@ -49,7 +49,7 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "evaluation.every": ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
     "run.seed": ("random_seed", "data_seed", "manual_seed", "seed_everything"),
     "run.folder": ("output_dir", "default_root_dir", "save_dir", "out_dir", "logging_dir", "log_dir"),
-    "launch.ranks": ("devices", "num_processes", "nproc_per_node", "num_gpus", "gpus", "world_size"),
+    "launch.ranks": ("num_processes", "world_size"),
     "launch.timeout": ("ddp_timeout",),
     "launch.backend": ("ddp_backend", "dist_backend"),
     "launch.port": ("main_process_port", "master_port"),
@@ -207,6 +207,16 @@ def _yaml(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+def _ranks(value: object, context: Context) -> Meaning:
+    """torchrun and Lightning have words for all GPUs of the machine."""
+    if value is None:
+        return _word("launch.ranks")
+    return {"launch.ranks": "auto" if value in ALL_GPUS else value}
+
+
+ALL_GPUS = ("gpu", "auto", "-1", -1)
 
 
 # --- batch sizes --------------------------------------------------------------------------------------------------
@@ -430,6 +440,7 @@ _COMPUTED: dict[str, Answer] = {
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_schedule", "schedule"), _curve),
     **dict.fromkeys(("optimizer", "optim", "optimizer_name", "optimizer_type"), _optimizer),
     **dict.fromkeys(("precision", "mixed_precision", "torch_dtype", "dtype", "amp"), _compute),
+    **dict.fromkeys(("devices", "nproc_per_node", "num_gpus", "gpus"), _ranks),
     "fp16": _switch("fp16"),
     "bf16": _switch("bf16"),
     "initial_scale_power": _loss_scale,

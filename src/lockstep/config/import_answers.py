@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lockstep.config.foreign_files import Kind, Said, plain
-from lockstep.config.foreign_words import ACCUMULATION, MICRO, meaning
+from lockstep.config.foreign_words import ACCUMULATION, ALL_GPUS, MICRO, meaning
 from lockstep.config.wording import yaml_like
 
 Standing = Literal["taken", "derived", "not needed", "to do", "not there", "not known"]
@@ -487,6 +487,8 @@ def strategy(said: Said, facts: Facts) -> Answer:
 def processes(said: Said, facts: Facts) -> Answer:
     """Of all machines together."""
     machines = facts.number(("num_machines", "nnodes", "num_nodes")) or 1
+    if said.value in ALL_GPUS:
+        return derived(f"{said.value}: all GPUs of the machine", {"launch.ranks": "auto"})
     if machines == 1 or said.word in ("nproc_per_node", "devices", "gpus", "num_gpus"):
         return taken(launch__ranks=said.value)
     if not isinstance(said.value, int) or said.value % machines:
