@@ -36,8 +36,8 @@ def test_a_line_every_so_many_steps_and_the_last(tmp_path: Path) -> None:
         log.see(report(step))
     log.finish(None)
     lines = _lines(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [10, 20, 25]
-    assert lines[1] == {
+    assert [line["step"] for line in lines] == [1, 10, 20, 25]
+    assert lines[2] == {
         "step": 20,
         "samples": 1280,
         "tokens": 327680,
@@ -77,7 +77,8 @@ def test_discarded_updates_are_written_whatever_their_step(tmp_path: Path) -> No
     log.see(report(3, loss=math.nan, grad_norm=math.inf, verdict=Verdict.NON_FINITE, discarded=1))
     log.see(report(10))
     log.finish(None)
-    bad, good = _lines(tmp_path / "metrics.jsonl")
+    first, bad, good = _lines(tmp_path / "metrics.jsonl")
+    assert first["step"] == 1
     assert (bad["step"], bad["kept"], bad["verdict"], bad["loss"], bad["grad_norm"]) == (
         3,
         False,

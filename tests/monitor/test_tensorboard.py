@@ -37,6 +37,7 @@ def test_scalars_of_the_steps_that_are_due(tmp_path: Path) -> None:
     board.finish(None)
     events = _read(tmp_path)
     assert _scalars(events, "train/loss") == [
+        (1, pytest.approx(2.0)),
         (10, pytest.approx(1.1)),
         (20, pytest.approx(1.05)),
         (25, pytest.approx(1.04)),

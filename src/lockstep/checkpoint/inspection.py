@@ -224,9 +224,10 @@ def _epoch_samples(found: Sequence[Found]) -> int | None:
     """Of the last attempt, as its ledger has it."""
     states: list[Mapping[str, Any]] = [one.manifest.state for one in found if one.manifest is not None]
     try:
-        return int(states[-1]["ledger"][-1]["order"]["epoch_samples"])
+        found = states[-1]["ledger"][-1]["order"]["epoch_samples"]
     except (LookupError, TypeError):
         return None
+    return found if isinstance(found, int) and found > 0 else None
 
 
 # --- every byte ---------------------------------------------------------------------------------------------------

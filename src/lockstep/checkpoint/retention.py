@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.checkpoint.manifest import Damaged, Manifest
-from lockstep.checkpoint.reading import by_step, read_manifest
+from lockstep.checkpoint.reading import Reader, by_step, read_manifest
 from lockstep.core.progress import Progress
 from lockstep.plan.schedule import is_due
 
@@ -58,6 +58,39 @@ class Retention:
             self.prune()
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
+
+    def make_room(self) -> bool:
+        """Deletes the oldest checkpoint that `keep_last` alone keeps, once a newer one has been verified byte by byte;
+        whether it did. Never raises: the save that found no room has failed already."""
+        try:
+            return self._give_way()
+        except OSError as error:
+            _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
+            return False
+
+    def _give_way(self) -> bool:
+        entries, names = self._known(), by_step(self._storage.names())
+        for_one = self._section.model_copy(update={"keep_last": 1})
+        for step in superfluous(entries, for_one, self._epoch_samples):
+            if step not in names or not self._is_whole_after(step, names):
+                continue
+            if self._storage.delete(names[step]):
+                del entries[step]
+                _log.warning("the disk is full: %s was deleted to make room for a newer one", names[step])
+                return True
+        return False
+
+    def _is_whole_after(self, step: int, names: Mapping[int, str]) -> bool:
+        """Whether a checkpoint newer than that of `step` verifies."""
+        return any(self._verifies(names[later]) for later in sorted(names, reverse=True) if later > step)
+
+    def _verifies(self, name: str) -> bool:
+        try:
+            with Reader(self._storage, name, read_manifest(self._storage, name)) as reader:
+                reader.verify()
+        except Damaged:
+            return False
+        return True
 
     def prune(self) -> list[int]:
         """Deletes what needn't stay; returns the steps. Raises OSError."""

@@ -10,7 +10,9 @@ waits for it. A save that fails costs a warning, and nothing of what was saved b
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -73,7 +75,10 @@ class Saver:
 
     Attributes:
         identity: as given.
+
+    Args:
         published: called on the first rank, in the background, with the manifest of each save that came to exist.
+        make_room: called there when a save has failed because the disk is full; returns whether it deleted something.
     """
 
     def __init__(
@@ -83,12 +88,14 @@ class Saver:
         device: torch.device,
         identity: Identity,
         published: Callable[[Manifest], None] = lambda manifest: None,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self._storage = storage
         self._axis = axis
         self._device = device
         self.identity = identity
-        self.published = published
+        self._published = published
+        self._make_room = make_room
         self._shares = _Shares(axis)
         self._snapshot: Snapshot | None = None
         self._save: _Save | None = None
@@ -155,6 +162,11 @@ class Saver:
         _join(save.thread)
         save.lost += time.perf_counter() - waiting
         self._save = None
+
+    def keep_all(self) -> None:
+        """From now on nothing is deleted for what is saved."""
+        self._published = lambda manifest: None
+        self._make_room = lambda: False
 
     def abandon(self) -> None:
         """Without the other ranks: no save comes to exist any more, and the memory for it is free."""
@@ -248,9 +260,10 @@ class Saver:
             self._storage.sweep()
         seconds = time.perf_counter() - save.began
         size = written.size if written else 0
-        self._outcomes.put(SaveReport(save.moment.step, size, seconds, save.lost, save.failure))
+        made_room = written is None and _is_full(save.failure) and self._make_room()
+        self._outcomes.put(SaveReport(save.moment.step, size, seconds, save.lost, save.failure, made_room))
         if written is not None:
-            self.published(written)
+            self._published(written)
 
     def _publish(self, save: _Save) -> Manifest:
         draft, moment = save.draft, save.moment
@@ -374,6 +387,11 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
     return str(error) if isinstance(error, GiveUp) else f"{type(error).__name__}: {error}"
+
+
+def _is_full(reason: str | None) -> bool:
+    """Whether a save failed for want of room, on whichever rank."""
+    return reason is not None and any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _join(thread: threading.Thread | None) -> None:

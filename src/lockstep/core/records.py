@@ -208,6 +208,7 @@ class SaveReport:
         seconds: from its start until it was published.
         lost: seconds that the first rank's training waited for it.
         failure: why it doesn't exist; None if it does.
+        made_room: an older checkpoint was deleted, since the disk was full: another attempt may succeed.
     """
 
     step: int
@@ -215,6 +216,7 @@ class SaveReport:
     seconds: float
     lost: float
     failure: str | None = None
+    made_room: bool = False
 
 
 @dataclass(frozen=True, slots=True)

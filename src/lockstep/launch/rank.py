@@ -193,8 +193,8 @@ def append_end(log: Path, end: End) -> None:
 
 
 def append(log: Path, text: str) -> None:
-    """To a rank's log, and not to its terminal."""
-    with open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
+    """To a rank's log, and not to its terminal; a log that can't be written is no failure of its own."""
+    with contextlib.suppress(OSError), open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"{masked(text, secrets_in(os.environ))}\n")
 
 

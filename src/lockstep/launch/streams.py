@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -29,34 +30,57 @@ def log_path(logs: Path, rank: int) -> Path:
 
 
 class _Logging:
-    """A text stream as it is written to a log: without colors and cursor movements, and without secrets."""
+    """A text stream as it is written to a log: without colors and cursor movements, and without secrets. A log that
+    can't be written costs its lines, not the run.
 
-    def __init__(self, log: TextIO) -> None:
+    Args:
+        report: called once with the reason, when the first line is lost.
+    """
+
+    def __init__(self, log: TextIO, report: Callable[[OSError], None] = lambda error: None) -> None:
         self._log = log
         self._secrets = secrets_in(os.environ)
+        self._report = report
+        self._lost = False
 
     def write(self, text: str) -> int:
-        self._log.write(masked(_ESCAPES.sub("", text), self._secrets))
+        self._attempt(lambda: self._log.write(masked(_ESCAPES.sub("", text), self._secrets)))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
+    def flush(self) -> None:
+        self._attempt(self._log.flush)
+
+    def close(self) -> None:
+        self._attempt(self._log.close)
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if not self._lost:
+                self._lost = True
+                self._report(error)
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._log, name)
 
 
 class _Doubled:
-    """A text stream whose words are also written to a log."""
+    """A text stream whose words are also written to a log: first to the stream, then to the log."""
 
     def __init__(self, stream: TextIO, log: _Logging) -> None:
         self._stream = stream
         self._log = log
 
     def write(self, text: str) -> int:
-        self._log.write(text)
-        return self._stream.write(text)
+        try:
+            return self._stream.write(text)
+        finally:
+            self._log.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -72,28 +96,58 @@ class _Doubled:
 @contextmanager
 def doubled(path: Path | None) -> Iterator[None]:
     """Rank 0's words, on its terminal and appended to `path`."""
-    if path is None:
+    log = _opened(path, sys.stderr) if path is not None else None
+    if log is None:
         yield
         return
     before = sys.stdout, sys.stderr
-    with open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace") as log:
-        sys.stdout, sys.stderr = (cast(TextIO, _Doubled(stream, _Logging(log))) for stream in before)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before
+    sys.stdout, sys.stderr = (cast(TextIO, _Doubled(stream, log)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        log.close()
+
+
+def _opened(path: Path, terminal: TextIO) -> _Logging | None:
+    def report(error: OSError) -> None:
+        with suppress(OSError, ValueError):
+            terminal.write(_lost(path, error))
+            terminal.flush()
+
+    try:
+        return _Logging(open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace"), report)
+    except OSError as error:
+        report(error)
+        return None
 
 
 def redirect(path: Path) -> None:
-    """From now on, all that this process prints, C++ code included, is appended to `path`. For good."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    """From now on, all that this process prints, C++ code included, is appended to `path`. For good. If it can't be
+    written, that is reported once on the terminal, and what is printed is lost."""
+    terminal = os.dup(2)
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        _report_on(terminal, path, error)
+        file = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
     # the old ones may be buffered, or not on 1 and 2 at all
-    sys.stdout, sys.stderr = (cast(TextIO, _Logging(_line_stream(descriptor))) for descriptor in (1, 2))
+    told = partial(_report_on, terminal, path)
+    sys.stdout, sys.stderr = (cast(TextIO, _Logging(_line_stream(descriptor), told)) for descriptor in (1, 2))
+
+
+def _report_on(terminal: int, path: Path, error: OSError) -> None:
+    with suppress(OSError):
+        os.write(terminal, _lost(path, error).encode())
+
+
+def _lost(path: Path, error: OSError) -> str:
+    return f"lockstep: {path} can't be written: {error.strerror or error}; the run goes on without this log\n"
 
 
 def sizes(logs: Path, ranks: int) -> list[int]:

@@ -97,7 +97,8 @@ class Console:
     def saved(self, report: SaveReport) -> None:
         step = f"step {report.step:,}"
         if report.failure is not None:
-            self._output.print(f"{step}: NOT saved: {report.failure}; what was saved before is still there")
+            rest = "is saved again, with more room" if report.made_room else "what was saved before is still there"
+            self._output.print(f"{step}: NOT saved: {report.failure}; {rest}")
             return
         how = f"{figures.size(report.size)} in {figures.duration(report.seconds)}"
         self._output.print(f"{step}: saved ({how}, training waited {figures.duration(report.lost)})")

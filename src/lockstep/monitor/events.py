@@ -2,8 +2,8 @@
 
 metrics.jsonl has updates, all lines alike:
 
-    {"step": 10, "samples": 640, ..., "loss": 3.21, "grad_norm": 0.8, "lr": 0.001, ...}   every `every` steps,
-                                                        each discarded update, and the run's last
+    {"step": 10, "samples": 640, ..., "loss": 3.21, "grad_norm": 0.8, "lr": 0.001, ...}   the first, every `every`-th,
+                                                            each discarded update, and the run's last
 
 events.jsonl has what happens between them:
 
@@ -65,7 +65,7 @@ class EventLog:
         if self._first:
             self._first = False
             self._throughput.look(report)
-        if report.step % self._every == 0 or not report.kept:
+        if report.step == 1 or report.step % self._every == 0 or not report.kept:
             self._write_step(report)
         else:
             self._pending = report

@@ -65,7 +65,7 @@ class TensorBoard:
     def see(self, report: StepReport) -> Iterable[Request]:
         self._next = Look(report.step + self._every - report.step % self._every, math.inf)
         self._throughput.look(report)
-        due = report.step % self._every == 0 and report.seconds >= self._next_seconds
+        due = report.step == 1 or (report.step % self._every == 0 and report.seconds >= self._next_seconds)
         if due or not report.kept:
             self._write_step(report)
         else:

@@ -19,6 +19,7 @@ from lockstep.data.digests import MODULUS, digest
 from lockstep.data.order import Order
 from lockstep.training.ledger import OrderFacts, Segment, segments_in
 
+MOST_SAMPLES = 2**36  # to recompute in an audit: about an hour
 _CHUNK = 2**14  # positions at a time: what is computed of them stays in the cache
 
 Span = tuple[int, int]
@@ -101,6 +102,9 @@ def _segments(state: Mapping[str, Any]) -> list[Segment]:
     for number, one in enumerate(segments):
         if not _makes_sense(one):
             raise Distrust(f"its ledger makes no sense: segment {number} is {one}")
+    claimed = sum(one.last - one.first for one in segments)
+    if claimed > MOST_SAMPLES:
+        raise Distrust(f"its ledger names {claimed:,} samples, and an audit computes {MOST_SAMPLES:,} at most")
     return segments
 
 

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import Loaded, load_newest, set_back
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.reading import by_step
 from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import Identity, Moment, Saver, name_of, reason_of
+from lockstep.checkpoint.storage import MANIFEST
 from lockstep.config.known_runs import id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, GiveUp, Problem
@@ -113,6 +115,7 @@ class Checkpoints:
         self._saved_at: int | None = None
         self._best: float | None = None
         self._began_at = 0
+        self._saves_again = False
         self.resumed_from: int | None = None
         self.run = ""
 
@@ -142,8 +145,7 @@ class Checkpoints:
             self._put_aside(-1, {}, notes)
         else:
             origin = LocalStorage(resume.origin) if resume.origin is not None else self._storage
-            check = partial(self._refuse_changes, resume)
-            found = self._load(origin, resume, check)
+            found = self._restore(origin, resume)
             if found is not None:
                 self._go_on(found, resume, notes)
                 identity = found.manifest.run if resume.origin is None else identity
@@ -158,6 +160,7 @@ class Checkpoints:
             self._session.rooms.world.device,
             Identity(run, written, self._environment),
             self._retention.published,
+            self._retention.make_room,
         )
         self._began_at = self._session.progress.steps
         self._session.rescue = self.rescue
@@ -174,6 +177,21 @@ class Checkpoints:
             return
         self._storage.set_owner(Owner(run, str(self._home) if self._home is not None else None, self._recipe))
 
+    def _restore(self, origin: Storage, resume: Resume) -> Loaded | None:
+        """The newest checkpoint that the session takes; None: there is none. A manifest may have the right hash and
+        values that no run has written: the checkpoint before it is taken then."""
+        unusable: dict[int, str] = {}
+        while True:
+            found = self._load(origin, resume, partial(self._refuse_changes, resume, unusable))
+            if found is None:
+                return None
+            try:
+                self._session.restore(found.state)
+            except (AttributeError, TypeError, LookupError, ValueError) as error:
+                unusable[found.manifest.step] = f"its state makes no sense: {type(error).__name__}: {error}"
+                continue
+            return found
+
     def _load(self, origin: Storage, resume: Resume, check: Callable[[Manifest], None]) -> Loaded | None:
         try:
             return load_newest(origin, self._axis, self._session.state(), resume.step, check)
@@ -182,8 +200,10 @@ class Checkpoints:
                 raise
             raise GiveUp(f"{error}\n--fresh begins anew (in Python: fresh=True)") from error
 
-    def _refuse_changes(self, resume: Resume, manifest: Manifest) -> None:
+    def _refuse_changes(self, resume: Resume, unusable: Mapping[int, str], manifest: Manifest) -> None:
         check_state(manifest)
+        if manifest.step in unusable:
+            raise Damaged(MANIFEST, unusable[manifest.step])
         differences = changes(manifest.config, manifest.state, self._session)
         if differences and not resume.accept_changes:
             shown = "".join(f"\n  {one}" for one in differences)
@@ -194,7 +214,6 @@ class Checkpoints:
             )
 
     def _go_on(self, found: Loaded, resume: Resume, notes: list[str]) -> None:
-        self._session.restore(found.state)
         self._best = found.manifest.state.get("best")
         self.resumed_from = self._saved_at = found.manifest.step
         notes += [f"resumes from step {found.manifest.step:,} ({found.manifest.samples:,} samples)"]
@@ -257,13 +276,17 @@ class Checkpoints:
     # --- while it runs --------------------------------------------------------------------------------------------
 
     def requests(self) -> tuple[Request, ...]:
-        """What this rank asks for in the next vote."""
-        return self._due.requests()
+        """What this rank asks for in the next vote: also a save in place of one that has found no room, and now has."""
+        again = (Request.SAVE,) if self._saves_again else ()
+        self._saves_again = False
+        return (*self._due.requests(), *again)
 
     def outcomes(self) -> list[SaveReport]:
         """Saves that have ended since the last call, on the first rank."""
         assert self._saver is not None, "begin() comes first"
-        return self._saver.outcomes()
+        ended = self._saver.outcomes()
+        self._saves_again |= any(report.made_room for report in ended)
+        return ended
 
     def is_due(self, before: Progress, report: StepReport) -> bool:
         """Whether a save follows the update between `before` and the session's progress."""
@@ -345,7 +368,7 @@ class Checkpoints:
         state = session.state()
         if not session.is_between_updates(state.changes_in_forward):
             return "the forward that failed may have changed the model's buffers"
-        saver.published = lambda manifest: None
+        saver.keep_all()
         saver.start(state, self._moment(state))
         return next((report.failure for report in self.finish() if report.step == step), None)
 
@@ -378,6 +401,11 @@ class Checkpoints:
         assert self._saver is not None, "begin() comes first"
         self._saver.finish()
         return cast("list[SaveReport]", self._axis.broadcast(self._saver.outcomes()))
+
+    def save_again(self) -> None:
+        """Begins the last save once more: it found no room on the disk, and some has been made."""
+        self._saved_at = None
+        self.save()
 
     def load_best(self) -> None:
         """Puts the model of the checkpoint with the best metric into the session's; all ranks together."""

@@ -166,9 +166,9 @@ def _free_subfolder(config: Config, recipe: str) -> str:
 def _all_but_place(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without what may differ between two starts of one command."""
     kept = {name: section for name, section in config.items() if name not in _NOT_OF_THE_RUN}
-    run = dict(kept.get("run") or {})
-    run.pop("folder", None)
-    return {**kept, "run": run}
+    run = kept.get("run")
+    kept_of_run = {key: value for key, value in run.items() if key != "folder"} if isinstance(run, Mapping) else {}
+    return {**kept, "run": kept_of_run}
 
 
 def _what_is_trained(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,6 +101,10 @@ def _finish(monitor: Monitor, checkpoints: Checkpoints) -> None:
     """The last save exists; or the run fails with the reason."""
     ended = checkpoints.finish()
     _tell(monitor, ended)
+    while ended and ended[-1].made_room:  # each time with one checkpoint less
+        checkpoints.save_again()
+        ended = checkpoints.finish()
+        _tell(monitor, ended)
     if ended and ended[-1].failure is not None:
         raise Unsaved(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")
 
