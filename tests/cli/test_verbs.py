@@ -68,8 +68,8 @@ def test_train_without_a_name_takes_the_default(command: Calls) -> None:
 
 
 def test_sizes_are_read_as_people_write_them(command: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [size(text) for text in ("80GiB", "80 GB", "24G", "1.5k", "4096", "512b")] == [
-        80 * 2**30, 80 * 10**9, 24 * 2**30, 1536, 4096, 512
+    assert [size(text) for text in ("80GiB", "80 GB", "24G", "1.5k", "4194304", "512b")] == [
+        80 * 2**30, 80 * 10**9, 24 * 2**30, 1536, 4194304, 512
     ]  # fmt: skip
     assert main(["plan", "digits", "--memory", "2KiB"]) == 7
     assert command[0][3] == PlanArguments(memory=2048)

@@ -161,3 +161,27 @@ def test_lists_of_other_libraries_are_lists(betas: Any) -> None:
 
     asked = {**small.config(), "optim": {"betas": betas}}
     assert validate(asked).config.optim.betas == tuple(float(one) for one in betas)
+
+
+def test_what_reads_a_run_does_not_ask_for_data_that_it_does_not_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lockstep.cli.main import main
+
+    pytest.importorskip("transformers")
+    architecture = {
+        "model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }  # fmt: skip
+    run = tmp_path / "run"
+    config = {
+        "model": {"kind": "huggingface", "task": "causal-lm", "architecture": architecture},
+        "data": {"evaluation": {"held-out": {"kind": "stdlib-text", "split": "held-out", "length": 8, "samples": 4}}},
+        "batch": {"global_size": 4}, "precision": {"compute": "fp32"}, "launch": {"device": "cpu", "ranks": 1},
+        "monitor": {"tensorboard": False, "progress": "none"}, "run": {"steps": 1, "folder": str(run)},
+    }  # fmt: skip
+    lockstep.train(config, dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8)
+    assert main(["export", str(run), "--format", "hf", "--to", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "config.json").exists()
+    capsys.readouterr()
+    assert main(["eval", str(run), "--ranks", "1"]) == 0

@@ -41,6 +41,10 @@ VERBS = {
 }
 
 
+_INSTALLED_BESIDE = ("torch", "numpy", "safetensors")
+"""Packages that --help and checks of configs do without."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit code. `argv` is what follows the program's name."""
     try:
@@ -52,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell_torchrun(failure)
         _say(_introduced(failure))
         return failure.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in _INSTALLED_BESIDE:
+            raise
+        _say(f"{error.name} is needed for this, and is not installed here: pip install {error.name}")
+        return 2
     except KeyboardInterrupt:
         _say("stopped")
         return Stopped.exit_code
@@ -116,8 +125,26 @@ def _help() -> str:
 def _no_verb(word: str) -> str:
     from lockstep.config.closeness import close
 
+    if word in _OTHERS_VERBS:
+        return f"there is no verb {word!r}; {_OTHERS_VERBS[word]}"
     near = close(word, VERBS)
     return f"there is no verb {word!r}; " + (f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}")
+
+
+_OTHERS_VERBS = {
+    **dict.fromkeys(
+        ("launch", "torchrun", "spawn"),
+        "lockstep train --ranks N starts N ranks, and torchrun starts a script of yours",
+    ),
+    **dict.fromkeys(("run", "fit", "finetune", "fine-tune", "pretrain", "start"), "lockstep train RECIPE trains"),
+    **dict.fromkeys(("test", "evaluate", "validate", "score"), "lockstep eval RUN judges the model of a run"),
+    **dict.fromkeys(("predict", "infer", "sample", "complete", "chat"), "lockstep generate RUN continues a text"),
+    **dict.fromkeys(("resume", "continue"), "lockstep train RUN resumes a run; --from and --fork begin from one"),
+    **dict.fromkeys(("save", "convert", "merge-weights", "push"), "lockstep export RUN writes a model for other tools"),
+    **dict.fromkeys(("checkpoint", "checkpoints"), "lockstep ckpt ls RUN lists them"),
+    **dict.fromkeys(("estimate-memory", "dry-run", "env"), "lockstep plan shows what a run will be"),
+    **dict.fromkeys(("tune", "sweep"), "there are no sweeps: start one lockstep train for each value"),
+}
 
 
 def _introduced(failure: Failure) -> str:

@@ -166,11 +166,13 @@ def path(text: str) -> Path:
 
 
 def size(text: str) -> int:
-    """Bytes: 80GiB, 80GB, 24G (GiB, as memory is sold), or a number of them."""
+    """Bytes: 80GiB, 80GB, 24G (GiB, as memory is sold), or a number of them of a MiB or more."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
     if found is None or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0; write 80GiB, 80GB or a number of bytes")
     number, prefix, binary, byte = found.groups()
+    if not (prefix or byte) and float(number) < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} would be {text} bytes; write {text}GiB, or {text}B for bytes")
     base = 1000 if byte and not binary else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
 

@@ -8,6 +8,7 @@ One problem a key: what a key wants is said once, however many members of a unio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from pydantic_core import ErrorDetails
 from lockstep.config import shape, suggestions
 from lockstep.config.foreign_words import Context, absent_value, instead, translate
 from lockstep.config.merging import inside
+from lockstep.config.overrides import PREFIX
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves
 from lockstep.config.shape import Shape
 from lockstep.config.wording import expectation, nearest, shown
@@ -57,10 +59,24 @@ def _about(path: Path, group: list[ErrorDetails], tree: Table, context: Context)
         case "missing" | "union_tag_not_found":
             return [Problem(where, key, _missing(at))]
         case "value_error":
-            return [Problem(where, key, str(details["ctx"]["error"]))]
+            message = str(details["ctx"]["error"])
+            return [Problem(_flag_named(message, path, node) or where, key, message)]
     if node is None:
         return [Problem(where, key, details["msg"])]
     return [Problem(where, key, _refused(path, node, at, context))]
+
+
+def _flag_named(message: str, path: Path, node: Node | None) -> str | None:
+    """The last flag or environment variable that set what the message names: of several values that contradict each
+    other it is the newest."""
+    names = set(re.findall(r"[\w-]+(?:\.[\w-]+)*", message))
+    keys = [] if node is None else [(deeper, leaf.where) for deeper, leaf in leaves(node) if deeper]
+    named = [
+        where
+        for deeper, where in keys
+        if where.startswith(("--", PREFIX)) and (".".join((*path, *deeper)) in names or (path and deeper[-1] in names))
+    ]
+    return named[-1] if named else None
 
 
 # --- unknown and missing keys -------------------------------------------------------------------------------------

@@ -75,9 +75,15 @@ _TOO_DEEP = f"lists and mappings are nested more than {MOST_DEPTH} deep"
 _TOO_MANY = f"holds more than {MOST_VALUES:,} values, with all that its aliases repeat"
 
 
+_NOT_READ = {".toml": "TOML", ".ini": "INI", ".cfg": "INI", ".py": "Python"}
+
+
 def read_file(path: Path) -> tuple[Table | None, list[Problem]]:
     """The file's values, and all that is wrong with its form; None if nobody can tell what it says."""
     name = str(path)
+    if path.suffix.lower() in _NOT_READ:
+        why = f"is {_NOT_READ[path.suffix.lower()]}, and a config is YAML or JSON: sections, with lines `key: value`"
+        return None, [Problem(name, "", why)]
     try:
         text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.config.closeness import close
 from lockstep.config.every import Every
 from lockstep.core.local_paths import checked_path_text
 
@@ -767,6 +768,10 @@ class Run(Section):
         return self
 
 
+_METRICS = ("loss", "perplexity", "accuracy", "bits_per_byte")
+"""Of Lockstep's own objectives; which of them has which, is known when a run starts."""
+
+
 class Config(Section):
     """A whole run."""
 
@@ -822,10 +827,15 @@ class Config(Section):
         if self.run.end_with == "best" and self.checkpoint.best is None:
             raise ValueError("run.end_with best needs checkpoint.best: a metric such as held-out.loss")
         if self.checkpoint.best is not None:
-            evaluation, _, _ = self.checkpoint.best.partition(".")
+            evaluation, _, metric = self.checkpoint.best.partition(".")
             if evaluation not in self.data.evaluation:
                 known = ", ".join(self.data.evaluation) or "there is none"
                 raise ValueError(
                     f"checkpoint.best names the evaluation set {evaluation!r}; data.evaluation has: {known}"
                 )
+            users = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
+            if not users and metric not in _METRICS:
+                near = close(metric, _METRICS)
+                meant = f"did you mean {evaluation}.{near}?" if near else f"metrics are {', '.join(_METRICS)}"
+                raise ValueError(f"checkpoint.best names the metric {metric!r}, which no evaluation has; {meant}")
         return self

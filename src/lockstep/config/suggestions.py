@@ -17,13 +17,14 @@ from lockstep.config import shape
 from lockstep.config.closeness import close
 from lockstep.config.every import Unit
 from lockstep.config.foreign_words import Context, translate
+from lockstep.config.import_words import NOT_NEEDED, NOT_THERE, TO_DO
 from lockstep.config.reading import Leaf, Node
 from lockstep.config.shape import Shape
 
 
 def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, context: Context) -> str:
     """A sentence about an unknown key."""
-    answer = translate(path[-1], node, context)
+    answer = translate(path[-1], node, context) or _of_other_tools(path, node)
     if answer:
         return answer
     elsewhere = _interval(path, siblings, node) or _elsewhere(path)
@@ -36,6 +37,26 @@ def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, context:
     if far:
         return f"unknown key; did you mean {_or(far)}?"
     return f"unknown key; the keys here are {', '.join(siblings)}"
+
+
+def _of_other_tools(path: tuple[str, ...], node: Node) -> str | None:
+    """Why there is no such thing, or what does it."""
+    word = path[-1].lower().replace("-", "_")
+    if len(path) == 1 and word in _FLAGS:
+        value = node.text or node.value if isinstance(node, Leaf) else None
+        return _FLAGS[word].format("FILE.yaml" if value in (None, True) else value)
+    tables = (NOT_THERE, TO_DO, NOT_NEEDED) if len(path) == 1 else (NOT_THERE,)
+    alike = (word, word.partition("_")[0]) if len(path) == 1 else (word,)
+    return next((table[one] for one in alike for table in tables if one in table), None)
+
+
+_FLAGS = {
+    **dict.fromkeys(
+        ("config", "config_file", "config_path", "cfg", "yaml"), "a config is named without a flag: lockstep train {}"
+    ),
+    **dict.fromkeys(("dry_run", "dryrun", "simulate"), "`lockstep plan` shows what a run will be, and starts none"),
+}
+"""Flags of other commands."""
 
 
 def for_value(text: str, choices: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lockstep.config.closeness import close
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -56,9 +57,10 @@ def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
     there = {kind for _, kind in found}
     lacking = [kind for kind in classes if kind not in there]
     if lacking:
-        have = ", ".join(sorted(there)[:12])
+        near = [one for one in (close(kind, sorted(there)) for kind in lacking) if one]
+        have = f"did you mean {' and '.join(near)}?" if near else f"it has {', '.join(sorted(there)[:12])}"
         raise ConfigError(
-            Problem("", "parallel.fsdp.wrap", f"the model has no module of class {', '.join(lacking)}; it has {have}")
+            Problem("", "parallel.fsdp.wrap", f"the model has no module of class {', '.join(lacking)}; {have}")
         )
     return [name for name, kind in found if kind in classes]
 

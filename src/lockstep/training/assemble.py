@@ -155,6 +155,10 @@ def refuse_cuts(config: Config, mesh: Mesh, model: nn.Module) -> None:
         ConfigError: the model can't be divided so.
     """
     _tensor_plan(config, mesh, model)
+    if config.parallel.strategy == "fsdp":
+        from lockstep.sharding.wrapping import units
+
+        units(model, config.parallel.fsdp, ())
     if mesh.pipeline > 1:
         from lockstep.engine.cutting import refuse_to_cut
 

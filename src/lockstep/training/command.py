@@ -38,7 +38,7 @@ from lockstep.training.out_of_memory import advice, setting_of
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.places import Place, choose, find
 from lockstep.training.saved_state import epoch_samples_in
-from lockstep.training.sources import make_model, open_sources
+from lockstep.training.sources import facts_of_data, make_model, open_sources
 from lockstep.training.weights import load_weights, to_rebuild
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def _print_summary(folder: Path, as_json: bool) -> None:
 
 def evaluate(run: Path, arguments: EvaluateArguments) -> int:
     """Judges the weights that a run left, on its evaluation sets."""
-    config = _for_whole_weights(to_rebuild(loaded_config(run), trusted=arguments.trust_run))
+    config = _for_evaluation(_for_whole_weights(to_rebuild(loaded_config(run), trusted=arguments.trust_run)))
     if arguments.ranks is not None:
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": arguments.ranks})})
     with tempfile.TemporaryDirectory(prefix="lockstep-eval-") as folder:
@@ -281,6 +281,15 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
         if arguments.json and file.exists():  # on the first rank, or by it
             emit({"run": str(run), "evaluation": json.loads(file.read_text(encoding="utf-8"))})
     return code
+
+
+def _for_evaluation(config: Config) -> Config:
+    """A training set that was handed over in Python isn't here, and isn't needed: an evaluation set takes its place."""
+    sets = config.data.evaluation
+    if config.data.train.kind != "given" or not sets or any(one.kind == "given" for one in sets.values()):
+        return config
+    data = config.data.model_copy(update={"train": next(iter(sets.values()))})
+    return config.model_copy(update={"data": data})
 
 
 def _for_whole_weights(config: Config) -> Config:
@@ -317,7 +326,7 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
     config = to_rebuild(loaded_config(run), trusted=arguments.trust_run)
     given = Given(trust_remote_code=arguments.trust_remote_code)
     codec = codec_of(config)
-    facts = open_sources(config, given)[0].facts
+    facts = facts_of_data(config, given)
     model = make_model(config, facts, given).eval()
     load_weights(model, run)
     tokens = continuations(

@@ -30,7 +30,7 @@ from lockstep.models.weight_files import Weights
 from lockstep.training.given import Given
 from lockstep.training.places import Place, find
 from lockstep.training.publishing import whole_file
-from lockstep.training.sources import make_model, open_sources
+from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.weights import FILE, save_for_transformers, save_tensors, tensors_of, to_rebuild, tokenizer_of
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _cause(error: BaseException) -> str:
 
 def _model(taken: _Taken, config: Config, trust_remote_code: bool) -> nn.Module:
     given = Given(trust_remote_code=trust_remote_code)
-    model: Any = make_model(config, open_sources(config, given)[0].facts, given)
+    model: Any = make_model(config, facts_of_data(config, given), given)
     if not is_of_transformers(model):
         raise ConfigError(_not_of_transformers(f"a {type(model).__name__}"))
     fit = fit_weights(model, Weights(Path(taken.name), taken.tensors))

@@ -83,6 +83,14 @@ def open_sources(config: Config, given: Given, model: nn.Module | None = None) -
     return PreparedSource(train, rename), {name: PreparedSource(one, rename) for name, one in evaluation.items()}
 
 
+def facts_of_data(config: Config, given: Given) -> DataFacts:
+    """What the model needs to know of the training data; of the user's own it knows nothing, and they stay closed."""
+    if config.data.train.kind in _USERS_DATA:
+        return _NOTHING
+    alone = config.data.model_copy(update={"evaluation": {}})
+    return open_sources(config.model_copy(update={"data": alone}), given)[0].facts
+
+
 def make_objective(
     config: Config, sources: Sources, given: Given, model: nn.Module
 ) -> tuple[Objective, Source, dict[str, Source]]:

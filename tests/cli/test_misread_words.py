@@ -1,0 +1,95 @@
+"""Words of other tools and near misses on the command line, and exactly what is printed of each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+
+TRACKERS = "metrics.jsonl and TensorBoard are written; other trackers are not there yet"
+SAID: dict[str, tuple[str, str]] = {
+    "a size without a unit": (
+        "plan stdlib-lm --memory 80",
+        "--memory: '80' would be 80 bytes; write 80GiB, or 80B for bytes",
+    ),
+    "a rehearsal": ("train --dry-run", "--dry-run: `lockstep plan` shows what a run will be, and starts none"),
+    "a file behind a flag": (
+        "train --config x.yaml",
+        "--config: a config is named without a flag: lockstep train x.yaml",
+    ),
+    "a tracker": ("train --wandb", f"--wandb: {TRACKERS}"),
+    "a tracker's project": ("train --wandb-project x", f"--wandb-project: {TRACKERS}"),
+    "a tracker as a key": ("train monitor.wandb=true", f"--monitor.wandb: {TRACKERS}"),
+    "an average": ("train --ema 0.99", "--ema: an average of weights is not there yet"),
+    "a launcher": (
+        "launch train.py",
+        "there is no verb 'launch'; lockstep train --ranks N starts N ranks, and torchrun starts a script of yours",
+    ),
+    "another's verb": ("predict x", "there is no verb 'predict'; lockstep generate RUN continues a text"),
+    "a near verb": ("trian", "there is no verb 'trian'; did you mean train?"),
+    "TOML": (
+        "train {folder}/a.toml",
+        "a.toml: is TOML, and a config is YAML or JSON: sections, with lines `key: value`",
+    ),
+    "a metric misspelt": (
+        "config check stdlib-lm --checkpoint.best held-out.los",
+        "--checkpoint.best: checkpoint.best names the metric 'los', which no evaluation has; did you mean "
+        "held-out.loss?",
+    ),
+    "a set misspelt": (
+        "config check stdlib-lm --checkpoint.best held-ot.loss",
+        "--checkpoint.best: checkpoint.best names the evaluation set 'held-ot'; data.evaluation has: held-out",
+    ),
+    "a flag against the recipe": (
+        "config check stdlib-lm --optim.in_backward true",
+        "--optim.in_backward: optim: in_backward applies gradients before the norm of all is known, and clip_norm 1 "
+        "needs it; write clip_norm: null, or in_backward: false",
+    ),
+    "a flag against the recipe, in another section": (
+        "config check stdlib-lm --memory.activation_checkpointing.mode segments --model.compile",
+        "--memory.activation_checkpointing.mode: memory.activation_checkpointing.mode segments changes from call to "
+        "call",
+    ),
+    "two flags": (
+        "config check stdlib-lm --schedule.warmup_steps 5 --schedule.warmup_ratio 0.1",
+        "schedule: warmup_steps and warmup_ratio say the same thing twice; keep one",
+    ),
+    "a class that the model lacks": (
+        "plan stdlib-lm --ranks 2 --parallel.strategy fsdp --parallel.fsdp.wrap [Blok]",
+        "parallel.fsdp.wrap: the model has no module of class Blok; did you mean Block?",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_printed(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, message = SAID[case]
+    (tmp_path / "a.toml").write_text("[optim]\nlr = 1e-3\n")
+    assert main(words.format(folder=tmp_path).split()) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "recipes/" not in printed
+
+
+def test_a_variable_is_named_where_it_contradicts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_MODEL__WIDTH", "100")
+    assert main(["config", "check", "stdlib-lm"]) == 2
+    assert "lockstep: LOCKSTEP_MODEL__WIDTH: model: width 100 must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_without_torch_a_sentence_says_so(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("lockstep.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main([verb, "stdlib-lm"]) == 2
+    assert capsys.readouterr().err == (
+        "lockstep: torch is needed for this, and is not installed here: pip install torch\n"
+    )
