@@ -24,7 +24,7 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None asks, for 15 s, on the terminal
     except (OSError, ValueError) as error:
         raise missing("tokenizer", name, error) from error
     if tokenizer.pad_token_id is None:
