@@ -17,6 +17,8 @@ from lockstep.proof.conducting import Orders, attempt, refer
 from lockstep.proof.rows import Row
 from lockstep.training.given import Given
 
+_NOTHING = Given()
+
 
 def proved(config: dict[str, Any], **how: Any) -> list[Row]:
     """What `lockstep.verify(config, **how)` returns."""
@@ -49,20 +51,22 @@ def text(global_size: int = 13, **sections: Any) -> dict[str, Any]:
     }
 
 
-def with_faults(config: dict[str, Any], faults: list[Any], ranks: int = 2, steps: int = 4) -> list[list[Row]]:
+def with_faults(
+    config: dict[str, Any], faults: list[Any], ranks: int = 2, steps: int = 4, given: Given = _NOTHING
+) -> list[list[Row]]:
     """The rows of DDP on so many ranks, for each fault; all in one world, beside one reference. None: no fault."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = validate(config).config
         proof = plan_proof(loaded, ["ddp"], [ranks], "fp32", gpus=0)
-        in_world(1, refer, proof.references, Given(), Path(folder), steps)
-        return in_world(ranks, _with_faults, proof.cases, Path(folder), faults, steps)[0]
+        in_world(1, refer, proof.references, given, Path(folder), steps)
+        return in_world(ranks, _with_faults, proof.cases, Path(folder), faults, steps, given)[0]
 
 
-def _with_faults(cases: Any, folder: Path, faults: list[Any], steps: int) -> list[list[Row]]:
+def _with_faults(cases: Any, folder: Path, faults: list[Any], steps: int, given: Given) -> list[list[Row]]:
     found = []
     with joined(cases[0].config.launch, grouped=True) as world:
         for number, fault in enumerate(faults):
             numbered = [replace(case, number=100 * number + case.number) for case in cases]
-            orders = Orders(folder, tuple(numbered), Given(), steps, "fp32", fault, None)
+            orders = Orders(folder, tuple(numbered), given, steps, "fp32", fault, None)
             found.append([attempt(orders, case, world) for case in numbered])
     return found

@@ -271,6 +271,53 @@ class Mixtures(Net):
         return super().forward(points)
 
 
+class OwnMean(Net):
+    """Subtracts a running mean of its own from its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        found = super().forward(points - self.mean)
+        if self.training:
+            self.mean.lerp_(points.detach().mean(0), 0.3)
+        return found
+
+
+class WarmsUp(Net):
+    """Its output grows with the number of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.forwards += self.training
+        return super().forward(points) * min(1.0, self.forwards / 50)
+
+
+class Draws(Net):
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points + 0.1 * torch.randn_like(points))
+
+
+class Centered(Net):
+    """Ties the samples of a batch to one another, and says nothing of it."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        found = super().forward(points)
+        return found - found.mean(0)
+
+
+class InBatch(CrossEntropy):
+    """Tells a sample from the others in its batch, and says nothing of it."""
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        same = batch.targets[:, None] == batch.targets
+        return (torch.logsumexp(outputs @ outputs.T, 1) - (outputs @ outputs.T * same).sum(1) / same.sum(1)).sum()
+
+
 class ChangesCourse(Net):
     """From its third training forward on, the ranks named run its steps otherwise."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from kit import small
 from kit.faults import FAULTS, PUBLISHING, STOPPING
 from kit.proofs import text, with_faults
 
 from lockstep.proof.rows import Row, story
+from lockstep.training.given import Given
 
 PLANTED = {**FAULTS, **STOPPING, **PUBLISHING}
 
@@ -68,3 +70,25 @@ def test_under_a_rule_that_normalises_weights_hide_what_gradients_show() -> None
     assert as_asked.max_weight_difference is not None
     assert as_asked.max_weight_difference < 1e-4
     assert as_asked.max_gradient_difference == pytest.approx(1, rel=1e-3)
+
+
+# --- what a model or an objective does by itself --------------------------------------------------------------------
+
+OWN = {
+    "OwnMean": "a forward depends on those before it: 8 samples have a loss of ",
+    "WarmsUp": "it changes forwards, of which each rank has its own",
+    "Draws": "a forward draws numbers that the proof could not turn off",
+    "Centered": "samples of a micro-batch are tied to one another: 8 of them have a summed loss of ",
+    "InBatch": "samples of a micro-batch are tied to one another: 8 of them have a summed loss of ",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_run_that_depends_on_its_cut_is_given_the_measured_reason(name: str) -> None:
+    given = Given(objective=small.InBatch()) if name == "InBatch" else Given()
+    asked = small.config("Net" if name == "InBatch" else name, batch={"global_size": 12})
+    failed = [row for row in with_faults(asked, [None], given=given)[0] if row.status == "failed"]
+    assert failed
+    for row in failed:
+        assert OWN[name] in (row.reason or ""), story(row)
+        assert "Else" not in (row.reason or "")

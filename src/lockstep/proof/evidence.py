@@ -131,6 +131,7 @@ class Evidence:
     shift: by how many samples the run's are behind (or, negative, ahead), where that explains its digest.
     said: why the run ended early, if it did.
     notes: what of the model makes a run depend on ranks by design.
+    measured: why it does, as forwards of the reference have shown.
     published: None: the run ended early, or this isn't the first rank.
     """
 
@@ -141,4 +142,5 @@ class Evidence:
     shift: int | None = None
     said: str | None = None
     notes: list[str] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)
     published: Published | None = None

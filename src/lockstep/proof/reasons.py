@@ -45,6 +45,9 @@ def finding(case: Case, evidence: Evidence, tolerance: Tolerance) -> Finding | N
     for step in evidence.steps:
         found = _at(step, case, evidence, tolerance)
         if found is not None:
+            if evidence.measured and not _has_other_samples(step):
+                by_design = "".join(f"by design: {note}; " for note in evidence.notes)
+                return _replaced(found, by_design + "; ".join(evidence.measured))
             by_design = "; ".join(evidence.notes)
             return found if not by_design else _replaced(found, f"by design: {by_design}. Else: {found.reason}")
     if evidence.said is None and not evidence.steps:
@@ -70,6 +73,10 @@ def _published(steps: int, published: Published) -> Finding:
     first = next(name for names in parts.values() for name in names)
     what = f"after step {steps} the published weights are not the single process's: {counts}; the first is {first}"
     return Finding(steps, first, what, "updates agree, so the error is in how weights are gathered or written")
+
+
+def _has_other_samples(step: Step) -> bool:
+    return step.run.samples != step.reference.samples or step.run.digest != step.reference.digest
 
 
 def _replaced(found: Finding, reason: str) -> Finding:
@@ -211,9 +218,13 @@ def _gradient_reason(step: Step, case: Case, evidence: Evidence, tolerance: Tole
                 f"({_spread(step)}) and are weighed alike; a loss is to be divided once, by the count of the update"
             )
         return (
-            "the forward or backward computes otherwise on the same samples: a rank's share is left out or used twice"
+            "not known: weights and samples are the same, and the gradient is off in direction; a rank's share may be "
+            "left out, or used twice"
         )
-    return "the weights have drifted apart before this step, each update within tolerance; or the model draws numbers"
+    return (
+        "not known: the weights agreed within tolerance before this step, and loss and gradient don't; they may have "
+        "drifted apart, or the forward keeps or draws something that a second forward in one process didn't show"
+    )
 
 
 def _factor(factor: float, case: Case) -> str | None:

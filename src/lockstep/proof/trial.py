@@ -25,6 +25,7 @@ from lockstep.data.fetching import Request, fetch
 from lockstep.models.weight_files import read_weights
 from lockstep.proof.comparing import Measure, Pairs, compare, compare_published, write
 from lockstep.proof.evidence import Compared, Evidence, Published, Seen, Step
+from lockstep.proof.probing import measured
 from lockstep.proof.randomness import without_randomness
 from lockstep.proof.tolerances import EPS, INDIFFERENT, NORMALISING, Tolerance
 from lockstep.training.audit import expected_digest
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.training.session import Session
 
 Tamper = Callable[["Session"], None]
-_STEPS = "steps.json"
+_STEPS, _MEASURED = "steps.json", "measured.json"
 _TRIED = 4
 _IGNORED = -100
 _SHIFTS = tuple(shift for size in range(1, 9) for shift in (size, -size))
@@ -60,6 +61,7 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
     _see(seen, session.flush())
     publish(session, whole_weights(session), folder)
     (folder / _STEPS).write_text(json.dumps([asdict(one) for one in seen]))
+    (folder / _MEASURED).write_text(json.dumps(measured(session)))
     return notes
 
 
@@ -124,6 +126,7 @@ class Comparison:
         self._order = _order(session)
         self._seen: list[Seen] = []
         self.evidence = Evidence(Compared(), [], 0.0, _tied(session))
+        self.evidence.measured = json.loads((folder / _MEASURED).read_text())
 
     def run(self, tamper: Tamper | None) -> None:
         """Raises what the session raises; what was seen until then is in `evidence`."""

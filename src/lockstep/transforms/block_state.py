@@ -87,25 +87,37 @@ class ChangedState:
 
     def __enter__(self) -> None:
         self._shared = self._guard.shared
-        self._before = self._state()
+        self._before = state_of(self._blocks, tensors=not self._shared)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         if kind is not None:
             return
-        now = self._state()
-        changed = [name for name, value in now.items() if not _equal(value, self._before.get(name))]
+        changed = changes(self._before, state_of(self._blocks, tensors=not self._shared))
         self._before = {}
         if changed:
             more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             raise _refusal(f"{changed[0]}{more} changes with each forward, and a second one would count it twice")
 
-    def _state(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for prefix, block in self._blocks.items():
-            for path, module in block.named_modules(prefix=prefix):
-                kept = {**module._buffers, **_attributes(module, tensors=not self._shared)}
-                found.update((f"{path}.{name}", _copy(value)) for name, value in kept.items())
-        return found
+
+def state_of(modules: Mapping[str, nn.Module], *, tensors: bool = True) -> dict[str, Any]:
+    """What modules keep besides their parameters, by name: buffers, and attributes that are tensors, plain values or
+    collections (their lengths).
+
+    Args:
+        modules: by the prefix of their names.
+        tensors: attributes that are tensors, too.
+    """
+    found: dict[str, Any] = {}
+    for prefix, block in modules.items():
+        for path, module in block.named_modules(prefix=prefix):
+            kept = {**module._buffers, **_attributes(module, tensors=tensors)}
+            found.update((f"{path}.{name}".lstrip("."), _copy(value)) for name, value in kept.items())
+    return found
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of what is another than before."""
+    return [name for name, value in now.items() if not _equal(value, before.get(name))]
 
 
 def _attributes(module: nn.Module, *, tensors: bool) -> dict[str, Any]:
