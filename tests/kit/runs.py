@@ -123,8 +123,12 @@ NOISE = 1e-9  # of the whole gradient's norm: what rounding leaves of a gradient
 # bias, which moves all that a softmax compares alike; 2e-11 was seen
 
 
-def differences(run: Trajectory, oracle: Trajectory) -> list[str]:
-    """What a run does otherwise than the oracle, the first update first; empty if it is the same run."""
+def differences(run: Trajectory, oracle: Trajectory, noise: float = NOISE) -> list[str]:
+    """What a run does otherwise than the oracle, the first update first; empty if it is the same run.
+
+    Args:
+        noise: of the whole gradient's norm; what a gradient may be off by if it is zero but for rounding.
+    """
     found = []
     for update in range(len(oracle.losses)):
         if run.samples[update] != oracle.samples[update]:
@@ -136,7 +140,7 @@ def differences(run: Trajectory, oracle: Trajectory) -> list[str]:
         for name, expected in oracle.gradients[update].items():
             off = np.linalg.norm(run.gradients[update][name] - expected)
             size = np.linalg.norm(expected)
-            if not off <= max(GRADIENT_TOLERANCE * size, NOISE * oracle.norms[update]):
+            if not off <= max(GRADIENT_TOLERANCE * size, noise * oracle.norms[update]):
                 found.append(f"update {update}: gradient of {name} is off by {off / size:.1e} of its norm")
     for mine, theirs in zip(run.evaluations, oracle.evaluations, strict=True):
         for name, value in theirs.items():

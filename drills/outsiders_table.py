@@ -1,0 +1,95 @@
+"""Runs the outsiders' table and writes it: `python drills/outsiders_table.py [--strategies ddp,fsdp]`.
+
+tests/outsiders/table.json    what the tests compare with
+tests/outsiders/table.md      the same, to be read
+
+Look at what changed before you commit: a cell that was `same` and isn't any more is a fault, not a new table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+PLACE = TESTS / "outsiders"
+_MOST = 400  # characters of what is said
+Table = dict[str, dict[str, dict[str, str]]]
+
+
+def main() -> None:
+    from outsiders.cells import STRATEGIES, all_names, run
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    asked = parser.parse_args().strategies.split(",")
+    place = PLACE / "table.json"
+    table: Table = json.loads(place.read_text()) if place.exists() else {}
+    for (name, strategy), cell in run(asked, all_names()).items():
+        table.setdefault(name, {})[strategy] = {"status": cell.status, "said": _plain(cell.said)}
+    for strategy in asked:
+        print(strategy, dict(Counter(row[strategy]["status"] for row in table.values())), flush=True)
+    ordered = {name: {of: table[name][of] for of in STRATEGIES if of in table[name]} for name in all_names()}
+    place.write_text(json.dumps(ordered, indent=1) + "\n")
+    (PLACE / "table.md").write_text(_page(ordered))
+
+
+def _plain(said: str) -> str:
+    """Without addresses and the places of libraries."""
+    said = re.sub(r"/\S*/site-packages/", "", re.sub(r"0x[0-9a-f]+", "0x...", said))
+    return said if len(said) <= _MOST else f"{said[:_MOST]}..."
+
+
+def _page(table: Table) -> str:
+    from outsiders.cells import STRATEGIES
+    from outsiders.families import FAMILIES
+
+    statuses = Counter(cell["status"] for row in table.values() for cell in row.values())
+    parts = [
+        "# The outsiders' table",
+        "Written by `python drills/outsiders_table.py`. `same`: losses, gradients and published weights are the single "
+        "process's. `cut`: they aren't, by design, since the model's loss depends on how batches are cut or padded. "
+        "`refused`: a sentence says why (below). `open`: anything else (below).",
+        ", ".join(f"{number} {status}" for status, number in statuses.most_common()) + ".",
+        f"## {len(FAMILIES)} families of the transformers library",
+        _rows({name: row for name, row in table.items() if name in FAMILIES}, list(STRATEGIES)),
+        f"## {len(table) - len(FAMILIES)} of users' own",
+        _rows({name: row for name, row in table.items() if name not in FAMILIES}, list(STRATEGIES)),
+        "## Open",
+        _said(table, "open") or "None.",
+        "## Refused",
+        _said(table, "refused"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(table: Table, strategies: list[str]) -> str:
+    lines = [f"| | {' | '.join(strategies)} |", f"| --- |{' --- |' * len(strategies)}"]
+    lines += [
+        f"| {name} | {' | '.join(row[of]['status'] if of in row else '' for of in strategies)} |"
+        for name, row in table.items()
+    ]
+    return "\n".join(lines)
+
+
+def _said(table: Table, status: str) -> str:
+    """Each sentence once, with the cells that it is of."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for name, row in table.items():
+        for strategy, cell in row.items():
+            if cell["status"] == status:
+                cells.setdefault(" ".join(cell["said"].split()), {}).setdefault(name, []).append(strategy)
+    return "\n".join(f"- {_of(of)}: {said}" for said, of in cells.items())
+
+
+def _of(cells: dict[str, list[str]]) -> str:
+    return "; ".join(f"{name} ({', '.join(strategies)})" for name, strategies in cells.items())
+
+
+if __name__ == "__main__":
+    main()
