@@ -25,6 +25,7 @@ from lockstep.core.terminal import say
 from lockstep.launch.torchrun import tell_torchrun
 
 VERBS = {
+    "init": ("init", "write a first config, with comments"),
     "train": ("train", "train a recipe or a config file"),
     "eval": ("evaluate", "judge the model of a run on its evaluation sets"),
     "generate": ("generate", "let the language model of a run go on with a text"),

@@ -1,0 +1,87 @@
+"""lockstep init [KIND]"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli.words import Parser, path
+from lockstep.config.closeness import close
+from lockstep.config.starting import CONFIG, STARTS, Start
+from lockstep.core.errors import ConfigError
+from lockstep.core.terminal import say
+
+
+def run(words: Sequence[str]) -> int:
+    """Writes a config with comments, and what it needs beside it; on a terminal it asks for what isn't given."""
+    kinds = "\n".join(f"  {name:<11} {start.summary}" for name, start in STARTS.items())
+    parser = Parser("init", "Writes a first config, with comments.", f"KIND is one of\n{kinds}")
+    parser.add_argument("kind", nargs="?", metavar="KIND", help="what to train; on a terminal it is asked for")
+    parser.add_argument("--folder", type=path, default=Path(), metavar="FOLDER", help="to write to; by default here")
+    parser.add_argument("--model", metavar="NAME", help="finetune, classifier: a folder or a name on the hub")
+    parser.add_argument(
+        "--data", metavar="NAME", help="text, finetune, classifier: a file, a folder or a name on the hub"
+    )
+    asked = parser.parse_args(words)
+    asks = asked.kind is None and sys.stdin.isatty() and sys.stdout.isatty()
+    kind = _ask_kind() if asks else asked.kind
+    start = _start(kind)
+    for flag, named, known in (("--model", asked.model, start.model), ("--data", asked.data, start.data)):
+        if named is not None and known is None:
+            raise ConfigError(f"init {kind} has no {flag}; edit {CONFIG} once it is written")
+    model = _ask("Model, a folder or a name on the hub", start.model) if asks and not asked.model else asked.model
+    data = _ask("Data, a file, a folder or a name", start.data) if asks and not asked.data else asked.data
+    _write(asked.folder, {CONFIG: start.filled(start.config, model, data), **start.files})
+    _tell_next(asked.folder, [start.filled(command, model, data) for command in start.prepare])
+    return 0
+
+
+def _start(kind: str | None) -> Start:
+    if kind is None:
+        raise ConfigError(f"init needs a kind: lockstep init {'|'.join(STARTS)}")
+    if kind in STARTS:
+        return STARTS[kind]
+    near = close(kind, STARTS)
+    hint = f"did you mean {near}?" if near else f"take {', '.join(STARTS)}"
+    raise ConfigError(f"init has no kind {kind!r}; {hint}")
+
+
+def _ask_kind() -> str:
+    for number, (name, start) in enumerate(STARTS.items(), 1):
+        say(f"  {number}  {name:<11} {start.summary}")
+    answer = _ask("What to train", "1") or ""
+    names = list(STARTS)
+    return names[int(answer) - 1] if answer.isdecimal() and 1 <= int(answer) <= len(names) else answer
+
+
+def _ask(question: str, usual: str | None) -> str | None:
+    """None: there is nothing to ask."""
+    if usual is None:
+        return None
+    try:
+        return input(f"{question} [{usual}]: ").strip() or usual
+    except EOFError:
+        return usual
+
+
+def _write(folder: Path, texts: dict[str, str]) -> None:
+    """All of them, or none: what is there already stays."""
+    there = [str(folder / name) for name in texts if (folder / name).exists()]
+    if there:
+        named = f"{' and '.join(there)} {'exist' if len(there) > 1 else 'exists'}"
+        raise ConfigError(f"{named} already and nothing was overwritten; name another --folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with open(folder / name, "x", encoding="utf-8") as file:
+                file.write(text)
+            say(f"wrote {folder / name}")
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written to: {error.strerror}") from error
+
+
+def _tell_next(folder: Path, prepare: Sequence[str]) -> None:
+    enter = [] if folder == Path() else [f"cd {folder}"]
+    for line in ("\nnext:", *enter, *prepare, f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"):
+        say(line if line.startswith("\n") else f"  {line}")

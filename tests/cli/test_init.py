@@ -1,0 +1,111 @@
+"""Every config that `lockstep init` writes is checked and trained as it is; nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from kit.commands import run_lockstep
+
+from lockstep.cli.main import main
+from lockstep.config.starting import STARTS
+
+QUICK = ("--launch.device", "cpu", "--monitor.tensorboard", "false", "--run.epochs", "null", "--run.steps", "2")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models with a tokenizer of a few words, and rows of text."""
+    pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        PreTrainedTokenizerFast,
+    )
+
+    folder = tmp_path_factory.mktemp("pretrained")
+    words = {word: n for n, word in enumerate(["<eos>", "<unk>", "the", "a", "cat", "dog", "sat", "ran"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    gpt2 = AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2, vocab_size=8, n_positions=128)
+    bert = AutoConfig.for_model(
+        "bert", num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=32, vocab_size=8
+    )
+    for name, model in (
+        ("finetune", AutoModelForCausalLM.from_config(gpt2)),
+        ("classifier", AutoModelForSequenceClassification.from_config(bert)),
+    ):
+        model.save_pretrained(folder / name)
+        fast.save_pretrained(folder / name)
+    rows = [{"text": " ".join(list(words)[2 + n % 3 : 5 + n % 4] * 8), "label": n % 2} for n in range(80)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_what_is_written_is_checked_and_trained(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    words: list[object] = []
+    if STARTS[kind].model is not None:
+        pretrained = request.getfixturevalue("pretrained")
+        words = ["--model", pretrained / kind, "--data", pretrained / "rows.jsonl"]
+    written = run_lockstep("init", kind, "--folder", "mine", *words, cwd=tmp_path)
+    assert written.returncode == 0, written.stderr
+    folder = tmp_path / "mine"
+    if STARTS[kind].prepare:
+        (folder / "corpus.txt").write_text("the cat sat on the mat. " * 500)
+    commands = [line.strip().split() for line in written.stdout.partition("next:")[2].splitlines() if line.strip()]
+    assert commands[0] == ["cd", "mine"]
+    for _, *command in commands[1:]:  # as it tells people to go on
+        further = QUICK if command[0] == "train" else ()
+        done = run_lockstep(*command, *further, cwd=folder)
+        assert done.returncode == 0, (command, done.stderr)
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 2
+    text = (folder / "run.yaml").read_text()
+    assert "{model}" not in text
+    assert "{data}" not in text
+    assert text.count("#") >= 8, "a first config explains itself"
+
+
+def test_nothing_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("precious")
+    assert main(["init", "own"]) == 2
+    assert "own.py exists already and nothing was overwritten" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["own.py"]
+    assert (tmp_path / "own.py").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "init needs a kind: lockstep init text|finetune|classifier|own"),
+        (["fintune"], "init has no kind 'fintune'; did you mean finetune?"),
+        (["own", "--model", "gpt2"], "init own has no --model"),
+    ],
+)
+def test_without_a_terminal_flags_say_it_all(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail("asked without a terminal"))
+    assert main(["init", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    answers = iter(["3", "", "./re: views.jsonl"])
+    monkeypatch.setattr("builtins.input", lambda question: next(answers))
+    assert main(["init"]) == 0
+    text = (tmp_path / "run.yaml").read_text()
+    assert "pretrained: bert-base-uncased " in text
+    assert "name: './re: views.jsonl' " in text
