@@ -316,7 +316,7 @@ def test_keys_by_which_transformers_loads_code(architecture: dict[str, Any], nam
 
 def test_names_cannot_write_on_the_terminal() -> None:
     [named] = _named(model={"kind": "custom", "target": "a:B\x1b[2J"})
-    assert named == r"model.target: 'a:B\x1b[2J'"
+    assert named == r"model.target: a:B\x1b[2J"
 
 
 def test_the_flag_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
