@@ -63,6 +63,7 @@ class Moment:
     tokens: int
     state: Mapping[str, Any]
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
 
 
 def name_of(step: int) -> str:
@@ -79,6 +80,7 @@ class Saver:
     Args:
         published: called on the first rank, in the background, with the manifest of each save that came to exist.
         make_room: called there when a save has failed because the disk is full; returns whether it deleted something.
+        flush_history: called there before a checkpoint comes to exist: it counts on what the run has written so far.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Saver:
         identity: Identity,
         published: Callable[[Manifest], None] = lambda manifest: None,
         make_room: Callable[[], bool] = lambda: False,
+        flush_history: Callable[[], None] = lambda: None,
     ) -> None:
         self._storage = storage
         self._axis = axis
@@ -96,6 +99,7 @@ class Saver:
         self.identity = identity
         self._published = published
         self._make_room = make_room
+        self._flush_history = flush_history
         self._shares = _Shares(axis)
         self._snapshot: Snapshot | None = None
         self._save: _Save | None = None
@@ -251,6 +255,7 @@ class Saver:
         written: Manifest | None = None
         if not failed:
             try:
+                self._flush_history()
                 written = self._publish(save)
             except Exception as error:
                 save.failure = reason_of(error)
@@ -285,7 +290,7 @@ class Saver:
             state=dict(moment.state),
             metrics=dict(moment.metrics),
             config=dict(self.identity.config),
-            environment=dict(self.identity.environment),
+            environment={**self.identity.environment, **moment.environment},
         )
         data = manifest.to_bytes(made)
         manifest.from_bytes(data)  # what can't be read again must not pass for a checkpoint

@@ -31,6 +31,35 @@ def rewind(run: Path, step: int, aside: Path) -> None:
         summary.rename(aside / summary.name)
 
 
+def count_lines(metrics: Path) -> int:
+    """Lines of metrics.jsonl; 0 if it isn't there or can't be read."""
+    try:
+        return metrics.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def faults(metrics: Path, written: int | None) -> list[str]:
+    """Return what is wrong with metrics.jsonl, once it has been taken back to a checkpoint.
+
+    Args:
+        written: lines that it had when the checkpoint was saved; None: not known.
+    """
+    try:
+        steps = [json.loads(line)["step"] for line in metrics.read_bytes().splitlines()]
+    except FileNotFoundError:
+        steps = []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{metrics.name} can't be read: {error}"]
+    found = []
+    distinct = len(set(steps))
+    if distinct < len(steps):
+        found.append(f"{metrics.name} has {len(steps) - distinct:,} lines twice")
+    if written is not None and distinct < written:
+        found.append(f"{metrics.name} lacks {written - distinct:,} of {written:,} lines that were written before")
+    return found
+
+
 def _cut(file: Path, aside: Path, pieces: Callable[[bytes], _Pieces]) -> None:
     if not file.exists():
         return

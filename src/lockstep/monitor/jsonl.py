@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -61,6 +62,13 @@ class LineFile:
             self.reason = error
             return False
         return True
+
+    def flush(self) -> None:
+        """What was written is on the disk then, as far as the disk takes it. In whatever thread."""
+        file = self._file
+        if file is not None:
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         if self._file is not None:

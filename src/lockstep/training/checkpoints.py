@@ -44,10 +44,12 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.schema import Config
     from lockstep.core.progress import Progress
+    from lockstep.monitor.events import EventLog
     from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep.checkpoint")
 
+METRICS_LINES = "metrics_lines"  # in a manifest's environment
 _REPLICATED = ("single", "dp", "ddp")  # strategies under which each rank holds the whole state
 
 
@@ -90,6 +92,8 @@ class Checkpoints:
 
     Attributes:
         run: id of the run, from `begin` on.
+        history: of the run, on the first rank; what a checkpoint counts on is flushed before it exists.
+        metrics_lines: that metrics.jsonl had when the checkpoint was saved that this attempt went on from.
         resumed_from: the step that this attempt went on from; None: it began anew.
     """
 
@@ -116,6 +120,8 @@ class Checkpoints:
         self._best: float | None = None
         self._began_at = 0
         self._saves_again = False
+        self.history: EventLog | None = None
+        self.metrics_lines: int | None = None
         self.resumed_from: int | None = None
         self.run = ""
 
@@ -161,6 +167,7 @@ class Checkpoints:
             Identity(run, written, self._environment),
             self._retention.published,
             self._retention.make_room,
+            lambda: self.history.flush() if self.history is not None else None,
         )
         self._began_at = self._session.progress.steps
         self._session.rescue = self.rescue
@@ -215,6 +222,8 @@ class Checkpoints:
 
     def _go_on(self, found: Loaded, resume: Resume, notes: list[str]) -> None:
         self._best = found.manifest.state.get("best")
+        lines = found.manifest.environment.get(METRICS_LINES)
+        self.metrics_lines = lines if isinstance(lines, int) else None
         self.resumed_from = self._saved_at = found.manifest.step
         notes += [f"resumes from step {found.manifest.step:,} ({found.manifest.samples:,} samples)"]
         notes += [f"{name} could not be used: {why}" for name, why in found.broken.items()]
@@ -329,7 +338,8 @@ class Checkpoints:
     def _moment(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> Moment:
         progress = self._session.progress
         values = {**state.values, "data": data_facts(self._session), "best": self._best}
-        return Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)))
+        known = {} if self.history is None else {METRICS_LINES: self.history.lines}
+        return Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)), known)
 
     def rescue(self) -> str | None:
         """Saves what a failing run has learned since its last save; returns what to report of it.

@@ -28,7 +28,7 @@ from lockstep.launch.elsewhere import as_asked
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
 from lockstep.models.blocks import repeated_blocks
-from lockstep.monitor import journal
+from lockstep.monitor import history, journal
 from lockstep.monitor.console import Console
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import EventLog
@@ -107,7 +107,7 @@ def run_job(job: Job) -> Finished:
     with opened(job.config, job.given) as session, _tracebacks_kept(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
         facts = run_facts(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
-        monitors = Monitors(_watchers(job.config, folder, session.rooms.world))
+        monitors = Monitors(_watchers(job.config, folder, session.rooms.world, checkpoints))
         with journal.recording(Journal()) as log, _shown(monitors, facts):
             drain = _Drain(session, monitors, log)
             try:
@@ -245,6 +245,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
             place.begin_anew()
         else:
             place.rewind(checkpoints.resumed_from)
+            notes += history.faults(place.metrics, checkpoints.metrics_lines)
         place.write_config(recorded(job.config, checkpoints.run))
         place.write_environment({**environment, "run": checkpoints.run})
     session.rooms.world.axis.barrier()
@@ -253,12 +254,13 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     return checkpoints, notes
 
 
-def _watchers(config: Config, folder: Path, world: World) -> list[Watcher]:
+def _watchers(config: Config, folder: Path, world: World, checkpoints: Checkpoints) -> list[Watcher]:
     """The first rank writes and shows; the others have nothing to say that it doesn't know."""
     if world.rank != 0:
         return []
     place, monitor = RunFolder.open(folder), config.monitor
-    watchers: list[Watcher] = [EventLog(place.metrics, monitor.every), Console(monitor.every, monitor.progress)]
+    log = checkpoints.history = EventLog(place.metrics, monitor.every)
+    watchers: list[Watcher] = [log, Console(monitor.every, monitor.progress)]
     if monitor.tensorboard:
         watchers.append(TensorBoard(place.tensorboard, monitor.every))
     return watchers
