@@ -88,8 +88,7 @@ def _local(tensor: Any) -> Any:
         ),
         (
             {"parallel": fsdp(wrap=["Blok"])},
-            "parallel.fsdp.wrap: the model has no module of class Blok; it has Attention, Block, Dropout, Embedding, "
-            "Linear, ModuleList, RMSNorm, SwiGLU",
+            "parallel.fsdp.wrap: the model has no module of class Blok; did you mean Block?",
         ),
         (
             {"parallel": {**fsdp(), "data": 2}},

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.out_of_memory import mark
 from lockstep.engine.input_names import inputs_misfit
 from lockstep.engine.judging import Unheard, add_up, heard_or_not, sums_of_outputs
@@ -81,6 +82,8 @@ class Eager:
                     with self._autocast():
                         outputs = call(module, micro_batch.inputs)
                     loss = objective.loss_sum(outputs, micro_batch)
+                    if not isinstance(loss, torch.Tensor):
+                        raise _no_loss(loss)
                     counted = loss.detach() if micro_batch.samples else torch.zeros_like(loss)
                     total = counted if total is None else total + counted
                     if index == last:
@@ -89,6 +92,8 @@ class Eager:
                     phase = _BACKWARD
                     sharding.backward(loss, _seed(seed_scale * weight, loss))
         except Exception as error:
+            if _ONE_VALUE in str(error):
+                raise _one_sample(micro_batches[index].samples) from error
             mark(error, phase, f"in the {phase} pass of micro-batch {index + 1} of {last + 1}, update {step + 1}")
             raise
 
@@ -125,3 +130,24 @@ def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:
     if isinstance(scale, torch.Tensor):
         return scale.to(loss)
     return torch.tensor(scale, dtype=loss.dtype, device=loss.device)
+
+
+_ONE_VALUE = "Expected more than 1 value per channel when training"
+"""Of torch's batch norm."""
+
+
+def _one_sample(samples: int) -> ConfigError:
+    message = (
+        f"batch norm needs more than one value, and a rank's micro-batch has {samples} sample{'s' * (samples != 1)}; "
+        "take a larger batch.global_size or batch.micro_size, so that no rank is left with one, or a norm without a "
+        "batch, such as group norm"
+    )
+    return ConfigError(Problem("", "batch", message))
+
+
+def _no_loss(found: object) -> ConfigError:
+    message = (
+        f"loss_sum returned a {type(found).__name__}, and an update has one loss: a tensor with the sum over valid "
+        "targets. Losses that train different parts (a GAN's) take a run each; else return their sum"
+    )
+    return ConfigError(Problem("", "objective", message))

@@ -149,7 +149,12 @@ class ShardedByFSDP:
         if not self._whole:
             for part in self._parts:
                 part.hand_over()
-        self._optimizer.update(rate, divisor, keep)
+        try:
+            self._optimizer.update(rate, divisor, keep)
+        except (RuntimeError, NotImplementedError) as error:
+            if self._whole and ("Sharding propagation failed" in str(error) or "DTensor" in str(error)):
+                raise _not_divisible(error) from error
+            raise
 
     def synchronize(self) -> None:
         self._buffers.synchronize()
@@ -264,3 +269,12 @@ def _cast_buffers(model: nn.Module, asked: FSDPPrecision) -> None:
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _not_divisible(error: Exception) -> ConfigError:
+    first = str(error).splitlines()[0]
+    message = (
+        f"fsdp gives an optimizer that was handed over divided parameters (DTensors), and its step "
+        f"can't work on them: {first} Name one in optim.name, or take parallel.strategy: ddp"
+    )
+    return ConfigError(Problem("", "parallel.strategy", message))

@@ -25,6 +25,7 @@ from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import Classes, NextToken, Targets, coupling
+from lockstep.models.parameters import refuse_parameters
 from lockstep.models.starting_weights import find_start
 from lockstep.models.transformer import Transformer
 from lockstep.optim.precision import LossScaler, needs_loss_scale, resolve_compute, set_tf32
@@ -72,6 +73,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     machine = _machine(config, world)
     blank = _blank(config, source.facts, given, world, machine)
     model = _model(config, source.facts, given, blank, own)
+    refuse_parameters(model)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     start = find_start(model, config.model)
     if blank is None and start is not None:
