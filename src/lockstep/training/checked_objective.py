@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.distributed.generators import drawn_again
 from lockstep.engine.rehearsing import unchanged
 from lockstep.models.objectives import FunctionObjective
 from lockstep.monitor.journal import Journal, recording
@@ -68,16 +69,20 @@ class CheckedObjective:
 
     def _checked(self, outputs: object, batch: Batch) -> Tensor:
         loss = self._objective.loss_sum(outputs, batch)
-        if not torch.is_grad_enabled() or not batch.samples:
+        if not torch.is_grad_enabled() or not batch.samples or not _is_number(loss):
             return loss
         halves = _halves(outputs, batch)
         if halves is None:
             return loss
         with ExitStack() as stack:
+            has_drawn = stack.enter_context(drawn_again(loss.device))
             loss_sum = _twin(self._objective.loss_sum, stack)
             found = [loss_sum(*half) for half in halves]
+            is_random = has_drawn()
         self._refuse_parameters(found[0])
-        if _is_number(loss) and all(_is_number(one) for one in found):
+        if is_random:  # another draw is another loss: nothing can be compared
+            self._loss_sum = self._objective.loss_sum
+        elif all(_is_number(one) for one in found):
             self._judge(loss.item(), [one.item() for one in found], batch.samples)
         return loss
 
@@ -154,7 +159,6 @@ def _halves(outputs: object, batch: Batch) -> list[tuple[Any, Batch]] | None:
 
 def _twin(loss_sum: LossSum, stack: ExitStack) -> LossSum:
     """The same, of a copy: what an objective counts or draws as it goes, it does for the run alone."""
-    stack.enter_context(torch.random.fork_rng())
     stack.enter_context(recording(Journal()))
     if isinstance(loss_sum, nn.Module):
         stack.enter_context(unchanged(loss_sum))
