@@ -38,6 +38,7 @@ VERBS = {
     "recipes": ("recipes", "list the configs that come with Lockstep"),
     "data": ("data", "fetch what a recipe needs; turn text into tokens"),
     "ckpt": ("ckpt", "list, verify, compare and prune checkpoints"),
+    "completion": ("completion", "print what makes a shell complete verbs, flags and keys"),
     "version": ("version", "print versions"),
 }
 

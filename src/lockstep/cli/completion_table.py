@@ -1,0 +1,149 @@
+"""Everything that a shell can complete, collected from the verbs' parsers and the config's schema.
+
+    python -m lockstep.cli.completion_table > src/lockstep/cli/completion.json
+
+A keypress reads the committed table: importing every verb and the schema would take longer than a person waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from lockstep.cli.main import VERBS
+from lockstep.cli.words import Parser
+from lockstep.config import reference, shape
+from lockstep.config.recipes import Recipe, overlays, recipes
+from lockstep.config.shape import Shape
+from lockstep.config.starting import STARTS
+
+_WORDS_OF_FLAGS = {"--ranks": ["auto"], "--strategies": ["all"], "--modes": ["all"]}
+_WORDS_OF_POSITIONALS = {"kind": list(STARTS)}
+_NAMES_OR_FILES = ("INPUT", "FILE")
+
+
+def table() -> dict[str, Any]:
+    """Return what `completion.json` holds."""
+    return {
+        "commands": {verb: _command(module, summary) for verb, (module, summary) in VERBS.items()},
+        "keys": _keys(shape.root(), ""),
+        "recipes": {recipe.name: _shortened(_description(recipe)) for recipe in (*recipes(), *overlays())},
+    }
+
+
+def _description(recipe: Recipe) -> str:
+    return recipe.description or "laid over a recipe"
+
+
+# --- verbs and flags ------------------------------------------------------------------------------------------------
+
+
+def _command(module: str, summary: str) -> dict[str, Any]:
+    verb = import_module(f"lockstep.cli.{module}")
+    ways = getattr(verb, "_WAYS", None)
+    if ways is None:
+        return {"help": _shortened(summary), **_arguments(_parser(verb.run, []))}
+    return {
+        "help": _shortened(summary),
+        "commands": {
+            way: {
+                "help": _shortened(text if isinstance(text, str) else text[1]),
+                **_arguments(_parser(verb.run, [way])),
+            }
+            for way, text in ways.items()
+        },
+    }
+
+
+class _Built(Exception):
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
+
+
+def _parser(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> Parser:
+    """The parser that the verb has built by the time that it parses its words."""
+
+    def caught(parser: Parser, *_: object) -> NoReturn:
+        raise _Built(parser)
+
+    try:
+        with patch.object(Parser, "parse_args", caught):
+            run([*words, "--help"])
+    except _Built as built:
+        return built.parser
+    raise AssertionError(f"{words} parses nothing")
+
+
+def _arguments(parser: Parser) -> dict[str, Any]:
+    actions = parser._actions
+    flags = {flag: _flag(parser, action) for action in actions for flag in action.option_strings if flag[1:2] == "-"}
+    positionals = [_positional(action) for action in actions if not action.option_strings]
+    return {"flags": flags, "positionals": positionals, "overrides": "overrides" in (parser.usage or "")}
+
+
+def _flag(parser: Parser, action: argparse.Action) -> dict[str, Any]:
+    text = parser._get_formatter()._expand_help(action) if action.help else ""
+    entry: dict[str, Any] = {"help": _shortened(text)}
+    if action.nargs == 0:
+        return entry
+    words = list(action.choices or _WORDS_OF_FLAGS.get(action.option_strings[0], []))
+    return {**entry, "takes": {"words": words, "files": _is_path(action)}}
+
+
+def _positional(action: argparse.Action) -> dict[str, Any]:
+    words = list(action.choices or _WORDS_OF_POSITIONALS.get(action.dest, []))
+    recipe = action.dest == "config"
+    repeats = action.nargs in ("*", "+")
+    return {"words": words, "recipes": recipe, "files": recipe or _is_path(action), "repeats": repeats}
+
+
+def _is_path(action: argparse.Action) -> bool:
+    named = action.metavar in _NAMES_OR_FILES or "a folder or a name" in (action.help or "")
+    return named or getattr(action.type, "__name__", "") == "path"
+
+
+# --- keys of the config ---------------------------------------------------------------------------------------------
+
+
+def _keys(at: Shape, path: str) -> dict[str, dict[str, Any]]:
+    """Dotted keys that hold a value; `NAME` stands for a free name. A key of several kinds has the words of all."""
+    found: dict[str, dict[str, Any]] = {}
+    if at.values and at.values.sections():
+        found |= _keys(at.values, f"{path}NAME.")
+    for section in at.sections():
+        for name, inner in shape.fields(section).items():
+            key = f"{path}{name}"
+            if inner.sections() or (inner.values and inner.values.sections()):
+                _merge(found, _keys(inner, f"{key}."))
+            else:
+                text = "" if name == "kind" else _shortened(reference.description(section, name))
+                _merge(found, {key: {"help": text, **_value(inner)}})
+    return found
+
+
+def _merge(found: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
+    for key, entry in more.items():
+        known = found.setdefault(key, entry)
+        known["words"] = list(dict.fromkeys([*known["words"], *entry["words"]]))
+        known["files"] = known["files"] or entry["files"]
+
+
+def _value(at: Shape) -> dict[str, Any]:
+    words = [str(choice) for choice in at.choices]
+    words += ["true", "false"] * at.boolean + ["null"] * at.nullable
+    return {"words": words, "files": at.text or bool(at.items and at.items.text)}
+
+
+def _shortened(text: str) -> str:
+    """The first clause, on one line, without what a terminal or a shell would take for more than text."""
+    line = " ".join(text.split()).split(". ")[0].rstrip(".")
+    return line if len(line) <= 70 else line[:67].rstrip() + "..."
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(table(), indent=1, ensure_ascii=True) + "\n")
