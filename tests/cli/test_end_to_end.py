@@ -81,8 +81,8 @@ def test_the_metrics(digits: tuple[Path, dict[str, Any]]) -> None:
     run, summary = digits
     lines = metrics(run)
     steps = [line for line in lines if "lr" in line]
-    assert [line["step"] for line in steps] == [5, 10, 12]
-    assert [line["samples"] for line in steps] == [250, 500, 600]
+    assert [line["step"] for line in steps] == [1, 5, 10, 12]
+    assert [line["samples"] for line in steps] == [50, 250, 500, 600]
     assert all(line["loss"] > 0 and line["grad_norm"] > 0 and line["lr"] >= 0 for line in steps)
     evaluations = [line for line in lines if "evaluation" in line]
     assert [(line["evaluation"], line["step"]) for line in evaluations] == [("held-out", 6), ("held-out", 12)]

@@ -3,11 +3,13 @@
     forward       mean 0.10 -> 0.19     the block's own running mean
     backward      mean 0.19 -> 0.27     computed again: counted twice, and read where it was another --> ConfigError
 
-Only a block's first forward is looked at, and its second is made to the end: afterwards a guard costs nothing.
+Only a block's first forward is looked at, and its second is made to the end (but see `Guard.stops_early`): afterwards a
+guard costs nothing.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _StopRecomputationError
 
 from lockstep.core.errors import ConfigError, Problem
 
@@ -23,6 +26,8 @@ _KEY = "memory.activation_checkpointing"
 _PLAIN = (bool, int, float, str, type(None))
 _COUNTED = (list, dict, set)
 _OF_TORCH = frozenset(vars(nn.Module()))
+_OF_DEEPSPEED = re.compile(r"ds_\w+|applied_pre_backward_ref_cnt")
+"""What stage 3 notes on each module, for its own hooks."""
 
 
 class Guard:
@@ -36,6 +41,15 @@ class Guard:
         self._blocks = blocks
         self.shared = False
         self._new = True
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the second forward must end where the backward needs no more of it.
+
+        DeepSpeed's stage 3 gives a module's parameters back after its forward, also those that the backward, in whose
+        midst the second forward runs, has just gathered.
+        """
+        return any("ds_id" in vars(one) for block in self._blocks.values() for one in block.parameters())
 
     def see(self) -> bool:
         """A forward begins. Returns whether it is looked at: it is the first."""
@@ -90,7 +104,7 @@ class ChangedState:
         self._before = state_of(self._blocks, tensors=not self._shared)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if kind is not None:
+        if kind is not None and kind is not _StopRecomputationError:
             return
         changed = changes(self._before, state_of(self._blocks, tensors=not self._shared))
         self._before = {}
@@ -122,7 +136,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _attributes(module: nn.Module, *, tensors: bool) -> dict[str, Any]:
     kinds = (*_PLAIN, *_COUNTED, *((Tensor,) if tensors else ()))
-    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH and isinstance(value, kinds)}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, kinds) and name not in _OF_TORCH and not _OF_DEEPSPEED.fullmatch(name)
+    }
 
 
 def _copy(value: Any) -> Any:

@@ -78,7 +78,8 @@ class Recompute:
         if not looks:
             return checkpoint(call, *given, **kept, **self._contexts())
         with guard.forward(given):  # what comes last in a block may change its state, and is computed again, too
-            return checkpoint(call, *given, **kept, early_stop=False, context_fn=partial(self._watched, guard))
+            kept["early_stop"] = guard.stops_early
+            return checkpoint(call, *given, **kept, context_fn=partial(self._watched, guard))
 
     def _watched(self, guard: Guard) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         first, second = self._first_and_second()
