@@ -430,7 +430,7 @@ def test_a_run_says_so_and_goes_on_from_the_one_before(
     }
     assert sorted(path.name for path in saves.glob("step-*")) == ["step-00000004", "step-00000008", "step-00000010"]
     losses = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert losses == [2, 4, 6, 8, 10]
+    assert losses == [1, 2, 4, 6, 8, 10]
 
 
 def _command(folder: Path, *words: str) -> tuple[int, str]:

@@ -60,12 +60,13 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
 
 
 def test_a_silent_hub_is_given_up_soon_and_leaves_no_thread(silent: Silent) -> None:
+    before = set(threading.enumerate())
     began = time.monotonic()
     assert not hub.is_connected()
     assert not hub.is_connected()
     assert time.monotonic() - began < 4
     assert silent.asked == 1
-    assert threading.active_count() == 2  # this one and the server's: ranks can still be forked
+    assert set(threading.enumerate()) <= before  # ranks can still be forked
 
 
 def test_ranks_have_the_launchers_answer(silent: Silent, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from lockstep.monitor.tensorboard import records, step_of
 
 _Pieces = Iterator[tuple[bytes, bool]]
+_CHUNK = 2**20
 
 
 def rewind(run: Path, step: int, aside: Path) -> None:
@@ -32,9 +33,12 @@ def rewind(run: Path, step: int, aside: Path) -> None:
 
 
 def count_lines(metrics: Path) -> int:
-    """Lines of metrics.jsonl; 0 if it isn't there or can't be read."""
+    """Lines of metrics.jsonl; 0 if it isn't there, can't be read, or is no file (a device may have no end)."""
+    if not metrics.is_file():
+        return 0
     try:
-        return metrics.read_bytes().count(b"\n")
+        with metrics.open("rb") as file:
+            return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))
     except OSError:
         return 0
 
