@@ -190,7 +190,7 @@ def test_a_loop_of_ones_own_saves_too(tmp_path: Path) -> None:
         assert saves.resumed_from == session.progress.steps == 3
 
 
-_TWO = {"launch": {"device": "cpu", "timeout": 60}}
+_TWO = {"launch": {"device": "cpu"}}  # a rank that waited for its peers would wait for ten minutes
 
 
 @pytest.mark.parametrize(
@@ -205,11 +205,10 @@ _TWO = {"launch": {"device": "cpu", "timeout": 60}}
 def test_ranks_save_together_or_one_for_all(
     strategy: str, fault: str, saved: int, undisturbed: float, tmp_path: Path
 ) -> None:
-    run, began = tmp_path / "run", time.monotonic()
+    run = tmp_path / "run"
     config = _config(run, parallel={"strategy": strategy}, **_TWO)
     alone = fault.startswith("objective 1")
     ranks = in_world(2, _failed_or_left, config, fault) if alone else in_world(2, _failed, config, fault)
-    assert time.monotonic() - began < 50
     assert any("Bad" in said or "can't be read" in said for said, _ in ranks)
     text = f"the state after step {saved} is saved in {run / 'checkpoints'}; start it again to continue"
     assert [notes for said, notes in ranks if said != "left"] == [[text]] * (1 if alone else 2)
