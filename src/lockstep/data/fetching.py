@@ -164,10 +164,15 @@ def _leave_signals_to(rank: int, from_main_thread: bool, worker: int) -> None:
 
 
 class _Killable:
-    """A worker that takes no notice of SIGTERM; torch terminates one that doesn't end by itself."""
+    """A worker that takes no notice of SIGTERM.
 
-    def terminate(self) -> None:
-        self.kill()  # type: ignore[attr-defined]
+    Torch terminates one that doesn't end by itself, and Python, at its exit, those that are left.
+    """
+
+    def start(self) -> None:
+        super().start()  # type: ignore[misc]
+        handle: Any = self._popen  # type: ignore[attr-defined]  # Python's exit asks it, not the process
+        handle.terminate = handle.kill
 
 
 class _ForkWorker(_Killable, ForkProcess):
