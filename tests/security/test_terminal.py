@@ -126,6 +126,7 @@ ALLOWED = {
     "config/reference.py", "plan/features.py",  # make pages of ours
     "distributed/everyone.py",  # print_once prints for its caller
     "core/json_output.py",  # JSON, where every such sign is escaped
+    "cli/complete.py", "cli/completion_table.py",  # to a shell: words of the committed table, and what was just typed
     "__main__.py",  # a sentence of ours, before anything is imported
     "core/terminal.py", "launch/streams.py", "monitor/console.py", "monitor/live.py",
 }  # fmt: skip

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kit import small
-from kit.runs import Trajectory, differences, recorded, recorded_all
+from kit.runs import Trajectory, differences, record_all, recorded, recorded_all
+from kit.worlds import in_world
 from training.test_same_run import config
 
 from lockstep.config.loading import validate
@@ -245,8 +247,25 @@ def test_a_compiled_model_is_the_single_process(ranks: int) -> None:
     ]
     compiled = {"kind": "custom", "target": "kit.small:Net", "compile": True}
     configs = [{**small.config(parallel=_parallel(name, ranks)), "model": compiled} for name in names]
-    for name, run in zip(names, recorded_all(configs, ranks, updates=2), strict=True):
-        assert differences(run, recorded(small.config(), updates=2)) == [], name
+    for runs, traced in in_world(ranks, _compiled, configs):
+        assert not traced, "messages between ranks are part of a compiled model"
+        for name, run in zip(names, runs, strict=True):
+            assert differences(run, recorded(small.config(), updates=2)) == [], name
+
+
+def _compiled(configs: list[dict[str, Any]]) -> tuple[list[Trajectory], bool]:
+    """Runs, and whether the compiler has seen what fsdp's ranks say to each other."""
+    from lockstep.sharding import fsdp_order
+
+    plain, seen = fsdp_order._Ranks.exchange, []
+
+    def exchange(ranks: Any, number: int) -> list[int]:
+        seen.append(torch.compiler.is_compiling())
+        return plain(ranks, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_order._Ranks, "exchange", exchange)
+        return record_all(configs, updates=2), any(seen)
 
 
 def test_every_feature_is_asked_for_here() -> None:

@@ -111,8 +111,9 @@ class ShardedByFSDP:
         self._whole = whole
         self._optimizer = optimizer_of((part.name, part.whole if whole else part.local) for part in self._parts)
         self._order = order
-        model.register_forward_pre_hook(self._begin_forward, prepend=True)  # before the gather
-        model.register_forward_hook(self._end_forward)
+        eager: Callable[..., Any] = torch.compiler.disable  # traced into a compiled model, messages lose their order
+        model.register_forward_pre_hook(eager(self._begin_forward), prepend=True)  # before the gather
+        model.register_forward_hook(eager(self._end_forward))
 
     def window(self, last: bool) -> AbstractContextManager[object]:
         reduces = last or self._each_micro_batch
