@@ -2,60 +2,135 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import small
+from kit.worlds import served
 
 import lockstep
 from lockstep.checkpoint.local import LocalDraft
+from lockstep.monitor.tensorboard import records
+
+Damage = Callable[[list[bytes]], list[bytes]]
 
 
 def _config(run: Path, steps: int) -> dict[str, Any]:
-    monitor = {"every": 1, "tensorboard": False, "progress": "plain"}
-    return small.config(run={"steps": steps, "folder": str(run)}, monitor=monitor)
+    monitor = {"every": 1, "tensorboard": True, "progress": "plain"}
+    section = {"every": "4 steps"}
+    return small.config(run={"steps": steps, "folder": str(run)}, monitor=monitor, checkpoint=section)
 
 
-def _halved(lines: list[str]) -> list[str]:
-    return lines[:4]
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps, which tests copy."""
+    run = tmp_path_factory.mktemp("history") / "run"
+    lockstep.train(_config(run, 8))
+    return run
 
 
-def _emptied(lines: list[str]) -> list[str]:
+def _halved(pieces: list[bytes]) -> list[bytes]:
+    return pieces[: len(pieces) // 2]
+
+
+def _emptied(pieces: list[bytes]) -> list[bytes]:
     return []
 
 
-def _doubled(lines: list[str]) -> list[str]:
-    return lines + lines
+def _doubled(pieces: list[bytes]) -> list[bytes]:
+    return pieces + pieces
 
 
-def _with_a_hole(lines: list[str]) -> list[str]:
-    return lines[:3] + lines[5:]
+def _with_a_hole(pieces: list[bytes]) -> list[bytes]:
+    return pieces[:1] + pieces[2:]
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (_halved, "metrics.jsonl lacks 4 of 8 lines"),
-        (_emptied, "metrics.jsonl lacks 8 of 8 lines"),
-        (_doubled, "metrics.jsonl has 8 lines twice"),
-        (_with_a_hole, "metrics.jsonl lacks 2 of 8 lines"),
-        (list, None),
-    ],
-)
-def test_a_damaged_history_is_reported(
-    damage: Callable[[list[str]], list[str]], said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    lockstep.train(_config(run, 8))
-    metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(damage(metrics.read_text().splitlines(keepends=True))))
+def _changed(pieces: list[bytes]) -> list[bytes]:
+    return [pieces[0].replace(b'"step": 1', b'"step": 0').replace(b'"step": 4', b'"step": 3'), *pieces[1:]]
+
+
+_HISTORIES = ["metrics.jsonl", "events.jsonl", "tensorboard/events.out.tfevents.*"]
+_REPORTED = {
+    _halved: r"{name}\S* lacks \d of \d+ (lines|events) that were written before",
+    _emptied: r"{name}\S* lacks (\d+) of \1 (lines|events) that were written before",
+    _doubled: r"{name}\S* has \d+ (lines|events) twice",
+    _with_a_hole: r"{name}\S* (lacks 1 of \d+ lines that were written before|is not what was written)",
+    _changed: r"{name}\S* is not what was written: lines are missing or were changed",
+}
+_ROWS = [(name, damage) for name in _HISTORIES for damage in _REPORTED if "*" not in name or damage is not _changed]
+
+
+def _resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is shown when it resumes, unwrapped."""
     capsys.readouterr()
     lockstep.train(_config(run, 9))
-    shown = capsys.readouterr().out
-    assert (said in shown) if said is not None else ("metrics.jsonl" not in shown)
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("name", "damage"), _ROWS)
+def test_a_damaged_history_is_reported(
+    name: str, damage: Damage, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    (file,) = run.glob(name)
+    data = file.read_bytes()
+    file.write_bytes(b"".join(damage(list(records(data)) if "*" in name else data.splitlines(keepends=True))))
+    wanted = _REPORTED[damage].format(name=re.escape(name.rstrip("*")))
+    assert re.search(wanted, _resumed(run, capsys))
+
+
+def test_a_deleted_history_is_reported(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    for name in _HISTORIES:
+        (file,) = run.glob(name)
+        file.unlink()
+    assert _resumed(run, capsys).count("that were written before") == len(_HISTORIES)
+
+
+@pytest.mark.parametrize("start", ["latest", "earlier"])
+def test_a_whole_history_is_not_reported(
+    start: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    if start == "earlier":
+        shutil.rmtree(run / "checkpoints" / "step-00000008")
+    for _ in range(2):  # what the second finds was written by two attempts
+        assert not re.search("lacks|twice|changed", _resumed(run, capsys))
+        shutil.rmtree(run / "checkpoints" / "step-00000009")
+
+
+def _train_until_killed(run: str) -> None:
+    publish = LocalDraft.publish
+
+    def published(draft: LocalDraft, manifest: bytes) -> None:
+        publish(draft, manifest)
+        if draft._target.name == "step-00000008":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LocalDraft.publish = published  # type: ignore[method-assign]
+    lockstep.train(_config(Path(run), 400))
+
+
+def test_a_kill_right_after_a_save_takes_nothing_that_came_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    process = served().Process(target=_train_until_killed, args=(str(run),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:8]]
+    assert steps == list(range(1, 9))
+    saved = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["saved"] for event in saved if "saved" in event] == [4]
+    assert not re.search("lacks|twice|changed", _resumed(run, capsys))
 
 
 def test_history_is_flushed_before_a_checkpoint_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,4 +148,6 @@ def test_history_is_flushed_before_a_checkpoint_exists(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", seen)
     monkeypatch.setattr(LocalDraft, "publish", published)
     lockstep.train(_config(tmp_path / "run", 4))
-    assert "metrics.jsonl" in order[: order.index("published")]
+    before = order[: order.index("published")]
+    assert {"metrics.jsonl", "events.jsonl"} <= set(before)
+    assert any(name.startswith("events.out.tfevents.") for name in before)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
-from lockstep.monitor import history
 from lockstep.monitor.journal import Histogram, Logged
 from lockstep.monitor.jsonl import LineFile, line
 from lockstep.monitor.meters import Rates, Throughput
@@ -48,22 +47,16 @@ class EventLog:
         self._next_step = 0
         self._pending: StepReport | None = None
         self._first = True
-        self._lines = history.count_lines(path)
 
     @property
     def lost(self) -> int:
         """Lines that could not be written."""
         return self._file.lost + self._events.lost
 
-    def flush(self) -> None:
-        """What was written is on the disk then. In whatever thread."""
-        self._file.flush()
-        self._events.flush()
-
     @property
-    def lines(self) -> int:
-        """Lines of metrics.jsonl, those of earlier attempts among them."""
-        return self._lines
+    def files(self) -> tuple[LineFile, ...]:
+        """metrics.jsonl and events.jsonl."""
+        return self._file, self._events
 
     def start(self, facts: RunFacts) -> None:
         if facts.resumed_from is not None:
@@ -132,9 +125,7 @@ class EventLog:
     def _write_step(self, report: StepReport) -> None:
         self._pending = None
         self._throughput.look(report)
-        lost = self._file.lost
         self._write(self._file, _step_record(report, self._throughput.moving))
-        self._lines += self._file.lost == lost
 
     def _write(self, file: LineFile, record: Mapping[str, Any]) -> None:
         if not file.write(line(record)) and file.lost == 1:

@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
+import threading
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from lockstep.core.open_files import append_to, is_behind, reopened
+
+_CHUNK = 2**20
 
 _strict = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
@@ -37,6 +43,39 @@ def finite(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class FileMark:
+    """How far a file had been written.
+
+    Attributes:
+        lines: or records, that it had.
+        size: bytes.
+        crc: CRC-32 of these bytes.
+    """
+
+    lines: int
+    size: int
+    crc: int
+
+
+_NOTHING = FileMark(0, 0, 0)
+
+
+def mark_of(path: Path) -> FileMark:
+    """Of a file of lines as it is now; of none that isn't there, can't be read, or is no file (a device may have no
+    end)."""
+    if not path.is_file():
+        return _NOTHING
+    lines = size = crc = 0
+    try:
+        with path.open("rb") as file:
+            for chunk in iter(lambda: file.read(_CHUNK), b""):
+                lines, size, crc = lines + chunk.count(b"\n"), size + len(chunk), zlib.crc32(chunk, crc)
+    except OSError:
+        return _NOTHING
+    return FileMark(lines, size, crc)
+
+
 class LineFile:
     """A file that lines are appended to, one write each, nothing buffered.
 
@@ -45,18 +84,23 @@ class LineFile:
     Attributes:
         lost: lines that could not be written.
         reason: why the last one couldn't.
+        mark: how far it has been written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO | None = None
+        self._file: int | None = None
+        self._lock = threading.Lock()
+        self._is_new = False
         self.lost = 0
         self.reason: OSError | None = None
+        self.mark = mark_of(path)
 
     def write(self, text: bytes) -> bool:
         """Whether it is in the file. Never raises OSError."""
         try:
-            self._write(text)
+            with self._lock:
+                self._write(text)
         except OSError as error:
             self.lost += 1
             self.reason = error
@@ -64,29 +108,61 @@ class LineFile:
         return True
 
     def flush(self) -> None:
-        """What was written is on the disk then, as far as the disk takes it. In whatever thread."""
-        file = self._file
-        if file is not None:
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                os.fsync(file.fileno())
+        """What was written is on the disk then. In whatever thread. Raises OSError."""
+        with self._lock:
+            if self._file is None:
+                return
+            handle, is_new, self._is_new = os.dup(self._file), self._is_new, False
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        if is_new:
+            _flush_folder(self.path.parent)
+
+    def reopen(self) -> None:
+        """Continues in a file of this name, if the one that is open was deleted, moved or replaced: with all that was
+        written, or in the one that has replaced it. In whatever thread. Raises OSError."""
+        with self._lock:
+            if self._file is None or is_behind(self.path, self._file):
+                return
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            old, self._file = self._file, reopened(self.path, self._file)
+            os.close(old)
+            found = os.fstat(self._file).st_size
+            if found != self.mark.size:  # another file has taken its place
+                self.mark = mark_of(self.path)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
 
     def _write(self, text: bytes) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            self._is_new = not self.path.exists()
+            self._file = append_to(self.path)
         written = 0
         try:
             while written < len(text):  # a nearly full disk takes a part; the next write says why
-                written += self._file.write(text[written:])
+                written += os.write(self._file, text[written:])
         except OSError:
             if written:
-                os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise
+        mark = self.mark
+        self.mark = FileMark(mark.lines + 1, mark.size + len(text), zlib.crc32(text, mark.crc))
+
+
+def _flush_folder(path: Path) -> None:
+    """A new name in it is on the disk only then."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _not_finite(place: str, value: Any) -> list[tuple[str, str]]:

@@ -56,6 +56,11 @@ class TensorBoard:
         """Events that could not be written."""
         return self._file.lost if self._file else 0
 
+    @property
+    def files(self) -> tuple[LineFile, ...]:
+        """The event file, once it has been begun."""
+        return (self._file.file,) if self._file else ()
+
     def start(self, facts: RunFacts) -> None:
         self._facts = facts
 
@@ -132,22 +137,23 @@ class EventFile:
 
     Attributes:
         path: of the file.
+        file: what is written to.
     """
 
     def __init__(self, folder: Path) -> None:
         # the name that TensorBoard looks for; the number tells the writers of one process apart
         stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self.path = folder / stem
-        self._file = LineFile(self.path)
+        self.file = LineFile(self.path)
         self._has_head = False
 
     @property
     def lost(self) -> int:
-        return self._file.lost
+        return self.file.lost
 
     @property
     def reason(self) -> OSError | None:
-        return self._file.reason
+        return self.file.reason
 
     def write(
         self, step: int, values: Mapping[str, float], histograms: Mapping[str, Histogram], texts: Mapping[str, str]
@@ -157,7 +163,7 @@ class EventFile:
 
         if not self._has_head:
             head = Event(wall_time=time.time(), file_version="brain.Event:2")
-            self._has_head = self._file.write(_record(head.SerializeToString()))
+            self._has_head = self.file.write(_record(head.SerializeToString()))
         event = Event(wall_time=time.time(), step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
@@ -165,10 +171,10 @@ class EventFile:
             event.summary.value.add(tag=name, histo=_histogram_message(histogram))
         for name, text in texts.items():
             event.summary.value.add(tag=name, tensor=_text_tensor(text), metadata=_text_metadata())
-        return self._file.write(_record(event.SerializeToString()))
+        return self.file.write(_record(event.SerializeToString()))
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 def records(data: bytes) -> Iterator[bytes]:

@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.schema import Config
     from lockstep.core.progress import Progress
-    from lockstep.monitor.events import EventLog
+    from lockstep.monitor.history import HistoryFiles
     from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep.checkpoint")
 
-METRICS_LINES = "metrics_lines"  # in a manifest's environment
+HISTORY = "history"  # in a manifest's environment: how far the run's files had been written
 _REPLICATED = ("single", "dp", "ddp")  # strategies under which each rank holds the whole state
 
 
@@ -93,7 +93,7 @@ class Checkpoints:
     Attributes:
         run: id of the run, from `begin` on.
         history: of the run, on the first rank; what a checkpoint counts on is flushed before it exists.
-        metrics_lines: that metrics.jsonl had when the checkpoint was saved that this attempt went on from.
+        written: how far the history had been written when the checkpoint was saved that this attempt resumed from.
         resumed_from: the step that this attempt went on from; None: it began anew.
     """
 
@@ -120,8 +120,8 @@ class Checkpoints:
         self._best: float | None = None
         self._began_at = 0
         self._saves_again = False
-        self.history: EventLog | None = None
-        self.metrics_lines: int | None = None
+        self.history: HistoryFiles | None = None
+        self.written: object = None
         self.resumed_from: int | None = None
         self.run = ""
 
@@ -222,8 +222,7 @@ class Checkpoints:
 
     def _go_on(self, found: Loaded, resume: Resume, notes: list[str]) -> None:
         self._best = found.manifest.state.get("best")
-        lines = found.manifest.environment.get(METRICS_LINES)
-        self.metrics_lines = lines if isinstance(lines, int) else None
+        self.written = found.manifest.environment.get(HISTORY)
         self.resumed_from = self._saved_at = found.manifest.step
         notes += [f"resumes from step {found.manifest.step:,} ({found.manifest.samples:,} samples)"]
         notes += [f"{name} could not be used: {why}" for name, why in found.broken.items()]
@@ -338,7 +337,7 @@ class Checkpoints:
     def _moment(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> Moment:
         progress = self._session.progress
         values = {**state.values, "data": data_facts(self._session), "best": self._best}
-        known = {} if self.history is None else {METRICS_LINES: self.history.lines}
+        known = {} if self.history is None else {HISTORY: self.history.marks()}
         return Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)), known)
 
     def rescue(self) -> str | None:

@@ -245,7 +245,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
             place.begin_anew()
         else:
             place.rewind(checkpoints.resumed_from)
-            notes += history.faults(place.metrics, checkpoints.metrics_lines)
+            notes += history.faults(folder, checkpoints.written)
         place.write_config(recorded(job.config, checkpoints.run))
         place.write_environment({**environment, "run": checkpoints.run})
     session.rooms.world.axis.barrier()
@@ -259,11 +259,10 @@ def _watchers(config: Config, folder: Path, world: World, checkpoints: Checkpoin
     if world.rank != 0:
         return []
     place, monitor = RunFolder.open(folder), config.monitor
-    log = checkpoints.history = EventLog(place.metrics, monitor.every)
-    watchers: list[Watcher] = [log, Console(monitor.every, monitor.progress)]
-    if monitor.tensorboard:
-        watchers.append(TensorBoard(place.tensorboard, monitor.every))
-    return watchers
+    log, console = EventLog(place.metrics, monitor.every), Console(monitor.every, monitor.progress)
+    board = [TensorBoard(place.tensorboard, monitor.every)] if monitor.tensorboard else []
+    checkpoints.history = history.HistoryFiles(folder, [log, *board])
+    return [log, console, *board]
 
 
 def _leave(
