@@ -57,7 +57,7 @@ def launch_with_lockstep() -> int:
     from lockstep.config.schema import Launch
     from lockstep.launch.local import launch
 
-    return launch(work, RANKS, Launch(environment={"LOCKSTEP_BENCHMARK": "1"}), None)
+    return launch(work, RANKS, Launch(environment={"LOCKSTEP_BENCHMARK": "1"}), None).show()
 
 
 def contestants() -> dict[str, list[str]]:

@@ -31,7 +31,7 @@ def acts(
     section_ = Launch(**(section or {}))
     entry = partial(play, list(script))
     folder = Path(logs) if logs else None
-    return sum(launch(entry, len(script), section_, folder, ahead=ahead) for _ in range(repeat))
+    return sum(launch(entry, len(script), section_, folder, ahead=ahead).show() for _ in range(repeat))
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:
@@ -49,7 +49,7 @@ def with_a_thread(script: Sequence[str], module_level: bool) -> int:
     assert not may_fork()
     entry = partial(play, list(script)) if module_level else lambda: 0
     try:
-        return launch(entry, len(script), Launch(), None)
+        return launch(entry, len(script), Launch(), None).show()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -81,7 +81,7 @@ def environment_restored() -> int:
         ran_in.append(os.getpid())
         return 0
 
-    code = launch(entry, 1, Launch(environment={"GREETING": "hello"}), None)
+    code = launch(entry, 1, Launch(environment={"GREETING": "hello"}), None).show()
     assert ran_in == [launcher]
     assert dict(os.environ) == before
     return code

@@ -13,7 +13,7 @@ from lockstep.launch.local import launch, started_by_another_launcher
 def main() -> int:
     if started_by_another_launcher(os.environ):
         return train()
-    return launch(train, 2, Launch(), None)
+    return launch(train, 2, Launch(), None).show()
 
 
 def train() -> int:

@@ -59,7 +59,7 @@ def entry():
 
 if __name__ == "__main__":
     threading.Thread(target=threading.Event().wait, daemon=True).start()  # so that ranks are spawned
-    sys.exit(launch(entry, 2, Launch(device="cpu"), None))
+    sys.exit(launch(entry, 2, Launch(device="cpu"), None).show())
 """
 
 

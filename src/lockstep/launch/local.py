@@ -67,27 +67,8 @@ def launch(
     apart: bool = False,
     ahead: Sequence[str] = (),
     remedy: str = "",
-) -> int:
-    """Runs `entry` on `ranks` ranks of this machine, shows why it failed, and returns the run's exit code.
-
-    Arguments, and what it raises, as of `run_ranks`.
-    """
-    outcome = run_ranks(entry, ranks, launch, logs, apart=apart, ahead=ahead, remedy=remedy)
-    outcome.show()
-    return outcome.code
-
-
-def run_ranks(
-    entry: Callable[[], int],
-    ranks: int,
-    launch: Launch,
-    logs: Path | None,
-    *,
-    apart: bool = False,
-    ahead: Sequence[str] = (),
-    remedy: str = "",
 ) -> Outcome:
-    """Runs `entry` on `ranks` ranks of this machine.
+    """Run `entry` on `ranks` ranks of this machine; `.show()` says why it failed and has the run's exit code.
 
     Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named with its
     traceback, or with its message if it raised a `Failure`, whose exit code is then the run's; the others are ended.

@@ -27,12 +27,13 @@ class Outcome:
     problems: tuple[Problem, ...] = ()
     logs: Path | None = None
 
-    def show(self) -> None:
-        """On stderr."""
+    def show(self) -> int:
+        """Print on stderr why it isn't done; return the exit code."""
         if self.text:
             print_on_stderr(self.text if self.is_traceback else f"lockstep: {self.text}")
         if self.logs is not None:
             print_on_stderr(f"each rank's words are in {self.logs}")
+        return self.code
 
     def failure(self) -> Failure:
         """What `lockstep.train` raises. A traceback of a rank is shown, and named by its last line."""

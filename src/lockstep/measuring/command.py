@@ -111,7 +111,7 @@ def _measured(mode: str, config: Config, given: Given, ranks: int, steps: int, f
     file = folder / f"{mode}.json"
     try:
         entry = partial(_be_a_rank, mode, config, given, steps, file)
-        code = launch(entry, ranks, config.launch, None, apart=True, ahead=imports_ahead(config))
+        code = launch(entry, ranks, config.launch, None, apart=True, ahead=imports_ahead(config)).show()
     except ConfigError as refusal:
         return Measured(mode, why=f"refused: {refusal}")
     if code in (Stopped.exit_code, Paused.exit_code):

@@ -83,7 +83,7 @@ def conduct(
     with _folder() as folder:
         entry = partial(refer, proof.references, given, folder, steps)
         config = next(iter(proof.references.values()))
-        code = launch(entry, 1, config.launch, None, apart=True, ahead=imports_ahead(config))
+        code = launch(entry, 1, config.launch, None, apart=True, ahead=imports_ahead(config)).show()
         _stop_if_asked(code)
         if code == ConfigError.exit_code:
             raise ConfigError(f"the single process, which all others are compared with, can't be run: {_why(folder)}")
@@ -144,7 +144,7 @@ def _launched(orders: Orders, left: Sequence[Case]) -> int:
     logs = orders.folder / f"{_LOGS}{first.number}"
     try:
         entry, ahead = partial(_be_a_rank, told), imports_ahead(first.config)
-        return launch(entry, first.ranks, first.config.launch, logs, apart=True, ahead=ahead)
+        return launch(entry, first.ranks, first.config.launch, logs, apart=True, ahead=ahead).show()
     except ConfigError as refusal:
         for case in left:
             _tell(orders, case, not_run(case, "refused", str(refusal)))

@@ -25,7 +25,7 @@ from lockstep.core.stopping import undone_by_a_stop
 from lockstep.core.terminal import say
 from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
-from lockstep.launch.local import launch, run_ranks
+from lockstep.launch.local import launch
 from lockstep.launch.outcome import Outcome
 from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, read_summary, recipe_of
 from lockstep.plan.schedule import used_of_budget
@@ -223,7 +223,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, Outcome]:
     asked = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
     was_there = asked is not None and asked.exists()
     folder = RunFolder.create(asked, job.recipe, again=True)
-    outcome = Outcome(ConfigError.exit_code)  # what `run_ranks` raises
+    outcome = Outcome(ConfigError.exit_code)  # what `launch` raises
 
     def leave() -> None:
         folder.release()
@@ -234,7 +234,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, Outcome]:
         try:
             entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
             remedy = advice(setting_of(job.config, number), "forward")
-            outcome = run_ranks(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
+            outcome = launch(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
         finally:
             leave()
     return folder.path, outcome
@@ -277,7 +277,7 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
             code = entry()
         else:
             ranks = choose_ranks(config.launch)
-            code = launch(entry, ranks, config.launch, None, ahead=imports_ahead(config))
+            code = launch(entry, ranks, config.launch, None, ahead=imports_ahead(config)).show()
         if arguments.json and file.exists():  # on the first rank, or by it
             emit({"run": str(run), "evaluation": json.loads(file.read_text(encoding="utf-8"))})
     return code
