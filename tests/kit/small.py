@@ -51,6 +51,20 @@ class Rows:
         return {"points": self._points[index].tolist(), "name": str(index), "label": int(self._classes[index])}
 
 
+class Texts:
+    """Rows of token ids and their labels."""
+
+    def __init__(self, inputs: str = "input_ids") -> None:
+        self._inputs = inputs
+        self._ids = torch.randint(64, (40, 8), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {self._inputs: self._ids[index], "labels": self._ids[index]}
+
+
 class Renamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

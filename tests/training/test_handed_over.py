@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from kit import small
+from kit.families import family
 from kit.runs import differences, recorded_all
+from kit.worlds import in_world
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -112,11 +115,36 @@ def test_a_plain_data_set_of_the_datasets_library_is_taken() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_a_run_is_resumed_by_its_own_config_with_the_optimizer_that_was_handed_over(tmp_path: Path) -> None:
+    """The config states every default, and a default would contradict what the optimizer was made with."""
+
+    def sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.5, weight_decay=0.1)
+
+    config = {**small.config(), "evaluation": {"at_end": False}, "schedule": {"kind": "constant"}}
+    del config["optim"]
+
+    def trained(folder: Path, steps: int, by: Any = config) -> dict[str, Any]:
+        asked = {**by, "run": {**by["run"], "steps": steps, "folder": str(folder)}}
+        return lockstep.train(asked, optimizer=sgd).summary
+
+    trained(tmp_path / "halted", 2)
+    own = yaml.safe_load((tmp_path / "halted" / "config.yaml").read_text())
+    assert (own["optim"]["lr"], own["optim"]["weight_decay"]) == (0.05, 0.1)
+    assert trained(tmp_path / "halted", 4, own)["loss"] == trained(tmp_path / "whole", 4)["loss"]
+    own["optim"]["lr"] = 0.01
+    with pytest.raises(lockstep.ConfigError, match=r"optim\.lr: 0\.01, and the optimizer has lr 0\.05; leave one out"):
+        trained(tmp_path / "halted", 6, own)
+
+
 NAMES = {
-    "a name": (None, "model.inputs: Renamed has forward(x), and the data gives points, name; write "
+    "a name": (None, "model.inputs: Renamed has forward(x), and the data gives points, name; add to "
                "model.inputs: {points: x, name: null} (null leaves an input out)"),
     "one more": ({"points": "x"}, "model.inputs: Renamed has forward(x), and the data gives x, "
-                 "name; write model.inputs: {name: null} (null leaves an input out)"),
+                 "name; add to model.inputs: {name: null} (null leaves an input out)"),
+    "one that the forward lacks": ({"points": "y", "name": None}, "model.inputs: {points: y}, but Renamed has "
+                                   "forward(x); write model.inputs: {points: x, name: null} (null leaves an input "
+                                   "out)"),
     "one that isn't there": ({"tokens": "x"}, "model.inputs: the data has no input tokens; it has points, name"),
 }  # fmt: skip
 
@@ -127,6 +155,41 @@ def test_names_that_the_forward_does_not_have_are_named(case: str) -> None:
     model = {"kind": "custom", "target": "kit.small:Renamed", **({"inputs": inputs} if inputs else {})}
     rows = {"train": {"kind": "custom", "target": "kit.small:Rows"}}
     assert small.refusal({**small.config(), "model": model, "data": rows}) == message
+
+
+def texts(names: dict[str, str], data: str, **parallel: Any) -> dict[str, Any]:
+    """A model of the transformers library whose forward takes anything by `**kwargs`."""
+    model = {**family("llama")["model"], "inputs": names}
+    model["architecture"] = {**model["architecture"], "num_key_value_heads": 2}
+    train = {"kind": "custom", "target": "kit.small:Texts", "arguments": {"inputs": data}}
+    sections = {**small.config(), "model": model, "data": {"train": train}, "parallel": parallel}
+    return {**sections, "objective": {"kind": "next-token"}, "batch": {"global_size": 4, "micro_size": 1}}
+
+
+CUTS: list[dict[str, Any]] = [{"strategy": "ddp", key: 2} for key in ("pipeline", "context", "tensor")]
+
+
+def test_renamed_inputs_of_the_library_are_the_same_run_however_the_model_is_cut() -> None:
+    pytest.importorskip("transformers")
+    [oracle] = recorded_all([texts({}, "input_ids")])
+    for run in recorded_all([texts({"words": "input_ids"}, "words", **cut) for cut in CUTS], ranks=2):
+        assert differences(run, oracle) == []
+
+
+def test_wrong_names_are_reported_alike_whatever_divides_the_model() -> None:
+    """A pipeline's rehearsal blamed the blocks; of names that `**kwargs` swallow the library's own error was seen."""
+    pytest.importorskip("transformers")
+    own = {**small.config("Renamed"), "data": {"train": {"kind": "custom", "target": "kit.small:Rows"}}}
+    ways = [{"strategy": "fsdp"}, *CUTS]
+    first, second = in_world(
+        2, small.refusals, [{**own, "parallel": CUTS[0]}, *(texts({}, "words", **one) for one in ways)]
+    )
+    assert first == second
+    assert first[0] == NAMES["a name"][1]
+    assert set(first[1:]) == {
+        "model.inputs: the forward of LlamaForCausalLM takes input_ids, and the data gives words; add to "
+        "model.inputs: {words: input_ids} (null leaves an input out)"
+    }
 
 
 def test_a_forward_without_an_input_is_named() -> None:

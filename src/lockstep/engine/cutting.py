@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.records import Inputs
-from lockstep.engine.eager import call
+from lockstep.engine.eager import call, call_without_hooks
 from lockstep.engine.elsewhere import (
     EVERYWHERE,
     Around,
@@ -255,7 +255,7 @@ class Cut:
         zeros = torch.zeros(before.shape, dtype=self._learned, device=self._device)
         rehearsal = _Rehearsal(self._names, frozenset(self._begins[1:]), self._returns, zeros)
         with self._only_looking(), self._without_weights(), self._meeting(rehearsal.meet, frozenset(("after",))):
-            self._pass_through(lambda: call_forward(self.model, inputs))
+            self._pass_through(lambda: call_without_hooks(self.model, inputs))
         rehearsal.end()
 
     def _pass_through(self, forward: Callable[[], object]) -> object:
@@ -279,7 +279,7 @@ class Cut:
             raise _Left(_given(args, kwargs))
 
         with torch.no_grad(), self._only_looking(), self._without_weights(), self._meeting(meet):
-            return cast("Tensor", self._pass_through(lambda: call_forward(self.model, inputs)))
+            return cast("Tensor", self._pass_through(lambda: call_without_hooks(self.model, inputs)))
 
     @contextmanager
     def _only_looking(self) -> Iterator[None]:
@@ -436,11 +436,6 @@ def _until_left(forward: Callable[..., Any]) -> Callable[..., Any]:
             return left.hidden
 
     return run
-
-
-def call_forward(model: nn.Module, inputs: Inputs) -> object:
-    """Without the hooks that lie around it."""
-    return model.forward(*inputs) if isinstance(inputs, tuple) else model.forward(**inputs)
 
 
 # --- cutting ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Why a model's forward doesn't take what the data gives, by name.
 
-forward(ids)    data gives tokens, mask    ->    write model.inputs: {tokens: ids, mask: null}
+forward(ids)    data gives tokens, mask    ->    add to model.inputs: {tokens: ids, mask: null}
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -20,15 +21,60 @@ def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
     """None: the forward takes them, and an error has other reasons."""
     module = _unwrapped(module)
     signature = _plain(inspect.signature(module.forward))
+    name = _class_name(module)
     try:
         signature.bind(*inputs) if isinstance(inputs, tuple) else signature.bind(**inputs)
     except TypeError:
-        name, taken = type(module).__name__, f"forward{signature}"
+        taken = f"forward{signature}"
         if isinstance(inputs, tuple):
             given = f"{len(inputs)} input{'s' * (len(inputs) != 1)} without a name"
             return ConfigError(Problem("", "model", f"{name} has {taken}, and the data gives {given}"))
-        return ConfigError(Problem("", "model.inputs", f"{name} has {taken}, and {_differences(signature, inputs)}"))
-    return None
+        lacking = [key for key, one in signature.parameters.items() if _is_required(one) and key not in inputs]
+        differences = _differences(signature, inputs, lacking)
+        return ConfigError(Problem("", "model.inputs", f"{name} has {taken}, and {differences}"))
+    main = _lost_main_input(module, signature, inputs)
+    if main is None or isinstance(inputs, tuple):
+        return None
+    differences = _differences(signature, inputs, [main])
+    return ConfigError(Problem("", "model.inputs", f"the forward of {name} takes {main}, and {differences}"))
+
+
+def refuse_unknown_names(module: nn.Module, names: Mapping[str, str | None]) -> None:
+    """Check `model.inputs` before any data is read.
+
+    Args:
+        names: the data's names to the forward's; None: the input is left out.
+
+    Raises:
+        ConfigError: the forward has no such inputs.
+    """
+    signature = _plain(inspect.signature(module.forward))
+    parameters = signature.parameters
+    unknown = {given: new for given, new in names.items() if new is not None and new not in parameters}
+    if not unknown or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    lacking = [key for key, one in parameters.items() if _is_required(one) and key not in names.values()]
+    meant = dict(zip(unknown, [*lacking, *[None] * len(unknown)], strict=False))
+    written = f"model.inputs: {_as_yaml({**names, **meant})} (null leaves an input out)"
+    why = f"{_as_yaml(unknown)}, but {_class_name(module)} has forward{signature}; write {written}"
+    raise ConfigError(Problem("", "model.inputs", why))
+
+
+def _as_yaml(names: Mapping[str, str | None]) -> str:
+    return f"{{{', '.join(f'{given}: {new}' if new else f'{given}: null' for given, new in names.items())}}}"
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the user's class, of which fsdp makes one of its own."""
+    return next(one.__name__ for one in type(module).__mro__ if not one.__module__.startswith("torch.distributed."))
+
+
+def _lost_main_input(module: nn.Module, signature: inspect.Signature, inputs: Inputs) -> str | None:
+    """The input that a model of the transformers library computes from, if the data's went into its `**kwargs`."""
+    main = getattr(module, "main_input_name", None)
+    if not isinstance(main, str) or main not in signature.parameters or {main, "inputs_embeds"} & set(inputs):
+        return None
+    return main if any(name not in signature.parameters for name in inputs) else None
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -45,17 +91,17 @@ def _plain(signature: inspect.Signature) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _differences(signature: inspect.Signature, inputs: Inputs) -> str:
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_KEYWORD,
+        parameter.VAR_POSITIONAL,
+    )
+
+
+def _differences(signature: inspect.Signature, inputs: Inputs, lacking: Sequence[str]) -> str:
     assert not isinstance(inputs, tuple)
-    parameters = signature.parameters
-    unknown = [name for name in inputs if name not in parameters]
-    lacking = [
-        name
-        for name, one in parameters.items()
-        if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and name not in inputs
-    ]
+    unknown = [name for name in inputs if name not in signature.parameters]
     if not unknown:
         return f"the data gives {', '.join(inputs)}: {', '.join(lacking)} is missing; give it a default, or in the data"
-    renamed = dict(zip(unknown, [*lacking, *["null"] * len(unknown)], strict=False))
-    written = ", ".join(f"{name}: {new}" for name, new in renamed.items())
-    return f"the data gives {', '.join(inputs)}; write model.inputs: {{{written}}} (null leaves an input out)"
+    renamed = _as_yaml(dict(zip(unknown, [*lacking, *[None] * len(unknown)], strict=False)))
+    return f"the data gives {', '.join(inputs)}; add to model.inputs: {renamed} (null leaves an input out)"

@@ -84,8 +84,8 @@ def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
     return Elementwise(Lion(groups, optim.betas), ("exp_avg",), counts=False)
 
 
-def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tuple[Optimizer, float]:
-    """A user's torch optimizer, made from groups of `parameter_groups` or from parameters; and its peak learning rate.
+def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tuple[Optimizer, Optim]:
+    """A user's torch optimizer, made from groups of `parameter_groups` or from parameters; and the settings it has.
 
     The run's schedule sets the learning rate of every group: its rate times the group's `lr_scale`, 1 if it has none.
     On a GPU the host waits at each update to learn whether it is kept, since nothing is known of what `step` does.
@@ -96,8 +96,8 @@ def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tup
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise ConfigError(f"an optimizer must be a torch.optim.Optimizer, not a {type(torch_optimizer).__name__}")
     refuse_closures(torch_optimizer)
-    peak = settle(torch_optimizer, optim)
-    return Waiting(torch_optimizer, saves_groups=True), peak
+    used = settle(torch_optimizer, optim)
+    return Waiting(torch_optimizer, saves_groups=True), used
 
 
 class Both:

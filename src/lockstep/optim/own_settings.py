@@ -28,8 +28,11 @@ def groups_to_make_of(groups: list[dict[str, Any]], optim: Optim) -> list[dict[s
     return [group if said else {key: value for key, value in group.items() if key != "lr"} for group in groups]
 
 
-def settle(optimizer: torch.optim.Optimizer, optim: Optim) -> float:
-    """Gives the groups the `lr_scale` and `weight_decay` that hold for them; returns the peak learning rate.
+def settle(optimizer: torch.optim.Optimizer, optim: Optim) -> Optim:
+    """Give the groups the `lr_scale` and `weight_decay` that hold for them.
+
+    Returns:
+        The section with the peak learning rate and the weight decay that are used.
 
     Raises:
         ConfigError: optimizer and config contradict each other.
@@ -43,7 +46,7 @@ def settle(optimizer: torch.optim.Optimizer, optim: Optim) -> float:
         group["lr_scale"] = scale * (own / usual if usual else 1.0)
         if decay is not None and group.get("weight_decay") == optim.weight_decay != 0:
             group["weight_decay"] = decay
-    return peak
+    return optim.model_copy(update={"lr": peak, "weight_decay": optim.weight_decay if decay is None else decay})
 
 
 def _peak(optimizer: torch.optim.Optimizer, optim: Optim) -> float:

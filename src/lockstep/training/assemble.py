@@ -20,6 +20,7 @@ from lockstep.data.loader import TrainingLoader, evaluation_batches
 from lockstep.distributed.memory import memory_of_a_rank, peak_of_a_rank
 from lockstep.distributed.place import place_of
 from lockstep.distributed.rng import seed_everything
+from lockstep.engine.input_names import refuse_unknown_names
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
@@ -74,6 +75,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     blank = _blank(config, source.facts, given, world, machine)
     model = _model(config, source.facts, given, blank, own)
     refuse_parameters(model)
+    refuse_unknown_names(model, config.model.inputs)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     start = find_start(model, config.model)
     if blank is None and start is not None:
@@ -126,6 +128,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         device=world.device,
         count=objective.count,
     )
+    config = config.model_copy(update={"optim": parts.optimizer_of.used})
     rooms = Rooms(
         config=config,
         plan=plan,
@@ -141,7 +144,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         consensus=consensus,
         readback=readback_from(world.device),
         scaler=scaler,
-        rate=_rate(config, given, parts.optimizer_of.peak),
+        rate=_rate(config, given),
         coupled=coupled,
         flops_per_token=flops,
         watch=_watch(config, transforms, world),
@@ -287,11 +290,10 @@ def _cutting(config: Config, mesh: Mesh, rank: int) -> Cutting:
     )
 
 
-def _rate(config: Config, given: Given, peak: float) -> Rate:
-    custom, schedule = given.schedule, config.schedule
+def _rate(config: Config, given: Given) -> Rate:
+    custom, schedule, optim = given.schedule, config.schedule, config.optim
     if custom is not None:
-        return lambda done, step, steps: peak * custom(step, steps)
-    optim = config.optim.model_copy(update={"lr": peak})
+        return lambda done, step, steps: optim.lr * custom(step, steps)
     return lambda done, step, steps: learning_rate(optim, schedule, done, step, steps)
 
 

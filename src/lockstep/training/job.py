@@ -246,7 +246,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         else:
             place.rewind(checkpoints.resumed_from)
             notes += history.faults(folder, checkpoints.written)
-        place.write_config(recorded(job.config, checkpoints.run))
+        place.write_config(recorded(session.rooms.config, checkpoints.run))
         place.write_environment({**environment, "run": checkpoints.run})
     session.rooms.world.axis.barrier()
     if job.resume.origin is not None:

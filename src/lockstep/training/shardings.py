@@ -47,7 +47,7 @@ class OptimizerOf:
 
     Attributes:
         users: it is one that was handed over, of which nothing is known.
-        peak: learning rate that the schedule scales; known once an optimizer is made.
+        used: the settings that hold, some of which an optimizer that was handed over may state; known once it is made.
     """
 
     def __init__(self, config: Config, given: Given, groups: Sequence[Grouping]) -> None:
@@ -55,13 +55,13 @@ class OptimizerOf:
         self._groups = groups
         self._make = given.optimizer
         self.users = given.optimizer is not None
-        self.peak = config.optim.lr
+        self.used = config.optim
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         groups = parameter_groups(parameters, self._optim, self._groups)
         if self._make is None:
             return build_optimizer(self._optim, groups)
-        optimizer, self.peak = adapt_optimizer(self._make(groups_to_make_of(groups, self._optim)), self._optim)
+        optimizer, self.used = adapt_optimizer(self._make(groups_to_make_of(groups, self._optim)), self._optim)
         return optimizer
 
     def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
