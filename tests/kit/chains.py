@@ -51,6 +51,14 @@ class Chain(nn.Module):
         return self.head(self.norm(hidden))
 
 
+class Spare(Chain):
+    """Has a layer that its forward never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+
 class WithNorms(Chain):
     """Keeps running means before, in and after its blocks."""
 

@@ -73,11 +73,16 @@ class _Alternating(nn.Module):
         self.experts = nn.Linear(8, 8)
 
 
+class _Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(8))
+
+
 class _Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        block = lambda: nn.ModuleDict({"experts": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(8))})  # noqa: E731
-        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.blocks = nn.ModuleList(_Experts() for _ in range(2))
         self.heads = nn.ModuleList([nn.Linear(2, 2)])
 
 
@@ -91,6 +96,14 @@ def test_blocks_of_several_families():
     ]
     assert repeated_blocks(_Nested()) == ["blocks.0", "blocks.1"]
     assert repeated_blocks(_Alternating()) == [f"layers.{index}" for index in range(4)]
+
+
+def test_lists_of_lists_are_one_list_of_what_can_be_called():
+    """A ModuleList, or a ModuleDict, has no forward around which FSDP could gather it."""
+    stages = nn.ModuleList(nn.ModuleList(_Experts() for _ in range(depth)) for depth in (1, 2))
+    assert repeated_blocks(nn.ModuleDict({"stages": stages})) == ["stages.0.0", "stages.1.0", "stages.1.1"]
+    parts = nn.ModuleList(nn.ModuleDict({"mix": _Experts(), "scale": nn.Linear(2, 2)}) for _ in range(2))
+    assert repeated_blocks(parts) == [f"{part}.mix.experts.{one}" for part in range(2) for one in range(8)]
 
 
 def test_where_nothing_repeats_there_are_no_blocks():

@@ -28,11 +28,29 @@ def _sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
+CLOSURE = (
+    "optimizer: LBFGS evaluates the loss several times in a step (its step needs a closure), but an update here has "
+    "one gradient; take an optimizer whose step() needs none, such as torch.optim.AdamW"
+)
 WRONG = {
     "optimizer object": (
         lambda: {"optimizer": _sgd()},
         "optimizer: is an object of SGD, which holds parameters that a strategy may replace; hand over what makes one: "
         "optimizer=lambda groups: SGD(groups, lr=...)",
+    ),
+    "optimizer class that needs a closure": (lambda: {"optimizer": torch.optim.LBFGS}, CLOSURE),
+    "optimizer object that needs a closure": (
+        lambda: {"optimizer": torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])}, CLOSURE,
+    ),
+    "optimizer of parameters that needs a closure": (
+        lambda: {"optimizer": lambda groups: torch.optim.LBFGS([one for group in groups for one in group["params"]])},
+        CLOSURE,
+    ),
+    "optimizer without groups": (
+        lambda: {"optimizer": lambda groups: torch.optim.LBFGS(groups)},
+        "optimizer: LBFGS doesn't support per-parameter options (parameter groups), and a run sets the learning rate "
+        "and weight decay of each group; take an optimizer that takes groups and whose step() needs no closure, such "
+        "as torch.optim.AdamW",
     ),
     "optimizer by name": (
         lambda: {"optimizer": "sgd"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 from functools import cache
@@ -9,10 +10,16 @@ from typing import Any
 
 import pytest
 from kit import small
+from kit.chains import TENSOR_PLAN
 from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.small import config
 from kit.worlds import in_world
 
+from lockstep.config.loading import validate
+from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.plan.mesh import Mesh
+from lockstep.plan.pieces import before_unused
+from lockstep.plan.plan import make_plan
 from lockstep.plan.variants import VARIANTS
 
 UPDATES = 5
@@ -152,3 +159,44 @@ def test_ranks_that_differ_from_the_first_on_are_both_told() -> None:
     asked["parallel"]["ddp"] = {}
     for message in in_world(2, small.refusal, asked):
         assert message.startswith("parallel.ddp.find_unused_parameters: false, but samples decide which modules run: ")
+
+
+# --- the remedy -----------------------------------------------------------------------------------------------------
+
+REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
+    "tensor": ({"strategy": "ddp", "tensor": 2}, "leave parallel.tensor out and set "),
+    "tensor x fsdp": ({"strategy": "fsdp", "tensor": 2}, "leave parallel.tensor out and set "),
+    "zero1": ({"strategy": "deepspeed", "deepspeed": {"zero_stage": 1}}, "take parallel.strategy: ddp and set "),
+}
+
+
+def with_spare(parallel: dict[str, Any]) -> dict[str, Any]:
+    found = config("Net", batch={"global_size": 4, "micro_size": 1}, parallel=parallel)
+    return {**found, "model": {**found["model"], "target": "kit.chains:Spare"}}
+
+
+def followed(parallel: dict[str, Any], message: str) -> dict[str, Any]:
+    """The section once the message's advice is taken."""
+    left_out = re.findall(r"parallel\.(\w+)", (re.findall(r"leave ([^,]*) out and", message) or [""])[0])
+    taken = re.search(r"take parallel\.strategy: (\w+)", message)
+    kept = {"strategy": taken[1]} if taken else parallel
+    return {key: value for key, value in kept.items() if key not in left_out} | {
+        "ddp": {"find_unused_parameters": True}
+    }
+
+
+def test_the_advice_is_accepted_where_it_is_given() -> None:
+    plans = {"tensor_parallel": {"plan": TENSOR_PLAN}}
+    asked = [with_spare({**parallel, **(plans if "tensor" in parallel else {})}) for parallel, _ in REMEDIES.values()]
+    for messages in in_world(2, small.refusals, asked):
+        for message, (parallel, advice) in zip(messages, REMEDIES.values(), strict=True):
+            assert "no gradient reaches them" in message
+            assert advice in message
+            advised = validate(with_spare(followed(parallel, message)))
+            make_plan(advised.config, 2, DataFacts(40, None), [ParameterFacts("weight", (4, 4), 4, True)])
+
+
+def test_the_advice_names_what_the_run_has() -> None:
+    assert before_unused("fsdp", Mesh(shard=2)) == before_unused("ddp", Mesh(data=2, context=2)) == ""
+    assert before_unused("ddp", Mesh(pipeline=2)) == "leave parallel.pipeline out and "
+    assert before_unused("ddp", Mesh(pipeline=2, tensor=2)) == "leave parallel.pipeline and parallel.tensor out and "

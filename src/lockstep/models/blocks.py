@@ -19,7 +19,8 @@ def repeated_blocks(module: nn.Module) -> list[str]:
     """Qualified names of the repeated layers, in the order of the module; empty if nothing repeats.
 
     A ModuleList or Sequential counts if it holds at least two modules and no more than half as many classes (layers
-    that alternate between two kinds repeat too). Layers with children of their own come before bare ones.
+    that alternate between two kinds repeat too); lists in a list, such as stages, count as one. Layers with children of
+    their own come before bare ones.
     """
     lists = list(_outermost_lists("", module))
     composite = [children for children in lists if any(True for child in children.values() for _ in child.children())]
@@ -42,7 +43,7 @@ def blocks_in_line(module: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
 
 
 def _outermost_lists(name: str, module: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    children = {f"{name}.{child}" if name else child: value for child, value in module.named_children()}
+    children = dict(_children(name, module))
     if _repeats(module, list(children.values())):
         yield children
         return
@@ -50,8 +51,20 @@ def _outermost_lists(name: str, module: nn.Module) -> Iterator[dict[str, nn.Modu
         yield from _outermost_lists(child_name, child)
 
 
+def _children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """With those of the lists in a list, which have no forward that could be called."""
+    for key, child in module.named_children():
+        full = f"{name}.{key}" if name else key
+        if isinstance(module, nn.ModuleList) and isinstance(child, nn.ModuleList):
+            yield from _children(full, child)
+        else:
+            yield full, child
+
+
 def _repeats(module: nn.Module, children: list[nn.Module]) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential) or len(children) < 2:
+        return False
+    if any(isinstance(child, nn.ModuleDict) for child in children):
         return False
     owns_parameters = all(any(True for _ in child.parameters()) for child in children)
     return owns_parameters and 2 * len({type(child) for child in children}) <= max(len(children), 2)

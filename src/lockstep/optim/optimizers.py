@@ -95,7 +95,7 @@ def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tup
     """
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise ConfigError(f"an optimizer must be a torch.optim.Optimizer, not a {type(torch_optimizer).__name__}")
-    refuse_closures(torch_optimizer)
+    refuse_closures(type(torch_optimizer))
     used = settle(torch_optimizer, optim)
     return Waiting(torch_optimizer, saves_groups=True), used
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.optim.discard import decided, step_if, take_gradients
 from lockstep.optim.named_state import changed_groups, group_state, load_group_state, load_named_state, named_state
 
@@ -83,14 +83,22 @@ class Waiting:
         load_named_state(self._torch, state["parameters"])
 
 
-def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+def refuse_closures(kind: type[torch.optim.Optimizer]) -> None:
     """Raises ConfigError for an optimizer that evaluates the loss itself: here an update is one gradient."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"{type(optimizer).__name__} evaluates the loss several times in a step (its step needs a closure), "
-            f"but an update here has one gradient; take an optimizer whose step() needs none"
-        )
+    why = needs_closure(kind)
+    if why is not None:
+        raise ConfigError(Problem("", "optimizer", why))
+
+
+def needs_closure(kind: type[torch.optim.Optimizer]) -> str | None:
+    """Why an optimizer of this class can't be used; None: its step works on gradients that are there."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return None
+    return (
+        f"{kind.__name__} evaluates the loss several times in a step (its step needs a closure), but an update here "
+        "has one gradient; take an optimizer whose step() needs none, such as torch.optim.AdamW"
+    )
 
 
 def _prepare(optimizer: torch.optim.Optimizer, rate: float, divisor: float | Tensor) -> None:

@@ -24,6 +24,14 @@ def refuse_for_pieces(config: Config, strategy: str, mesh: Mesh) -> None:
         raise ConfigError(problems)
 
 
+def before_unused(strategy: str, mesh: Mesh) -> str:
+    """Return what has to change first where `parallel.ddp.find_unused_parameters` is refused ("leave x out and ")."""
+    if strategy == "deepspeed":
+        return "take parallel.strategy: ddp and "
+    cuts = [f"parallel.{axis}" for axis in ("pipeline", "tensor") if getattr(mesh, axis) > 1]
+    return f"leave {' and '.join(cuts)} out and " if cuts else ""
+
+
 def _problems(config: Config, strategy: str, mesh: Mesh) -> dict[str, str]:
     """By key."""
     parallel, found = config.parallel, {}

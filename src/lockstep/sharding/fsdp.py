@@ -204,15 +204,20 @@ class ShardedByFSDP:
         return part.as_whole(value.to(part.local.device)) if self._whole and part.is_like(value) else value
 
 
-def same_order(model: nn.Module, place: Place, device: torch.device, *, find_unused: bool) -> SameOrder | None:
+def same_order(
+    model: nn.Module, place: Place, device: torch.device, *, find_unused: bool, before_unused: str
+) -> SameOrder | None:
     """What keeps the collectives of a divided model's ranks in one order. All ranks together.
 
     Args:
         find_unused: a rank's samples may leave out what others use.
+        before_unused: as `sharding.state.unused_parameters` has it.
     """
     if place.mesh.pipeline > 1:
         return None
-    return Joined(model, place.with_share) if find_unused else OneOrder(model, place.with_share, device)
+    if find_unused:
+        return Joined(model, place.with_share)
+    return OneOrder(model, place.with_share, device, before_unused)
 
 
 # --- making it ----------------------------------------------------------------------------------------------------

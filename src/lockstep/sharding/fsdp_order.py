@@ -75,9 +75,13 @@ class OneOrder:
     Args:
         group: of the ranks that share the model; None: all.
         device: where they compute.
+        before_unused: as `sharding.state.unused_parameters` has it.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, before_unused: str
+    ) -> None:
+        self._before_unused = before_unused
         self._units = units_of(model)
         self._by_number = {unit.number: unit for unit in self._units}
         self._names = {id(one): name for name, one in model.named_parameters()}
@@ -126,6 +130,7 @@ class OneOrder:
             raise unused_parameters(
                 [self._names[id(one)] for one in unit.trained if id(one) not in there],
                 where=f"on rank {dist.get_rank()}, and others may wait for it",
+                before=self._before_unused,
             )
         if used:
             self._see(2 * unit.number + 2)
@@ -160,12 +165,13 @@ class OneOrder:
             return
         what = (self._what(numbers[0]), self._what(numbers[other]))
         ranks = self._ranks.numbers
-        raise _refusal(f"rank {ranks[0]} {what[0]} where rank {ranks[other]} {what[1]}")
+        raise _refusal(f"rank {ranks[0]} {what[0]} where rank {ranks[other]} {what[1]}", self._before_unused)
 
     def _changed(self, known: int, number: int) -> ConfigError:
         return _refusal(
             f"rank {dist.get_rank()} {self._what(number)} where in its first such pass it {self._what(known)}, as "
-            "other ranks go on to do"
+            "other ranks go on to do",
+            self._before_unused,
         )
 
     def _what(self, number: int) -> str:
@@ -274,13 +280,14 @@ def _on_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return cast("dist.ProcessGroup", made)
 
 
-def _refusal(what: str) -> ConfigError:
+def _refusal(what: str, before_unused: str) -> ConfigError:
+    remedy = f"{before_unused}write true"
     return ConfigError(
         Problem(
             "",
             _KEY,
             f"false, but samples decide which modules run: {what}. Under fsdp all ranks must gather the same modules "
-            "in the same order. Write true, which lets ranks leave modules out, at a small message for each that is "
-            "gathered; under parallel.fsdp.wrap: root there is one to gather",
+            f"in the same order. {remedy[0].upper()}{remedy[1:]}, which lets ranks leave modules out, at a small "
+            "message for each that is gathered; under parallel.fsdp.wrap: root there is one to gather",
         )
     )

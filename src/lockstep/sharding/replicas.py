@@ -43,6 +43,7 @@ class Replicas:
     model: this rank's piece.
     optimizer_of: makes the optimizer of named parameters: plain ones, this rank's parts.
     axis: the ranks that hold the same one.
+    before_unused: as `sharding.state.unused_parameters` has it.
     """
 
     averages_over = 1
@@ -56,12 +57,14 @@ class Replicas:
         axis: Axis,
         pieces: Pieces,
         buffers: SharedBuffers,
+        before_unused: str,
     ) -> None:
         self.bare = self.module = model
         self._squared_norm = squared_norm
         self._axis = axis
         self._pieces = pieces
         self._buffers = buffers
+        self._before_unused = before_unused
         self._parts = trained_parts(model)
         self._by_name = {part.name: part for part in self._parts}
         self._optimizer = optimizer_of((part.name, part.local) for part in self._parts)
@@ -125,7 +128,7 @@ class Replicas:
         self._reduced = True
         if self._axis.size > 1 and (lacking := self.unreached()):
             where = f"on rank {dist.get_rank()}, and others may wait for it"
-            raise unused_parameters(lacking, where=where, cut=True)
+            raise unused_parameters(lacking, where=where, before=self._before_unused)
         grads = {part.name: part.gradient for part in self._reached}
         self._pieces.add_shared(grads)
         if self._axis.size > 1:

@@ -97,20 +97,19 @@ def without_gradient(model: nn.Module) -> list[str]:
     return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
 
 
-def unused_parameters(names: Sequence[str], *, where: str = "", cut: bool = False) -> ConfigError:
+def unused_parameters(names: Sequence[str], *, where: str = "", before: str = "") -> ConfigError:
     """What is wrong with trained parameters that no gradient reaches, and the remedy.
 
     Args:
         where: on which rank, of which micro-batch; nothing: anywhere in the first update.
-        cut: the model is cut over ranks, where no sample may leave a parameter out.
+        before: what has to change first so that a sample may leave a parameter out (`plan.pieces.before_unused`).
     """
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     it = "it" if len(names) == 1 else "them"
     message = (
         f"{shown}: no gradient reaches {it}{where and f' {where}'}. Freeze what isn't trained "
         f'(model.freeze: ["{names[0]}"]), or, if other batches do use {it}, '
-        f"{'leave parallel.pipeline and parallel.tensor out and ' if cut else ''}"
-        "set parallel.ddp.find_unused_parameters: true"
+        f"{before}set parallel.ddp.find_unused_parameters: true"
     )
     return ConfigError(Problem("", "model", message))
 

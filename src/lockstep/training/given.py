@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.optim.stepping import needs_closure
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,12 @@ def _of_wrong_kind(given: Given) -> Iterator[tuple[str, str | None]]:
 
 def _optimizer(given: object) -> str | None:
     if isinstance(given, torch.optim.Optimizer):
-        return (
+        return needs_closure(type(given)) or (
             f"is an object of {_kind(given)}, which holds parameters that a strategy may replace; hand over what makes "
             f"one: optimizer=lambda groups: {_kind(given)}(groups, lr=...)"
         )
+    if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
+        return needs_closure(given)
     if given is None or callable(given):
         return None
     return (

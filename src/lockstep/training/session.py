@@ -23,6 +23,7 @@ from lockstep.distributed import generators
 from lockstep.distributed.consensus import Consensus, had_one_gradient, requests_in, tallies_in
 from lockstep.distributed.everyone import print_once
 from lockstep.optim.norms import clip_divisor
+from lockstep.plan.pieces import before_unused
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
 from lockstep.sharding.state import unused_parameters
@@ -364,7 +365,8 @@ class Session:
             return
         unused = self.rooms.sharding.unreached()
         if unused:
-            raise unused_parameters(unused)
+            plan = self.rooms.plan
+            raise unused_parameters(unused, before=before_unused(plan.strategy, plan.mesh))
 
 
 def _order_facts(rooms: Rooms) -> OrderFacts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
 from lockstep.optim.own_settings import groups_to_make_of
+from lockstep.plan.pieces import before_unused
 from lockstep.plan.plan import derived_for_deepspeed
 from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.data_parallel import over_gpus
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from lockstep.models.starting_weights import Fit
     from lockstep.plan.grouping import Grouping
     from lockstep.plan.plan import Plan
+
+
+_NO_GROUPS = "doesn't support per-parameter options"
+"""As torch's LBFGS refuses groups."""
 
 
 class OptimizerOf:
@@ -61,8 +66,21 @@ class OptimizerOf:
         groups = parameter_groups(parameters, self._optim, self._groups)
         if self._make is None:
             return build_optimizer(self._optim, groups)
-        optimizer, self.used = adapt_optimizer(self._make(groups_to_make_of(groups, self._optim)), self._optim)
+        optimizer, self.used = adapt_optimizer(self._made(groups_to_make_of(groups, self._optim)), self._optim)
         return optimizer
+
+    def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        assert self._make is not None, "the caller has looked"
+        try:
+            return self._make(groups)
+        except ValueError as error:
+            if _NO_GROUPS not in str(error):
+                raise
+            why = (
+                f"{error}, and a run sets the learning rate and weight decay of each group; take an optimizer that "
+                "takes groups and whose step() needs no closure, such as torch.optim.AdamW"
+            )
+            raise ConfigError(Problem("", "optimizer", why)) from error
 
     def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
         """For a strategy that lays the elements of all parameters end to end, and makes the step by itself."""
@@ -190,8 +208,14 @@ def _fsdp(parts: Parts) -> Sharding:
         place,
         parts.make_pieces(),
         whole=parts.optimizer_of.users,
-        order=same_order(model, place, parts.world.device, find_unused=find_unused),
+        order=same_order(
+            model, place, parts.world.device, find_unused=find_unused, before_unused=_before_unused(parts)
+        ),
     )
+
+
+def _before_unused(parts: Parts) -> str:
+    return before_unused(parts.plan.strategy, parts.plan.mesh)
 
 
 def _replicas(parts: Parts) -> Sharding:
@@ -199,7 +223,9 @@ def _replicas(parts: Parts) -> Sharding:
 
     model = parts.model.to(parts.world.device)
     buffers = SharedBuffers(model, parts.place.with_share)
-    return Replicas(model, parts.optimizer_of, squared_norm, parts.place.data, parts.make_pieces(), buffers)
+    return Replicas(
+        model, parts.optimizer_of, squared_norm, parts.place.data, parts.make_pieces(), buffers, _before_unused(parts)
+    )
 
 
 def _deepspeed(parts: Parts) -> Sharding:
