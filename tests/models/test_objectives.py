@@ -254,6 +254,44 @@ def test_objects_modules_and_functions_are_adapted():
     assert adapt_objective(own) is own
 
 
+MISSHAPEN = {
+    "classes last": (
+        nn.CrossEntropyLoss(reduction="sum"), (2, T, V), torch.zeros(2, T, dtype=torch.int64),
+        "objective: CrossEntropyLoss: outputs are [2, 5, 7] and targets [2, 5]; torch takes classes in the second dim, "
+        "and here they are in the last. In place of the loss write objective: {kind: next-token} in the config, or "
+        "masked-lm for labels at their own positions; or have the forward return outputs.movedim(-1, 1), [2, 7, 5]",
+    ),
+    "one dim too many": (
+        nn.NLLLoss(reduction="sum"), (4, V), torch.zeros(4, 1, dtype=torch.int64),
+        "objective: NLLLoss: outputs are [4, 7] and targets [4, 1]; torch takes classes in the second dim and one "
+        "target for each of the others: give targets of [4]",
+    ),
+    "pairs of all with all": (
+        nn.MSELoss(reduction="sum"), (4, 1), torch.zeros(4),
+        "objective: MSELoss: outputs are [4, 1] and targets [4]; give targets of [4, 1], or have the forward return "
+        "outputs of [4]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSHAPEN)
+def test_shapes_that_a_loss_of_torch_does_not_take_are_refused(case):
+    """Or would repeat: the squared error of [4, 1] and [4] is that of sixteen pairs."""
+    loss, shape, targets, message = MISSHAPEN[case]
+    with pytest.raises(ConfigError) as refused:
+        adapt_objective(loss).loss_sum(torch.zeros(shape), Batch({}, targets, len(targets), 1))
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("shape", [(4, V), (4, V, T), (4, V, T, 2)])
+def test_shapes_that_torch_takes_are_taken(shape):
+    targets = torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
+    loss = adapt_objective(nn.CrossEntropyLoss(reduction="sum")).loss_sum(
+        torch.zeros(shape), Batch({}, targets, len(targets), 1)
+    )
+    assert loss.item() == pytest.approx(targets.numel() * math.log(V))
+
+
 def test_torchs_cross_entropy_counts_what_it_does_not_ignore():
     batch = Batch({}, torch.tensor([1, 0, -1]), 3, 3)
     objective = adapt_objective(nn.CrossEntropyLoss(reduction="sum", ignore_index=-1))

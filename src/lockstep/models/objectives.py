@@ -19,6 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -471,8 +472,46 @@ def _from_loss_module(loss: nn.modules.loss._Loss) -> FunctionObjective:
     count = count_targets if ignored == IGNORED else (lambda targets: int((targets != ignored).sum()))
     return FunctionObjective(
         count=(lambda batch: batch.samples) if ignored is None else (lambda batch: count(batch.targets)),
-        loss_sum=lambda outputs, batch: loss(logits_of(outputs).float(), batch.targets),
+        loss_sum=partial(_loss_of_module, loss),
     )
+
+
+def _loss_of_module(loss: nn.modules.loss._Loss, outputs: object, batch: Batch) -> Tensor:
+    """Raises ConfigError: torch would fail, or silently repeat outputs or targets until they fit each other."""
+    made, targets = logits_of(outputs).float(), batch.targets
+    if targets is None:
+        raise _no_targets()
+    remedy = None
+    if isinstance(loss, _OF_CLASSES) and not targets.is_floating_point():
+        remedy = _remedy_of_classes(list(made.shape), list(targets.shape))
+    elif isinstance(loss, _OF_PAIRS) and made.shape != targets.shape:
+        remedy = f"give targets of {list(made.shape)}, or have the forward return outputs of {list(targets.shape)}"
+    if remedy is not None:
+        shapes = f"outputs are {list(made.shape)} and targets {list(targets.shape)}"
+        raise _problem("objective", f"{type(loss).__name__}: {shapes}; {remedy}")
+    found: Tensor = loss(made, targets)
+    return found
+
+
+_OF_CLASSES = nn.CrossEntropyLoss | nn.NLLLoss
+_OF_PAIRS = (
+    nn.MSELoss | nn.L1Loss | nn.SmoothL1Loss | nn.HuberLoss | nn.BCELoss | nn.BCEWithLogitsLoss | nn.SoftMarginLoss
+)
+"""Of each output and the target at its place."""
+
+
+def _remedy_of_classes(made: list[int], targets: list[int]) -> str | None:
+    """What to do about shapes that torch's losses of classes don't take; None: it takes them."""
+    if len(made) < 2 or targets == [made[0], *made[2:]]:
+        return None
+    if targets == made[:-1]:
+        return (
+            "torch takes classes in the second dim, and here they are in the last. In place of the loss write "
+            "objective: {kind: next-token} in the config, or masked-lm for labels at their own positions; or have the "
+            f"forward return outputs.movedim(-1, 1), {[made[0], made[-1], *made[1:-1]]}"
+        )
+    wanted = [made[0], *made[2:]]
+    return f"torch takes classes in the second dim and one target for each of the others: give targets of {wanted}"
 
 
 def _kind(objective: schema.Objective, model: schema.Model, facts: DataFacts, head: Head | None) -> str:
