@@ -48,3 +48,24 @@ def test_a_log_that_can_be_written_is(tmp_path: Path) -> None:
     done = _run(_DOUBLED, str(tmp_path / "log"))
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "log").read_text().splitlines() == ["line 0", "line 1", "line 2"]
+
+
+_REOPENED = """
+import os
+from pathlib import Path
+from lockstep.launch import streams
+log = Path({log!r})
+{begin}
+    print("before", flush=True)
+    log.unlink()
+    streams.reopen()
+    print("after", flush=True)
+"""
+
+
+@pytest.mark.parametrize("begin", ["with streams.doubled(log):", "streams.redirect(log)\nif True:"])
+def test_a_log_that_is_deleted_is_made_again(begin: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    done = _run(_REOPENED.replace("{begin}", begin), str(log))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert log.read_text().splitlines() == ["before", "after"]

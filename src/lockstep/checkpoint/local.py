@@ -22,6 +22,7 @@ from pathlib import Path
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
 from lockstep.checkpoint.storage import MANIFEST, read_whole
+from lockstep.core.open_files import is_behind, is_missing
 
 _LOCK = ".lock"
 _PUBLISHED, _DRAFT, _DELETED, _WITNESS = "step-", ".draft-", ".deleted-", ".witness-"
@@ -40,6 +41,7 @@ class LocalStorage:
         self._folder = folder
         self._run = run
         self._draft = draft
+        self._claimed: int | None = None
 
     @property
     def run(self) -> str | None:
@@ -149,8 +151,15 @@ class LocalStorage:
             return False
         except OSError:  # a file system that can't lock: then nobody is kept out
             pass
+        if self._claimed is not None:
+            os.close(self._claimed)
         self._claimed = handle  # closing it would give the lock back
         return True
+
+    def is_held(self) -> bool:
+        if self._claimed is None:
+            return True
+        return is_behind(self._folder / _LOCK, self._claimed) and not is_missing(self._folder / OWNER)
 
     def sweep(self) -> None:
         with contextlib.suppress(OSError):

@@ -59,6 +59,10 @@ class Retention:
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
 
+    def forget(self) -> None:
+        """Somebody else may have deleted checkpoints: those that are there are looked at again."""
+        self._entries = None
+
     def make_room(self) -> bool:
         """Deletes the oldest checkpoint that `keep_last` alone keeps, once a newer one has been verified byte by byte;
         whether it did. Never raises: the save that found no room has failed already."""

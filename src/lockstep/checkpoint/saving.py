@@ -24,6 +24,7 @@ from lockstep.checkpoint import fingerprints, manifest
 from lockstep.checkpoint.boxes import Piece, share_out
 from lockstep.checkpoint.fingerprints import Binding
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, Manifest, Part, TensorEntry
+from lockstep.checkpoint.reading import by_step
 from lockstep.checkpoint.shards import Layout, file_of, lay_out
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
 from lockstep.core.errors import GiveUp
@@ -192,6 +193,7 @@ class Saver:
         """In the background: this rank's file. Then this rank has settled."""
         try:
             save.snapshot.complete()
+            self._refuse_foreign_storage()
             save.draft = self._storage.begin(name_of(save.moment.step))
             self._write_file(save, save.draft)
         except Exception as error:
@@ -201,6 +203,12 @@ class Saver:
         if self._axis.size == 1:  # nobody to agree with
             save.heard = True
             self._settle(save, failed=save.failure is not None)
+
+    def _refuse_foreign_storage(self) -> None:
+        """Another run may have begun where this one's folder was."""
+        owner = self._storage.owner()
+        if owner is not None and owner.run != self.identity.run:
+            raise GiveUp(f"{self._storage.place} belongs to another run now: {owner}")
 
     def _write_file(self, save: _Save, draft: Draft) -> None:
         layout, image = save.snapshot.layout, save.snapshot.image
@@ -266,9 +274,16 @@ class Saver:
         seconds = time.perf_counter() - save.began
         size = written.size if written else 0
         made_room = written is None and _is_full(save.failure) and self._make_room()
-        self._outcomes.put(SaveReport(save.moment.step, size, seconds, save.lost, save.failure, made_room))
+        newest = self._newest() if written is None else None
+        self._outcomes.put(SaveReport(save.moment.step, size, seconds, save.lost, save.failure, made_room, newest))
         if written is not None:
             self._published(written)
+
+    def _newest(self) -> int | None:
+        try:
+            return max(by_step(self._storage.names()), default=None)
+        except OSError:
+            return None
 
     def _publish(self, save: _Save) -> Manifest:
         draft, moment = save.draft, save.moment

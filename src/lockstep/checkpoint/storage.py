@@ -100,6 +100,9 @@ class Storage(Protocol):
     def claim(self) -> bool:
         """Whether this process alone saves here, from now on until it ends. Raises OSError."""
 
+    def is_held(self) -> bool:
+        """Whether what `claim` and `set_owner` have written is still there. Never raises."""
+
     @property
     def run(self) -> str | None:
         """Id of the run whose checkpoints these must be; None: nothing says."""

@@ -34,6 +34,17 @@ def is_behind(path: Path, handle: int) -> bool:
     return os.path.samestat(found, os.fstat(handle))
 
 
+def is_missing(path: Path) -> bool:
+    """Whether nothing is at `path`. False as well where the disk doesn't say."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def reopened(path: Path, handle: int) -> int:
     """Return a handle for appending to `path`, which no longer leads to the file behind `handle`. Where nothing is,
     the file is made again with all that is behind the handle. Raises OSError."""

@@ -209,6 +209,7 @@ class SaveReport:
         lost: seconds that the first rank's training waited for it.
         failure: why it doesn't exist; None if it does.
         made_room: an older checkpoint was deleted, since the disk was full: another attempt may succeed.
+        newest: step of the newest checkpoint that is there, if this one isn't; None: there is none, or nobody knows.
     """
 
     step: int
@@ -217,6 +218,7 @@ class SaveReport:
     lost: float
     failure: str | None = None
     made_room: bool = False
+    newest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

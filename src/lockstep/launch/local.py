@@ -156,7 +156,7 @@ def _run_ranks(
         if logs is not None and outcome.code == 0:
             for remark in streams.remarks(logs, logged):
                 print_on_stderr(remark)
-        return replace(outcome, logs=logs) if outcome.code == 1 else outcome
+        return replace(outcome, logs=logs) if outcome.code == 1 and logs is not None and logs.is_dir() else outcome
 
 
 def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> Outcome:

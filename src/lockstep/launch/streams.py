@@ -18,7 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
+from lockstep.core.open_files import append_to, copy_rest, is_missing, reopened
 from lockstep.core.secrets import masked, secrets_in
+from lockstep.monitor.folder import holder_of
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")
 _REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")
@@ -57,6 +59,9 @@ class _Logging:
     def close(self) -> None:
         self._attempt(self._log.close)
 
+    def fileno(self) -> int:
+        return self._log.fileno()
+
     def _attempt(self, act: Callable[[], object]) -> None:
         try:
             act()
@@ -93,18 +98,60 @@ class _Doubled:
         return getattr(self._stream, name)  # isatty, fileno, encoding, buffer, ...: the terminal's
 
 
+class _OpenLog:
+    """The file behind a log, which may be deleted while the run goes on.
+
+    Args:
+        handles: that lead to it; each is made to lead to the file that is made again.
+    """
+
+    def __init__(self, path: Path, *handles: int) -> None:
+        self._path = path
+        self._handles = handles
+        self._run = path.parent.parent
+        self._holder = holder_of(self._run)
+
+    def reopen(self) -> None:
+        """Raises OSError."""
+        if not is_missing(self._path) or not self._path.parent.is_dir() or holder_of(self._run) != self._holder:
+            return  # the first rank makes the folder, unless it is another run's
+        old = os.dup(self._handles[0])
+        try:
+            new = reopened(self._path, old)
+            end = os.fstat(new).st_size
+            for handle in self._handles:
+                os.dup2(new, handle, inheritable=handle in (1, 2))
+            copy_rest(old, new, end)  # what was printed meanwhile
+            os.close(new)
+        finally:
+            os.close(old)
+
+
+_open_logs: list[_OpenLog] = []
+
+
+def reopen() -> None:
+    """Makes this process's log again, with all that is in it, if it was deleted. In whatever thread."""
+    for log in list(_open_logs):
+        with suppress(OSError):
+            log.reopen()
+
+
 @contextmanager
 def doubled(path: Path | None) -> Iterator[None]:
     """Rank 0's words, on its terminal and appended to `path`."""
     log = _opened(path, sys.stderr) if path is not None else None
-    if log is None:
+    if path is None or log is None:
         yield
         return
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Doubled(stream, log)) for stream in before)
+    kept = _OpenLog(path, log.fileno())
+    _open_logs.append(kept)
     try:
         yield
     finally:
+        _open_logs.remove(kept)
         sys.stdout, sys.stderr = before
         log.close()
 
@@ -116,7 +163,7 @@ def _opened(path: Path, terminal: TextIO) -> _Logging | None:
             terminal.flush()
 
     try:
-        return _Logging(open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace"), report)
+        return _Logging(open(append_to(path), "w", buffering=1, encoding="utf-8", errors="backslashreplace"), report)
     except OSError as error:
         report(error)
         return None
@@ -127,7 +174,7 @@ def redirect(path: Path) -> None:
     written, that is reported once on the terminal, and what is printed is lost."""
     terminal = os.dup(2)
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        file = append_to(path)
     except OSError as error:
         _report_on(terminal, path, error)
         file = os.open(os.devnull, os.O_WRONLY)
@@ -136,6 +183,7 @@ def redirect(path: Path) -> None:
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
+    _open_logs[:] = [_OpenLog(path, 1, 2)]
     # the old ones may be buffered, or not on 1 and 2 at all
     told = partial(_report_on, terminal, path)
     sys.stdout, sys.stderr = (cast(TextIO, _Logging(_line_stream(descriptor), told)) for descriptor in (1, 2))

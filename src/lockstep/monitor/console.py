@@ -97,8 +97,7 @@ class Console:
     def saved(self, report: SaveReport) -> None:
         step = f"step {report.step:,}"
         if report.failure is not None:
-            rest = "is saved again, with more room" if report.made_room else "what was saved before is still there"
-            self._output.print(f"{step}: NOT saved: {report.failure}; {rest}")
+            self._output.print(f"{step}: NOT saved: {report.failure}; {_after_failure(report)}")
             return
         how = f"{figures.size(report.size)} in {figures.duration(report.seconds)}"
         self._output.print(f"{step}: saved ({how}, training waited {figures.duration(report.lost)})")
@@ -271,6 +270,16 @@ def introduction(facts: RunFacts) -> list[str]:
         _row("folder", _near(facts.folder)),
         *(_row("note", note) for note in facts.notes),
     ]
+
+
+def _after_failure(report: SaveReport) -> str:
+    if report.made_room:
+        return "is saved again, with more room"
+    return (
+        f"the newest checkpoint is that of step {report.newest:,}"
+        if report.newest is not None
+        else "no checkpoint is there"
+    )
 
 
 def _row(name: str, text: str) -> str:

@@ -118,7 +118,6 @@ class EventLog:
         if self._pending is not None:
             self._write_step(self._pending)
         for file in (self._file, self._events):
-            file.close()
             if file.lost:
                 _log.warning("%s lacks %d lines: %s", file.path, file.lost, file.reason)
 

@@ -44,6 +44,7 @@ SUMMARY = "summary.json"
 LOCK = "run.lock"
 EARLIER = "earlier"
 CHECKPOINTS = "checkpoints"
+_MOST_LOCK = 1000
 
 
 class RunFolder:
@@ -183,6 +184,14 @@ def is_finished(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / SUMMARY).is_file()
 
 
+def holder_of(path: str | os.PathLike[str]) -> bytes | None:
+    """Who holds the run's folder, as its lock says; None if that can't be told. No two runs say the same."""
+    try:
+        return read_bounded(Path(path) / LOCK, _MOST_LOCK)
+    except OSError:
+        return None
+
+
 def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The final object of the run in `path`, None if it isn't finished. Raises GiveUp if it can't be read."""
     file = Path(path) / SUMMARY
@@ -293,7 +302,8 @@ def _take_lock(path: Path) -> int | None:
     except OSError:  # a file system that can't lock: then nobody is kept out
         pass
     os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0)
     return file
 
 

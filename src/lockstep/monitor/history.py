@@ -74,6 +74,11 @@ class HistoryFiles:
         for file in self._files():
             file.reopen()
 
+    def close(self) -> None:
+        """They stay open until then: what is behind them may be all that is left."""
+        for file in self._files():
+            file.close()
+
     def marks(self) -> dict[str, list[int]]:
         """How far each file had been written: lines, bytes and CRC-32 by name, for `faults`."""
         now = {str(file.path.relative_to(self._run)): file.mark for file in self._files()}

@@ -95,8 +95,6 @@ class TensorBoard:
     def finish(self, error: BaseException | None) -> None:
         if self._pending is not None:
             self._write_step(self._pending)
-        if self._file is not None:
-            self._file.close()
         if self.lost:
             _log.warning("%s lacks %d events", self._folder, self.lost)
 
@@ -172,9 +170,6 @@ class EventFile:
         for name, text in texts.items():
             event.summary.value.add(tag=name, tensor=_text_tensor(text), metadata=_text_metadata())
         return self.file.write(_record(event.SerializeToString()))
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def records(data: bytes) -> Iterator[bytes]:

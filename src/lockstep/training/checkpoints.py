@@ -35,6 +35,7 @@ from lockstep.core.out_of_memory import mark
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
 from lockstep.distributed.collectives import Alone
 from lockstep.monitor.folder import CHECKPOINTS
+from lockstep.monitor.held_folder import FolderTaken
 from lockstep.monitor.jsonl import finite
 from lockstep.training.due import Due
 from lockstep.training.saved_state import check_state
@@ -92,6 +93,7 @@ class Checkpoints:
 
     Attributes:
         run: id of the run, from `begin` on.
+        look: on the first rank, makes the run's folder again if somebody has deleted it.
         history: of the run, on the first rank; what a checkpoint counts on is flushed before it exists.
         written: how far the history had been written when the checkpoint was saved that this attempt resumed from.
         resumed_from: the step that this attempt went on from; None: it began anew.
@@ -120,6 +122,9 @@ class Checkpoints:
         self._best: float | None = None
         self._began_at = 0
         self._saves_again = False
+        self._owner: Owner | None = None
+        self._newest: int | None = None
+        self.look: Callable[[], None] = lambda: None
         self.history: HistoryFiles | None = None
         self.written: object = None
         self.resumed_from: int | None = None
@@ -165,7 +170,7 @@ class Checkpoints:
             self._axis,
             self._session.rooms.world.device,
             Identity(run, written, self._environment),
-            self._retention.published,
+            self._was_published,
             self._retention.make_room,
             lambda: self.history.flush() if self.history is not None else None,
         )
@@ -182,7 +187,12 @@ class Checkpoints:
         owner = self._storage.owner()
         if self._home is None and owner is not None and owner.run == run:
             return
-        self._storage.set_owner(Owner(run, str(self._home) if self._home is not None else None, self._recipe))
+        self._owner = Owner(run, str(self._home) if self._home is not None else None, self._recipe)
+        self._storage.set_owner(self._owner)
+
+    def _was_published(self, manifest: Manifest) -> None:
+        self._newest = manifest.step
+        self._retention.published(manifest)
 
     def _restore(self, origin: Storage, resume: Resume) -> Loaded | None:
         """The newest checkpoint that the session takes; None: there is none. A manifest may have the right hash and
@@ -230,6 +240,7 @@ class Checkpoints:
         notes += [f"goes on although this changed: {one}" for one in changed]
         if resume.origin is None:
             self._put_aside(found.manifest.step, found.broken, notes)
+            self._newest = found.manifest.step
         else:
             self._saved_at = None  # a fork begins with a checkpoint of its own
             self._best = None  # and keeps none of its origin's
@@ -284,10 +295,12 @@ class Checkpoints:
     # --- while it runs --------------------------------------------------------------------------------------------
 
     def requests(self) -> tuple[Request, ...]:
-        """What this rank asks for in the next vote: also a save in place of one that has found no room, and now has."""
-        again = (Request.SAVE,) if self._saves_again else ()
+        """What this rank asks for in the next vote: also a save in place of one that has found no room, and now has, or
+        that somebody has deleted."""
+        if not self._saves_again:
+            return self._due.requests()
         self._saves_again = False
-        return (*self._due.requests(), *again)
+        return (*self._due.requests(), Request.SAVE)
 
     def outcomes(self) -> list[SaveReport]:
         """Saves that have ended since the last call, on the first rank."""
@@ -330,6 +343,7 @@ class Checkpoints:
         session, saver = self._session, self._saver
         assert saver is not None, "begin() comes first"
         state = session.state()
+        self._saves_again = False
         session.hold(saver.start(state, self._moment(state, evaluations)))
         self._saved_at = session.progress.steps
         self._due.restart()
@@ -411,8 +425,54 @@ class Checkpoints:
         self._saver.finish()
         return cast("list[SaveReport]", self._axis.broadcast(self._saver.outcomes()))
 
+    # --- what somebody has deleted ----------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> str:
+        """Where they are kept."""
+        return self._storage.place
+
+    def are_there(self) -> bool:
+        """Whether the newest one, and what marks the folder as this run's, are still there. On the first rank, in
+        whatever thread. True as well where the disk doesn't say."""
+        newest = self._newest
+        try:
+            return self._storage.is_held() and (newest is None or name_of(newest) in self._storage.names())
+        except OSError:
+            return True
+
+    def make_again(self) -> None:
+        """Marks the folder as this run's again, and asks for a save. On the first rank, in whatever thread.
+
+        Raises:
+            OSError: it can't be written.
+            FolderTaken: another run saves there now.
+        """
+        owner = self._storage.owner()
+        if owner is not None and owner.run != self.run:
+            raise FolderTaken(f"{self.place} holds the checkpoints of another run now: {owner}")
+        if not self._storage.is_held():
+            if not self._storage.claim():
+                raise FolderTaken(f"another run saves to {self.place} now")
+            if self._owner is not None:
+                self._storage.set_owner(self._owner)
+        self._newest = None
+        self._retention.forget()
+        self._saves_again = True
+
+    def restore_last(self) -> list[SaveReport]:
+        """Saves the last one again if somebody has deleted it, and waits for it; all ranks together."""
+        gone = False
+        if self._axis.rank == 0 and self._saved_at is not None:
+            self.look()
+            gone = self._saves_again and name_of(self._saved_at) not in self._storage.names()
+        if not self._axis.broadcast(gone):
+            return []
+        self.save_again()
+        return self.finish()
+
     def save_again(self) -> None:
-        """Begins the last save once more: it found no room on the disk, and some has been made."""
+        """Begins the last save once more: it found no room on the disk and some has been made, or it was deleted."""
         self._saved_at = None
         self.save()
 

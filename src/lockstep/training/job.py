@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +24,7 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import Request, RunFacts, StepReport
 from lockstep.data.fetch import names_hub
 from lockstep.distributed.process_group import World, joined
+from lockstep.launch import streams
 from lockstep.launch.elsewhere import as_asked
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
@@ -32,7 +33,8 @@ from lockstep.monitor import history, journal
 from lockstep.monitor.console import Console
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import EventLog
-from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.folder import LOGS, RunFolder, holder_of
+from lockstep.monitor.held_folder import HeldFolder
 from lockstep.monitor.journal import Journal, JournalEntries, merge
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.report import write_report
@@ -43,6 +45,7 @@ from lockstep.resilience.signals import run_signals
 from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
 from lockstep.training.evaluate import micro_size
+from lockstep.training.folder_watch import FolderWatch, looking
 from lockstep.training.given import Given
 from lockstep.training.introduction import run_facts
 from lockstep.training.out_of_memory import Setting, explain, setting_of
@@ -108,18 +111,39 @@ def run_job(job: Job) -> Finished:
         checkpoints, notes = _begin(job, session, folder)
         facts = run_facts(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         monitors = Monitors(_watchers(job.config, folder, session.rooms.world, checkpoints))
-        with journal.recording(Journal()) as log, _shown(monitors, facts):
-            drain = _Drain(session, monitors, log)
-            try:
-                results = run(session, monitors, checkpoints, drain)
-            except Unsaved as failure:
-                raise GiveUp(f"{failure}; {_keep_weights(session, folder)}") from failure
-            if job.config.evaluation.prompt is not None:
-                journal.text("sample", sample(session, job.config.evaluation.prompt))
-            drain.show(results.progress.steps)
-        with run_signals(shown=session.rooms.world.rank == 0, ends=True):  # the run is done: a stop has nothing to do
-            summary = _leave(session, checkpoints, facts, results, folder)
+        with _watched(session, checkpoints, folder) as held:
+            with journal.recording(Journal()) as log, _shown(monitors, facts):
+                drain = _Drain(session, monitors, log)
+                try:
+                    results = run(session, monitors, checkpoints, drain)
+                except Unsaved as failure:
+                    raise GiveUp(f"{failure}; {_keep_weights(session, held)}") from failure
+                if job.config.evaluation.prompt is not None:
+                    journal.text("sample", sample(session, job.config.evaluation.prompt))
+                drain.show(results.progress.steps)
+            with run_signals(shown=session.rooms.world.rank == 0, ends=True):  # it is done: a stop has nothing to do
+                summary = _leave(session, checkpoints, facts, results, held)
     return Finished(summary, folder)
+
+
+@contextmanager
+def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterator[Callable[[], Path]]:
+    """While the block runs, what somebody deletes of the run's folder is made again. Yields what returns the folder, on
+    the first rank, and raises GiveUp if it is another run's by now."""
+    if session.rooms.world.rank != 0:
+        with looking(streams.reopen):
+            yield lambda: folder
+        return
+    assert checkpoints.history is not None, "the first rank writes the history"
+    watch = FolderWatch(HeldFolder(folder, checkpoints.run), checkpoints, checkpoints.history)
+    checkpoints.look = watch.look
+
+    def held() -> Path:
+        watch.refuse_taken()
+        return folder
+
+    with closing(checkpoints.history), closing(watch), looking(watch.look):
+        yield held
 
 
 @contextmanager
@@ -197,15 +221,19 @@ def _tracebacks_kept(job: Job, session: Session) -> Iterator[Path]:
     """The run's folder. Under a launcher that isn't ours, the traceback of what ends in a sentence is written to the
     rank's log there; ours does it itself, and one process alone shows its traceback."""
     with _run_folder(job, session.rooms.world) as folder:
+        holder = holder_of(folder)
         try:
             yield folder
         except Exception as error:
             told = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
-            if told and job.folder is None and names_a_rank(os.environ):
-                logs = RunFolder.open(folder).logs
-                logs.mkdir(exist_ok=True)
-                append(log_path(logs, session.rooms.world.rank), "".join(traceback.format_exception(error)))
+            is_ours = holder_of(folder) == holder  # it may be deleted by now, or another run's
+            if told and is_ours and job.folder is None and names_a_rank(os.environ):
+                append(log_path(folder / LOGS, session.rooms.world.rank), _traceback_of(error))
             raise
+
+
+def _traceback_of(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 @contextmanager
@@ -266,7 +294,7 @@ def _watchers(config: Config, folder: Path, world: World, checkpoints: Checkpoin
 
 
 def _leave(
-    session: Session, checkpoints: Checkpoints, facts: RunFacts, results: Results, folder: Path
+    session: Session, checkpoints: Checkpoints, facts: RunFacts, results: Results, held: Callable[[], Path]
 ) -> dict[str, Any]:
     """Weights and summary in the run's folder; the summary, written last, says that the run is finished."""
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
@@ -274,7 +302,11 @@ def _leave(
         checkpoints.load_best()
     weights = whole_weights(session)
     if session.rooms.world.rank == 0:
-        publish(session, weights, folder)
+        publish(session, weights, held())
+    if session.rooms.config.run.end_with != "best":
+        checkpoints.restore_last()
+    if session.rooms.world.rank == 0:
+        folder = held()
         RunFolder.open(folder).write_summary(summary)
         _report(folder)
     session.rooms.world.axis.barrier()
@@ -292,12 +324,12 @@ def publish(session: Session, weights: Mapping[str, Tensor], folder: Path) -> Pa
     return save_weights(rooms.sharding.bare, rooms.tensors, weights, folder, tokenizer_of(rooms.config))
 
 
-def _keep_weights(session: Session, folder: Path) -> str:
+def _keep_weights(session: Session, held: Callable[[], Path]) -> str:
     """What is left of a run whose state can't be saved; says where, on all ranks."""
     said, weights = "", whole_weights(session)
     if session.rooms.world.rank == 0:
         try:
-            place = publish(session, weights, folder)
+            place = publish(session, weights, held())
             said = f"its weights are in {place}"
         except GiveUp as error:
             said = f"neither could its weights: {error}"

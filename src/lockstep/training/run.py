@@ -105,6 +105,9 @@ def _finish(monitor: Monitor, checkpoints: Checkpoints) -> None:
         checkpoints.save_again()
         ended = checkpoints.finish()
         _tell(monitor, ended)
+    restored = checkpoints.restore_last()
+    _tell(monitor, restored)
+    ended = restored or ended
     if ended and ended[-1].failure is not None:
         raise Unsaved(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")
 
