@@ -88,6 +88,8 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     blocks = repeated_blocks(model)
     tensors = model_tensors(model)
     coupled, flops = coupling(model), training_flops(model, source, world.device)
+    if plan.strategy == "fsdp":
+        _refuse_selective_around_units(config, model, blocks)
     transforms = _transforms(config, model, blocks, world)
     model = transform(model, transforms, world.device)
     cut = _cut(config, plan.mesh, world, model, blocks, source)
@@ -210,6 +212,27 @@ def _transforms(config: Config, model: nn.Module, blocks: Sequence[str], world: 
     if config.parallel.ddp.sync_batchnorm:
         chosen.append(SyncBatchNorm())
     return chosen
+
+
+def _refuse_selective_around_units(config: Config, model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raises ConfigError: torch's selective checkpointing (2.13) fails where a gather is repeated inside of a block."""
+    from lockstep.sharding.wrapping import units
+
+    options, fsdp = config.memory.activation_checkpointing, config.parallel.fsdp
+    gathered_once = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"}.get(fsdp.sharding_strategy)
+    if options.mode != "selective" or gathered_once is None:
+        return
+    chosen = tuple(f"{name}." for name in RecomputeBlocks(options, blocks).chosen(model))
+    inner = next((name for name in units(model, fsdp, blocks) if name.startswith(chosen)), None)
+    if inner is None:
+        return
+    around = next(name for name in chosen if inner.startswith(name)).removesuffix(".")
+    why = (
+        f"selective, but {inner} lies in {around} and is gathered apart from it, and again when {around} is computed "
+        "again, which torch's selective checkpointing can't follow; take mode: full, parallel.fsdp.wrap: blocks, or "
+        f"parallel.fsdp.sharding_strategy: {gathered_once}"
+    )
+    raise ConfigError(Problem("", "memory.activation_checkpointing.mode", why))
 
 
 def _watch(config: Config, transforms: Sequence[Transform], world: World) -> MemoryWatch | None:

@@ -83,7 +83,7 @@ class RecomputeBlocks:
         return self._recompute.switch
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        chosen = self._chosen(model)
+        chosen = self.chosen(model)
         if not chosen and self._options.modules != "blocks":
             return f"{none_of(model, self._options.modules)}; name classes that it has"
         if not chosen:
@@ -95,15 +95,16 @@ class RecomputeBlocks:
         return _inside_of_another(chosen) or _already(model, chosen) or _running_means(model, chosen)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        _APPLY[self._options.mode](self, model, self._chosen(model))
+        _APPLY[self._options.mode](self, model, self.chosen(model))
         return model
 
     def applied(self, model: nn.Module) -> Recomputation:
         """Applies, and says to what."""
         self.apply(model)
-        return Recomputation(self._options.mode, tuple(self._chosen(model)), self.switch)
+        return Recomputation(self._options.mode, tuple(self.chosen(model)), self.switch)
 
-    def _chosen(self, model: nn.Module) -> list[str]:
+    def chosen(self, model: nn.Module) -> list[str]:
+        """Names of the modules that are computed again."""
         wanted = self._options.modules
         if wanted == "blocks":
             return list(self._blocks[:: self._options.every])
