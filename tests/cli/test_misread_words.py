@@ -30,6 +30,44 @@ SAID: dict[str, tuple[str, str]] = {
     ),
     "another's verb": ("predict x", "there is no verb 'predict'; lockstep generate RUN continues a text"),
     "a near verb": ("trian", "there is no verb 'trian'; did you mean train?"),
+    "a strategy's name": (
+        "train --ddp",
+        "--ddp: write `parallel.strategy: ddp` and what is special about it under `parallel.ddp`",
+    ),
+    "a stage": (
+        "train --zero 3",
+        "--zero: Lockstep's word is parallel.deepspeed.zero_stage: write `parallel.deepspeed.zero_stage: 3`",
+    ),
+    "the CPU": ("train --use_cpu", "--use_cpu: Lockstep's word is launch.device: write `launch.device: cpu`"),
+    "all GPUs": (
+        "train --multi_gpu",
+        "--multi_gpu: write `--ranks auto`, one process a GPU; parallel.strategy is ddp, fsdp or deepspeed",
+    ),
+    "the last rate": (
+        "train --optim.lr 1e-3 --min_lr 1e-4",
+        "--min_lr: Lockstep's word is schedule.final_ratio: write `schedule.final_ratio: 0.1`",
+    ),
+    "a warm-up": (
+        "train --warmup 10",
+        "--warmup: Lockstep's word is schedule.warmup_steps: write `schedule.warmup_steps: 10`",
+    ),
+    "a name, which is the folder's": (
+        "train --run_name x", "--run_name: Lockstep's word is run.folder: write `run.folder: x`",
+    ),
+    "an interval of saves": (
+        "train --checkpoint_every 5",
+        "--checkpoint_every: Lockstep's word is checkpoint.every: write `checkpoint.every: 5`",
+    ),
+    "a data set": (
+        "train --dataset wikitext",
+        "--dataset: Lockstep's word is data.train.name: write `data.train.name: wikitext`",
+    ),
+    "a model by name": (
+        "train --model gpt2",
+        "--model: 'gpt2' is not a mapping; a name or folder goes into model: {kind: huggingface, task: causal-lm, "
+        "pretrained: gpt2}",
+    ),
+    "patience": ("train --patience 3", "--patience: a run ends by its length; stopping early is not there yet"),
     "TOML": (
         "train {folder}/a.toml",
         "a.toml: is TOML, and a config is YAML or JSON: sections, with lines `key: value`",

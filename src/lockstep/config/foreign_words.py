@@ -33,7 +33,7 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "optim.eps": ("adam_epsilon", "epsilon"),
     "optim.weight_decay": ("wd", "l2"),
     "run.tokens": ("max_tokens", "num_tokens"),
-    "schedule.warmup_steps": ("num_warmup_steps", "warmup_num_steps", "warmup_iters"),
+    "schedule.warmup_steps": ("num_warmup_steps", "warmup_num_steps", "warmup_iters", "warmup"),
     "schedule.warmup_ratio": ("warmup_fraction", "warmup_proportion"),
     "objective.label_smoothing": ("label_smoothing_factor",),
     "precision.loss_scale.growth_interval": ("loss_scale_window",),
@@ -42,14 +42,28 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "data.loader.persistent_workers": ("dataloader_persistent_workers",),
     "data.loader.prefetch": ("dataloader_prefetch_factor", "prefetch_factor"),
     "data.drop_last": ("dataloader_drop_last",),
-    "data.train.name": ("dataset_name",),
+    "data.train.name": ("dataset_name", "dataset"),
     "data.train.configuration": ("dataset_config_name", "dataset_config"),
     "data.train.tokenizer": ("tokenizer_name", "tokenizer_name_or_path"),
     "monitor.every": ("logging_steps", "log_every", "log_every_n_steps", "log_interval", "steps_per_print"),
     "evaluation.every": ("eval_steps", "eval_interval", "eval_every", "val_check_interval"),
     "run.seed": ("random_seed", "data_seed", "manual_seed", "seed_everything"),
-    "run.folder": ("output_dir", "default_root_dir", "save_dir", "out_dir", "logging_dir", "log_dir"),
-    "launch.ranks": ("num_processes", "world_size"),
+    "run.folder": (
+        "output_dir",
+        "default_root_dir",
+        "save_dir",
+        "out_dir",
+        "out",
+        "logging_dir",
+        "log_dir",
+        "exp_dir",
+        "work_dir",
+        "workdir",
+        "run_name",
+        "experiment",
+        "experiment_name",
+    ),
+    "launch.ranks": ("num_processes", "world_size", "n_gpu", "n_gpus"),
     "launch.timeout": ("ddp_timeout",),
     "launch.backend": ("ddp_backend", "dist_backend"),
     "launch.port": ("main_process_port", "master_port"),
@@ -70,7 +84,7 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "parallel.fsdp.forward_prefetch": ("fsdp_forward_prefetch",),
     "parallel.fsdp.cpu_offload": ("fsdp_offload_params", "offload_params"),
     "parallel.fsdp.min_num_params": ("fsdp_min_num_params",),
-    "parallel.deepspeed.zero_stage": ("zero_stage",),
+    "parallel.deepspeed.zero_stage": ("zero_stage", "zero"),
     "parallel.deepspeed.offload_optimizer": ("offload_optimizer_device",),
     "parallel.deepspeed.offload_param": ("offload_param_device",),
     "parallel.pipeline": (
@@ -95,7 +109,14 @@ _RENAMED: dict[str, tuple[str, ...]] = {
         "tp_size",
         "tp",
     ),
-    "checkpoint.every": ("save_steps", "save_interval", "save_every", "checkpoint_interval", "every_n_train_steps"),
+    "checkpoint.every": (
+        "save_steps",
+        "save_interval",
+        "save_every",
+        "checkpoint_interval",
+        "checkpoint_every",
+        "every_n_train_steps",
+    ),
     "checkpoint.keep_last": ("save_total_limit", "total_limit"),
     "checkpoint.best": ("metric_for_best_model", "monitor_metric"),
     "checkpoint.folder": ("checkpoint_dir", "ckpt_dir", "checkpoint_folder"),
@@ -128,6 +149,11 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "fsdp_state_dict_type", "state_dict_type",
     ),
     "it is FSDP2 in any case; leave it out": ("fsdp_version",),
+    "write `parallel.strategy: ddp` and what is special about it under `parallel.ddp`": ("ddp",),
+    "write `--ranks auto`, one process a GPU; parallel.strategy is ddp, fsdp or deepspeed": (
+        "multi_gpu", "distributed",
+    ),
+    "write `model.architecture.attn_implementation`, of a model of kind huggingface": ("attn_implementation",),
     "write `parallel.strategy: fsdp` and what is special about it under `parallel.fsdp`": (
         "fsdp", "fsdp_config", "fsdp_plugin",
     ),
@@ -355,6 +381,18 @@ def _recomputing(value: object, context: Context) -> Meaning:
     return f"Lockstep's word is {key}: write `{key}: {{mode: full, every: 1}}`"
 
 
+def _on_cpu(value: object, context: Context) -> Meaning:
+    return {"launch.device": "auto" if value is False else "cpu"}
+
+
+def _final_rate(value: object, context: Context) -> Meaning:
+    """Ours is a share of the peak."""
+    peak = context.get("optim.lr", context.get("learning_rate", context.get("lr")))
+    if isinstance(value, int | float) and isinstance(peak, int | float) and 0 <= value <= peak and peak:
+        return {"schedule.final_ratio": float(f"{value / peak:.4g}")}
+    return "write `schedule.final_ratio`, a share of the peak optim.lr"
+
+
 def _wrap_policy(value: object, context: Context) -> Meaning:
     said = str(value).upper()
     if said.startswith("SIZE"):
@@ -379,12 +417,26 @@ def _wrapped(value: object, context: Context) -> Meaning:
     return {"parallel.fsdp.wrap": names}
 
 
+_SECTIONS = {
+    "model": "a name or folder goes into model: {{kind: huggingface, task: causal-lm, pretrained: {0}}}",
+    **dict.fromkeys(
+        ("data", "data.train"),
+        "a name goes into data.train: {{kind: huggingface, name: {0}}}, a folder of tokens into data.train: {{kind: "
+        "tokens, folder: {0}}}",
+    ),
+    "checkpoint": "a folder goes into checkpoint.folder; `lockstep train RUN` resumes the run in a folder",
+}
+"""Sections that other tools have as a single text."""
+
+
 def instead(key: str, node: Node) -> str | None:
     """What to write for a value that means something else here, as the end of a sentence."""
     if not isinstance(node, Leaf) or not isinstance(node.value, str):
         return None
     if key == "parallel.strategy" and (hint := strategy_hint(node.value.lower())):
         return f"; {hint}"
+    if key in _SECTIONS:
+        return f"; {_SECTIONS[key].format(node.value)}"
     if key == "parallel.fsdp.wrap" and node.value[:1].isupper():
         return f"; classes are a list: write [{node.value}]"
     return None
@@ -432,10 +484,14 @@ def _sequence_length(value: object, context: Context) -> Meaning:
 _COMPUTED: dict[str, Answer] = {
     **dict.fromkeys(("per_device_train_batch_size", "per_gpu_train_batch_size", "batch_size"), _batch),
     **dict.fromkeys(ACCUMULATION, _batch),
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "gradient_clipping", "clip_grad_norm", "grad_clip"), _clip),
+    **dict.fromkeys(
+        ("max_grad_norm", "gradient_clip_val", "gradient_clipping", "clip_grad_norm", "grad_clip", "clip"), _clip
+    ),
     **dict.fromkeys(("num_train_epochs", "max_epochs", "num_epochs", "n_epochs"), _length("epochs")),
     **dict.fromkeys(("max_steps", "max_train_steps", "total_steps", "num_training_steps"), _length("steps")),
-    **dict.fromkeys(("train_steps", "max_iters", "num_steps", "total_num_steps"), _length("steps")),
+    **dict.fromkeys(
+        ("train_steps", "max_iters", "num_steps", "total_num_steps", "iters", "iterations"), _length("steps")
+    ),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), _betas),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "scheduler", "lr_schedule", "schedule"), _curve),
     **dict.fromkeys(("optimizer", "optim", "optimizer_name", "optimizer_type"), _optimizer),
@@ -460,6 +516,10 @@ _COMPUTED: dict[str, Answer] = {
     "fsdp_sharding_strategy": _sharding,
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), _recomputing),
     **dict.fromkeys(("fsdp_activation_checkpointing", "use_activation_checkpointing"), _recomputing),
+    **dict.fromkeys(("remat", "checkpoint_activations", "recompute"), _recomputing),
+    **dict.fromkeys(("cpu", "use_cpu", "no_cuda"), _on_cpu),
+    **dict.fromkeys(("min_lr", "final_lr"), _final_rate),
+    "quiet": lambda value, context: {"monitor.progress": "auto" if value is False else "none"},
     **dict.fromkeys(("enable_gradient_checkpointing", "use_gradient_checkpointing"), _recomputing),
     "check_val_every_n_epoch": _eval_epochs,
     "disable_tqdm": _progress(False),

@@ -127,7 +127,10 @@ _NOT_THERE: dict[str, tuple[str, ...]] = {
         "parallelism_config", "megatron_lm_config", "cp_size", "context_parallel_size", "sp_size",
         "sequence_parallel_size", "expert_parallel_size", "dp_shard_size", "dp_replicate_size",
     ),
-    "8-bit arithmetic is not there yet": ("fp8_config", "fp8", "load_in_8bit", "load_in_4bit", "quantization_config"),
+    "8-bit arithmetic is not there yet": (
+        "fp8_config", "fp8", "load_in_8bit", "load_in_4bit", "quantization_config",
+        "quantization", "quantize",
+    ),
     "adapters are not there yet": ("lora", "peft", "lora_config", "peft_config", "use_lora", "use_peft", "lora_r"),
     "a batch that is split among the ranks would be the global one: write batch.global_size": ("split_batches",),
     "samples are taken in an order that is random or the set's own: data.shuffle": ("group_by_length",),
@@ -135,7 +138,9 @@ _NOT_THERE: dict[str, tuple[str, ...]] = {
         "log_memory", "profile_memory", "track_memory",
     ),
     "an average of weights is not there yet": ("ema", "use_ema", "ema_decay", "swa"),
-    "a run ends by its length; stopping early is not there yet": ("early_stopping", "early_stopping_patience"),
+    "a run ends by its length; stopping early is not there yet": (
+        "early_stopping", "early_stopping_patience", "patience",
+    ),
     "a rate that falls in steps is not there; schedule.kind is constant, linear, cosine or warmup-stable-decay": (
         "gamma", "lr_gamma", "step_size", "lr_step_size", "milestones", "lr_milestones",
     ),
