@@ -425,6 +425,23 @@ class Checkpoints:
         self._saver.finish()
         return cast("list[SaveReport]", self._axis.broadcast(self._saver.outcomes()))
 
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Of this attempt, on the first rank."""
+        return self._environment
+
+    def save_in(self, storage: Storage) -> str | None:
+        """Saves the session as it is in another place, all ranks together; returns why it could not be saved."""
+        saver = self._saver
+        assert saver is not None, "begin() comes first"
+        saver.abandon()
+        other = Saver(storage, self._axis, self._session.rooms.world.device, saver.identity)
+        state = self._session.state()
+        other.start(state, self._moment(state))
+        other.finish()
+        ended = other.outcomes()
+        return cast("str | None", self._axis.broadcast(ended[-1].failure if ended else None))
+
     # --- what somebody has deleted ----------------------------------------------------------------------------------
 
     @property

@@ -52,6 +52,7 @@ from lockstep.training.out_of_memory import Setting, explain, setting_of
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.run import Results, Unsaved, run
 from lockstep.training.session import Session
+from lockstep.training.spare_folder import save_elsewhere
 from lockstep.training.text import codec_of, sample
 from lockstep.training.weights import save_weights, tokenizer_of
 
@@ -117,7 +118,7 @@ def run_job(job: Job) -> Finished:
                 try:
                     results = run(session, monitors, checkpoints, drain)
                 except Unsaved as failure:
-                    raise GiveUp(f"{failure}; {_keep_weights(session, held)}") from failure
+                    raise GiveUp(f"{failure}; {_keep(session, checkpoints, folder, held)}") from failure
                 if job.config.evaluation.prompt is not None:
                     journal.text("sample", sample(session, job.config.evaluation.prompt))
                 drain.show(results.progress.steps)
@@ -301,16 +302,29 @@ def _leave(
     if session.rooms.config.run.end_with == "best":
         checkpoints.load_best()
     weights = whole_weights(session)
-    if session.rooms.world.rank == 0:
-        publish(session, weights, held())
+    step, place = results.progress.steps, checkpoints.place
+    saved = f"the state after step {step:,} is saved in {place}"
+    _on_first_rank(session.rooms.world, lambda: publish(session, weights, held()), saved)
     if session.rooms.config.run.end_with != "best":
         checkpoints.restore_last()
+    _on_first_rank(session.rooms.world, lambda: RunFolder.open(held()).write_summary(summary), saved)
     if session.rooms.world.rank == 0:
-        folder = held()
-        RunFolder.open(folder).write_summary(summary)
-        _report(folder)
+        _report(held())
     session.rooms.world.axis.barrier()
     return summary
+
+
+def _on_first_rank(world: World, act: Callable[[], object], saved: str) -> None:
+    """Acts there; if that fails, all ranks raise the same GiveUp, which adds what is saved."""
+    failure: GiveUp | None = None
+    if world.rank == 0:
+        try:
+            act()
+        except GiveUp as error:
+            failure = GiveUp(f"{error}; {saved}")
+    failure = cast("GiveUp | None", world.axis.broadcast(failure))
+    if failure is not None:
+        raise failure
 
 
 def whole_weights(session: Session) -> dict[str, Tensor]:
@@ -322,6 +336,14 @@ def publish(session: Session, weights: Mapping[str, Tensor], folder: Path) -> Pa
     """Writes the gathered weights as a run leaves them. Returns where. Raises GiveUp: as `save_weights`."""
     rooms = session.rooms
     return save_weights(rooms.sharding.bare, rooms.tensors, weights, folder, tokenizer_of(rooms.config))
+
+
+def _keep(session: Session, checkpoints: Checkpoints, folder: Path, held: Callable[[], Path]) -> str:
+    """What is left of a run whose last state its own folder can't take; says where, on all ranks."""
+    place = save_elsewhere(session, checkpoints, folder)
+    if place is None:
+        return _keep_weights(session, held)
+    return f"it is saved in {place}, from which the run continues: lockstep train {place}"
 
 
 def _keep_weights(session: Session, held: Callable[[], Path]) -> str:
