@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from kit.commands import run_lockstep
 
 from lockstep.cli.main import main
@@ -109,3 +111,23 @@ def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = (tmp_path / "run.yaml").read_text()
     assert "pretrained: bert-base-uncased " in text
     assert "name: './re: views.jsonl' " in text
+
+
+def test_files_are_named_as_seen_from_the_folder_where_training_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "null").mkdir()
+    (tmp_path / "it's.txt").write_text("text")
+    assert main(["init", "finetune", "--folder", "my runs", "--model", "null", "--data", "it's.txt"]) == 0
+    written = yaml.safe_load((tmp_path / "my runs" / "run.yaml").read_text())
+    assert written["model"]["pretrained"] == "../null"
+    assert written["data"]["train"]["name"] == "../it's.txt"
+    assert main(["init", "finetune", "--folder", "hub", "--model", "gpt2", "--data", str(tmp_path / "it's.txt")]) == 0
+    written = yaml.safe_load((tmp_path / "hub" / "run.yaml").read_text())
+    assert written["model"]["pretrained"] == "gpt2"
+    assert written["data"]["train"]["name"] == str(tmp_path / "it's.txt")
+    capsys.readouterr()
+    assert main(["init", "text", "--folder", "text", "--data", "it's.txt"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "data prepare" in line]
+    assert lines[0][:4] == ["lockstep", "data", "prepare", "../it's.txt"]

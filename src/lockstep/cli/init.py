@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +34,18 @@ def run(words: Sequence[str]) -> int:
             raise ConfigError(f"init {kind} has no {flag}; edit {CONFIG} once it is written")
     model = _ask("Model, a folder or a name on the hub", start.model) if asks and not asked.model else asked.model
     data = _ask("Data, a file, a folder or a name", start.data) if asks and not asked.data else asked.data
-    _write(asked.folder, {CONFIG: start.filled(start.config, model, data), **start.files})
-    _tell_next(asked.folder, [start.filled(command, model, data) for command in start.prepare])
+    model, data = _seen_from(asked.folder, model), _seen_from(asked.folder, data)
+    _write(asked.folder, {CONFIG: start.filled_config(model, data), **start.files})
+    _tell_next(asked.folder, start.filled_commands(data))
     return 0
+
+
+def _seen_from(folder: Path, name: str | None) -> str | None:
+    """Return the name of a file or folder as it is from the folder where training starts; a name on the hub stays."""
+    if not name or not Path(name).expanduser().exists():
+        return name
+    named = Path(name).expanduser()
+    return str(named) if named.is_absolute() else os.path.relpath(named.absolute(), folder.resolve())
 
 
 def _start(kind: str | None) -> Start:
@@ -82,6 +93,6 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
 
 
 def _tell_next(folder: Path, prepare: Sequence[str]) -> None:
-    enter = [] if folder == Path() else [f"cd {folder}"]
+    enter = [] if folder == Path() else [f"cd {shlex.quote(str(folder))}"]
     for line in ("\nnext:", *enter, *prepare, f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"):
         say(line if line.startswith("\n") else f"  {line}")

@@ -6,10 +6,13 @@ classifier   fine-tune one to tell classes apart             own          a modu
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CONFIG = "run.yaml"
+_YAML_CONSTANTS = ("null", "true", "false", "yes", "no", "on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +34,21 @@ class Start:
     prepare: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
 
-    def filled(self, text: str, model: str | None, data: str | None) -> str:
-        """The text with what the user has named, or with the template's own."""
-        return text.replace("{model}", _quoted(model or self.model)).replace("{data}", _quoted(data or self.data))
+    def filled_config(self, model: str | None, data: str | None) -> str:
+        """Return the config with what the user has named, or with the template's own."""
+        named = {"model": model or self.model, "data": data or self.data}
+        text = self.config
+        for place, name in named.items():
+            text = text.replace(f"{{{place}}}", _yaml_quoted(name or ""))
+        return text
+
+    def filled_commands(self, data: str | None) -> list[str]:
+        """Return the commands to run before training, as a shell takes them."""
+        return [command.replace("{data}", shlex.quote(data or self.data or "")) for command in self.prepare]
 
 
-def _quoted(name: str | None) -> str:
-    """As YAML and a shell take it alike, whatever is in it."""
-    name = name or ""
-    plain = name and all(letter.isalnum() or letter in "-_./" for letter in name) and name[0].isalpha()
+def _yaml_quoted(name: str) -> str:
+    plain = re.fullmatch(r"[A-Za-z][\w./-]*", name) and name.lower() not in _YAML_CONSTANTS
     return name if plain else "'" + name.replace("'", "''") + "'"
 
 
