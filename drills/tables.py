@@ -9,12 +9,14 @@ from pathlib import Path
 import kill_drill
 import peers_drill
 import signal_drill
+import versions_drill
 
 HERE = Path(__file__).parent
 TABLES = {
     "kill_drill_runs": lambda found: _as_said(kill_drill.runs_table(found)),
     "kill_drill_saves": lambda found: _as_said(kill_drill.saves_table(found)),
     "signal_drill": signal_drill.table,
+    "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
 }
 

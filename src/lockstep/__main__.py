@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 def command() -> NoReturn:
     """Ends this process with the exit code of the verb."""
     _refuse_other_systems()
+    from lockstep.core.closed_streams import open_closed_streams
     from lockstep.core.stopping import stop_at_once
 
+    open_closed_streams()
     stop_at_once()
     from lockstep.cli.main import command as verb
 

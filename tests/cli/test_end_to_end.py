@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -249,6 +250,14 @@ def test_what_can_t_be_printed_is_no_traceback(own: Path, unbuffered: str) -> No
             [*LOCKSTEP, "recipes"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
         )
     assert (done.returncode, done.stderr) == (1, "lockstep: what it prints can't be written: No space left on device\n")
+
+
+def test_a_run_whose_standard_streams_are_closed_is_trained(own: Path) -> None:
+    words = shlex.join([*LOCKSTEP, "train", "own.json", "--ranks", "2", "--run.folder", "mute"])
+    done = subprocess.run(["sh", "-c", f"{words} <&- >&- 2>&-"], cwd=own, env=_environment(), timeout=180)
+    assert done.returncode == 0
+    assert json.loads((own / "mute" / "summary.json").read_text())["steps"] == 4
+    assert "step 4/4" in (own / "mute" / "logs" / "rank-0.log").read_text()
 
 
 def test_no_orphans_when_the_launcher_is_killed(own: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,8 @@ def test_a_script_without_guard_is_told_so_once(tmp_path: Path) -> None:
 
 def test_a_lambda_that_fresh_interpreters_cannot_get_is_told_without_the_config(tmp_path: Path) -> None:
     said = _said(tmp_path, config={}, arguments="ranks=2, schedule=lambda *_: 1.0", before=_THREAD)
-    assert said.startswith(
-        "ConfigError 1 what the ranks need can't be sent to them: Can't pickle local object 'main.<locals>"
-    )
+    refused = "ConfigError 1 what the ranks need can't be sent to them: "
+    assert re.match(rf"{refused}Can't (pickle|get) local object 'main.<locals>", said), said  # by Python's version
     assert "no lambda" in said
     assert "Config(" not in said
     assert len(said) < 600

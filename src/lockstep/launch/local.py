@@ -35,6 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config.schema import Launch
+from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.control_groups import kernel_kills
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, names_a_rank, started_by_lockstep
@@ -199,6 +200,7 @@ def _start(
 ) -> None:
     """Appends to `members` as they start, so that whoever holds the list can end them if one can't."""
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each forked rank would say it again
     for rank in range(ranks):
