@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from kit import small, storing
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -269,6 +270,14 @@ def test_what_is_there_stays(run: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_exported(run: Path, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         export(run, ExportArguments(**asked))
+
+
+def test_a_model_that_was_handed_over_lies_in_the_run(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config | {"model": {"kind": "given"}}))
+    with pytest.raises(ConfigError, match=r"handed over in Python; .* reads the folder model/ of the run"):
+        export(tmp_path / "run", ExportArguments(format="hf"))
 
 
 def test_places_that_are_no_runs(tmp_path: Path) -> None:

@@ -219,6 +219,12 @@ def _form(config: Config, arguments: ExportArguments) -> Form:
         return named or ("hf" if config.model.kind == "huggingface" else "safetensors")
     if named is not None and named != asked:
         raise ConfigError(f"--format {asked} doesn't go with a file called {arguments.to}; leave one of them out")
+    if asked == "hf" and config.model.kind == "given":
+        raise ConfigError(
+            "--format hf builds the model from the config, and this one was handed over in Python; if it is of the "
+            "transformers library, from_pretrained reads the folder model/ of the run; otherwise take --format "
+            "safetensors or torch"
+        )
     if asked == "hf" and config.model.kind not in ("huggingface", "custom"):
         raise ConfigError(_not_of_transformers(f"a model of kind {config.model.kind}"))
     return asked
