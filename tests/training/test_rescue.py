@@ -4,6 +4,7 @@ the run resumes from it with the exact next sample. The exception stays what it 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kit import small
+from kit.chains import TENSOR_PLAN
 from kit.worlds import in_world
 
 import lockstep
@@ -18,6 +20,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import by_step, read_manifest
 from lockstep.core.errors import Rescued
 from lockstep.core.records import Batch
+from lockstep.plan.variants import VARIANTS
 from lockstep.training.audit import audit
 
 _FAULT = "FAULT"  # environment: which code fails, on which rank (-1: on all), at which of its calls
@@ -138,17 +141,40 @@ def test_good_checkpoints_stay(tmp_path: Path) -> None:
     assert _steps(tmp_path / "run") == [4, 5]
 
 
+class WithLargeBuffer(small.WithBatchNorm):
+    """What its forwards change is too large to be copied before each update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2**18 + 1))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(points)
+
+
+_SAVES = {"every": "2 steps", "asynchronous": False}
+
+
+def test_buffers_that_a_failed_forward_has_changed_are_put_back(tmp_path: Path) -> None:
+    batch = {"batch": {"global_size": 10}}
+    undisturbed = _resumed(_config(tmp_path / "undisturbed", "WithBatchNorm", **batch))
+    config = _config(tmp_path / "run", "WithBatchNorm", **batch)
+    assert "step 5 is saved" in _failed(config, "objective 0 6")[1][0]
+    assert _resumed(config) == undisturbed
+
+
 def test_a_state_that_is_not_sound_is_not_saved(tmp_path: Path) -> None:
-    """The forward has moved the running means already, and would do so again."""
-    sections = {"batch": {"global_size": 10}, "checkpoint": {"every": "2 steps", "asynchronous": False}}
-    _, notes = _failed(_config(tmp_path / "run", "WithBatchNorm", **sections), "objective 0 6")
+    """The forward has changed the buffers already, and would do so again."""
+    sections = {"batch": {"global_size": 10}, "checkpoint": _SAVES}
+    model = {"kind": "custom", "target": f"{__name__}:WithLargeBuffer"}
+    _, notes = _failed({**_config(tmp_path / "run", **sections), "model": model}, "objective 0 6")
     assert len(notes) == 1
-    assert "could not be saved: the forward that failed may have changed the model's buffers; the newest" in notes[0]
-    kept = _steps(tmp_path / "run")
-    assert kept
-    assert all(step % 2 == 0 for step in kept)
+    assert "could not be saved: the forward that failed may have changed norm.num_batches_tracked, " in notes[0]
+    assert notes[0].endswith("and 1 more; the newest checkpoint is that of step 4")
+    assert _steps(tmp_path / "run") == [2, 4]
     (tmp_path / "data").mkdir()
-    _, notes = _failed(_config(tmp_path / "data" / "run", "WithBatchNorm", **sections), "data 0 75")
+    _, notes = _failed({**_config(tmp_path / "data" / "run", **sections), "model": model}, "data 0 75")
     assert "is saved in" in notes[0]
 
 
@@ -172,22 +198,52 @@ def test_half_an_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _steps(tmp_path / "run") == []
 
 
-def _loop(config: dict[str, Any], saves: Path) -> None:
+def _raise(kind: str) -> None:
+    if kind == "exit":
+        sys.exit(7)
+    raise KeyboardInterrupt if kind == "interrupt" else Bad(f"in {kind}")
+
+
+def _loop(config: dict[str, Any], saves: Path, kind: str) -> None:
     with lockstep.session(config) as session:
         lockstep.checkpoints(session, saves)
         for report in lockstep.steps(session):
             if report.step == 3:
-                raise Bad("in my loop")
+                _raise(kind)
 
 
-def test_a_loop_of_ones_own_saves_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "raised"), [("loop", Bad), ("exit", SystemExit), ("interrupt", KeyboardInterrupt)])
+def test_a_custom_loop_saves_too(
+    kind: str, raised: type[BaseException], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = _config(tmp_path / "unused")
-    with pytest.raises(Bad) as raised:
-        _loop(config, tmp_path / "saves")
-    assert "step 3 is saved" in raised.value.__notes__[0]
+    with pytest.raises(raised) as caught:
+        _loop(config, tmp_path / "saves", kind)
+    assert "step 3 is saved" in caught.value.__notes__[0]
+    assert ("lockstep: the state after step 3 is saved" in capsys.readouterr().err) is (kind == "exit")
+    if isinstance(caught.value, SystemExit):
+        assert caught.value.code == 7
     with lockstep.session(config) as session:
         saves = lockstep.checkpoints(session, tmp_path / "saves")
         assert saves.resumed_from == session.progress.steps == 3
+
+
+def _interrupted_amid_an_update(config: dict[str, Any], saves: Path) -> None:
+    with lockstep.session(config) as session:
+        lockstep.checkpoints(session, saves)
+        for batch in session.batches():
+            session.accumulate(batch)
+            if batch.step == 3:
+                raise KeyboardInterrupt
+            session.commit()
+
+
+def test_ctrl_c_amid_an_update_loses_no_more_than_the_update(tmp_path: Path) -> None:
+    """Its gradient is there, and nothing is updated yet."""
+    config = _config(tmp_path / "unused")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        _interrupted_amid_an_update(config, tmp_path / "saves")
+    assert "step 3 is saved" in caught.value.__notes__[0]
 
 
 _TWO = {"launch": {"device": "cpu"}}  # a rank that waited for its peers would wait for ten minutes
@@ -231,3 +287,115 @@ def _failed_or_left(config: dict[str, Any], fault: str) -> tuple[str, list[str]]
     while time.monotonic() < until and not found and not LocalStorage(place).names():
         time.sleep(0.05)
     return "left", []
+
+
+# --- where no rank holds the whole state ----------------------------------------------------------------------------
+
+_now = {"kind": "", "rank": 0, "step": 0}  # what fails, where (-1: on all ranks), and what is done already
+
+
+def _fails_here(kind: str) -> bool:
+    return _now["kind"] == kind and _now["step"] == 3 and _now["rank"] in (-1, int(os.environ["RANK"]))
+
+
+class FailsAnywhere(small.CrossEntropy):
+    """Raises after three updates, in a pass of one rank or of all."""
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        loss = super().loss_sum(outputs, batch)
+        kind = "forward" if torch.is_grad_enabled() else "evaluation"
+        if _fails_here(kind):
+            _raise(kind)
+        if _fails_here("backward"):
+            loss.register_hook(lambda gradient: _raise("backward"))
+        return loss
+
+
+def _divided(variant: str) -> dict[str, Any]:
+    variant, _, norm = variant.partition(", ")
+    plan = {"tensor_parallel": {"plan": TENSOR_PLAN}} if variant == "tensor" else {}
+    target = "kit.small:WithBatchNorm" if norm else "kit.chains:Chain"
+    asked = small.config(
+        objective={"kind": "custom", "target": f"{__name__}:FailsAnywhere"},
+        batch={"global_size": 12},
+        parallel={**VARIANTS[variant], **plan},
+        run={"steps": 5},
+        **_TWO,
+    )
+    return {**asked, "model": {"kind": "custom", "target": target}}
+
+
+def _followed(variant: str, saves: Path, kind: str, rank: int) -> tuple[int, float]:
+    """Where a run begins, and its last loss."""
+    _now.update(kind=kind, rank=rank, step=0)
+    with lockstep.session(_divided(variant)) as session:
+        lockstep.checkpoints(session, saves)
+        began, loss = session.progress.steps, 0.0
+        for report in lockstep.steps(session):
+            loss, _now["step"] = report.loss, report.step
+            if kind == "evaluation" and report.step == 3:
+                session.evaluate()
+            if kind == "gather" and report.step == 3 and not _fails_here(kind):
+                lockstep.gather(loss)
+            if kind in ("loop", "exit", "interrupt", "gather") and _fails_here(kind):
+                _raise(kind)
+    return began, loss
+
+
+def _ended_and_resumed(rows: list[tuple[str, str, int]], folder: Path) -> list[tuple[str, list[int], int, float]]:
+    """Of each row: what was raised and noted, which steps are saved then, where it resumes, the last loss."""
+    found = []
+    for number, (variant, kind, rank) in enumerate(rows):
+        saves = folder / str(number)
+        with pytest.raises((Exception, SystemExit, KeyboardInterrupt)) as caught:
+            _followed(variant, saves, kind, rank)
+        noted = [str(note) for note in getattr(caught.value, "__notes__", ())]
+        steps = list(by_step(LocalStorage(saves).names()))
+        began, loss = _followed(variant, saves, "", 0)
+        found.append((f"{type(caught.value).__name__}: {noted}", steps, began, loss))
+    return found
+
+
+_ROWS = [
+    ("fsdp", "forward", 1),
+    ("fsdp", "loop", -1),
+    ("zero1", "loop", 1),
+    ("zero3", "backward", 1),
+    ("pipeline-1f1b", "forward", 1),
+    ("tensor", "evaluation", 0),
+    ("ddp, batch norm", "forward", 1),
+]
+_VARIANTS = ("fsdp", "fsdp-grad-op", "zero0", "zero1", "zero2", "zero3", "pipeline-gpipe", "pipeline-1f1b", "tensor")
+_WITH_BUFFERS = ("ddp, batch norm", "fsdp, batch norm", "zero2, batch norm")
+_PASSES = ("forward", "backward", "evaluation")
+_MORE = [
+    (variant, kind, rank)
+    for variant in (*_VARIANTS, *_WITH_BUFFERS)
+    for kind in (*_PASSES, "loop", "gather", "exit", "interrupt")
+    for rank in (0, 1, -1)
+    if (kind, rank) != ("gather", -1)
+    and not (variant.startswith("pipeline") and kind in _PASSES and rank != 1)  # the loss is the last rank's
+]
+
+
+def _check_rows(rows: list[tuple[str, str, int]], folder: Path, patience: float) -> None:
+    told = in_world(2, _ended_and_resumed, rows, folder, patience=patience)
+    oracle = in_world(1, _followed, "single", folder / "oracle", "", 0)[0][1]
+    for (variant, kind, rank), *ranks in zip(rows, *told, strict=True):
+        row = f"{variant}: {kind} of rank {rank}"
+        for raised, steps, began, loss in ranks:
+            assert "the state after step 3 is saved in" in raised, row
+            assert (steps, began) == ([3], 3), row
+            if "norm" not in variant:  # a rank's statistics are those of its samples
+                assert loss == pytest.approx(oracle, rel=1e-5), row
+
+
+def test_ranks_that_hold_parts_save_them_together(tmp_path: Path) -> None:
+    """Also those that wait in a collective for the one that fails."""
+    _check_rows(_ROWS, tmp_path, 120)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1800)
+def test_ranks_save_their_parts_wherever_one_of_them_fails(tmp_path: Path) -> None:
+    _check_rows(_MORE, tmp_path, 1500)

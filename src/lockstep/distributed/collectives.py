@@ -2,17 +2,22 @@
 
 Alone        sum(x) = x        gather(v) = [v]           broadcast(v) = v     exchange(x) = x_0
 Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0   exchange(x) = what each has for this rank
+
+Where a rank's failure has broken the groups, objects and small tensors go over the store: see `over_store`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lockstep.distributed.store_exchange import StoreExchange
 
 
 class Alone:
@@ -80,19 +85,53 @@ class Together:
         dist.broadcast(tensor, group=self._group, group_src=0)
 
     def gather(self, value: object) -> list[object]:
+        if _exchanges:
+            return _gather_over_store(self._group, value)
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast(self, value: object) -> object:
+        if _exchanges:
+            return _gather_over_store(self._group, value)[0]
         box = [value]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
     def barrier(self) -> None:
+        if _exchanges:
+            _gather_over_store(self._group, None)
+            return
         dist.barrier(group=self._group)
 
     def close(self) -> None:
         """Lets go of the group: held beyond its end, by a user's variable, its threads would meet a Python that is
         being taken apart, and now and then abort it (`terminate called without an active exception`)."""
         del self._group
+
+
+def copy_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """In place: the first rank's of a group, everywhere; None: of all ranks."""
+    if _exchanges:
+        tensor.copy_(cast("Tensor", _gather_over_store(group, tensor.cpu())[0]))
+        return
+    dist.broadcast(tensor, group=group, group_src=0)
+
+
+_exchanges: list[StoreExchange] = []
+
+
+@contextmanager
+def over_store(exchange: StoreExchange) -> Iterator[None]:
+    """While the block runs, `gather`, `broadcast`, `barrier` and `copy_first` of all groups use the store; other
+    collectives can't be used."""
+    _exchanges.append(exchange)
+    try:
+        yield
+    finally:
+        _exchanges.pop()
+
+
+def _gather_over_store(group: dist.ProcessGroup | None, value: object) -> list[object]:
+    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    return _exchanges[-1].gather(ranks, value)

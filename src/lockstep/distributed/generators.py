@@ -58,6 +58,11 @@ def register_generator(name: str, generator: Generator) -> None:
         _waiting.pop(name)(name, generator)
 
 
+def registered() -> list[str]:
+    """Their names."""
+    return list(_registered)
+
+
 def states(rank: int) -> dict[str, Tensor]:
     """`generators.RANK.NAME` -> uint8 [bytes], copies."""
     return {f"{_PREFIX}{rank}.{name}": _kind(one).get(one) for name, one in _registered.items()}

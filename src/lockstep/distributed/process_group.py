@@ -29,6 +29,7 @@ from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import everyone
 from lockstep.distributed.collectives import Alone, Together
 from lockstep.distributed.host_memory import keep_freed_memory
+from lockstep.distributed.store_exchange import StoreExchange
 from lockstep.distributed.timeouts import waits_at_most
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -48,6 +49,7 @@ class World:
         local_rank, machine_ranks: the same of this machine.
         device: where this rank computes.
         backend: of the collectives; `none` if this process is alone.
+        exchange: between the ranks where collectives fail; None: this process is alone.
     """
 
     axis: Axis
@@ -57,6 +59,7 @@ class World:
     machine_ranks: int
     device: torch.device
     backend: str
+    exchange: StoreExchange | None = None
 
 
 @contextmanager
@@ -79,13 +82,13 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         return
     backend = _backend(launch, device)
     if dist.is_initialized():  # the user's own program made the group: it stays theirs
-        world = _world(environment, device, dist.get_backend())
+        world = _world(environment, device, dist.get_backend(), launch.timeout, ours=False)
         with everyone.is_over(world.axis):
             yield world
         return
     with _within_this_machine(environment):
         _make_group(environment, backend, device, launch.timeout)
-        world = _world(environment, device, backend)
+        world = _world(environment, device, backend, launch.timeout, ours=True)
         try:
             with waits_at_most(launch.timeout, world.rank), everyone.is_over(world.axis):
                 yield world
@@ -112,12 +115,19 @@ def _within_this_machine(environment: RankEnvironment) -> Iterator[None]:
         os.environ.pop(_GLOO_INTERFACE, None)
 
 
-def _world(environment: RankEnvironment, device: torch.device, backend: str) -> World:
+def _world(environment: RankEnvironment, device: torch.device, backend: str, timeout: float, *, ours: bool) -> World:
+    """Args:
+    ours: the group ends with this session: its connections may be closed before, if the session fails.
+    """
     group = dist.group.WORLD
     assert group is not None
     axis: Axis = Together(group) if group.size() > 1 else Alone()
     local_rank, machine_ranks = environment.local_rank, environment.local_world_size
-    return World(axis, group.rank(), group.size(), local_rank, machine_ranks, device, backend)
+    rank, size = group.rank(), group.size()
+    store = dist.distributed_c10d._get_default_store()
+    wakes = ours and backend == "gloo"
+    exchange = StoreExchange(store, rank, size, wakes=wakes, timeout=timeout) if size > 1 else None
+    return World(axis, rank, size, local_rank, machine_ranks, device, backend, exchange)
 
 
 def _device(launch: Launch, local_rank: int) -> torch.device:

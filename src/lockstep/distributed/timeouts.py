@@ -37,7 +37,7 @@ def waits_at_most(seconds: float, rank: int) -> Iterator[None]:
         except Failure:
             raise
         except Exception as error:
-            if not _waited_in_vain(error):
+            if not waited_in_vain(error):
                 raise
             raise Waited(not_answered("another rank", f"rank {rank}", seconds)) from error
 
@@ -54,7 +54,7 @@ def _default(limit: timedelta) -> Iterator[None]:
         c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
-def _waited_in_vain(error: BaseException | None) -> bool:
+def waited_in_vain(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from, is a wait that was too long."""
     while error is not None:
         if isinstance(error, RuntimeError) and _IN_VAIN.search(str(error)):

@@ -15,7 +15,6 @@ A rank that hangs says nothing. It is known by what the others say: they have wa
 
 from __future__ import annotations
 
-import re
 import signal
 import traceback
 from collections.abc import Iterable, Sequence
@@ -35,6 +34,7 @@ from lockstep.core.errors import (
     message_of,
     not_answered,
 )
+from lockstep.core.peers import blames_a_peer
 from lockstep.core.stopping import STOP_SIGNALS
 
 
@@ -55,14 +55,6 @@ class Kind(Enum):
 
 
 _WEIGHT = {Kind.PAUSED: 1, Kind.WAITED: 2, Kind.PEER: 3, Kind.ENDED: 4}  # explained by any that weighs less
-
-# What gloo, NCCL and torch's store say when it is the other side that went away.
-_PEER_WENT_AWAY = re.compile(
-    r"gloo/transport/|Connection (closed|reset) by|Broken pipe|Socket closed|recvValue failed|sendBytes failed"
-    r"|NCCL communicator was aborted|ncclRemoteError|remote process exited|failed to recv, got 0 bytes",
-    re.IGNORECASE,
-)
-
 
 _LATE = 2.0  # seconds after the first has waited in vain: whoever then finds the group broken had not been waiting
 _EXPLAINS = 0.5  # seconds that a rank's death by a signal may be noticed after what it made others do
@@ -119,7 +111,7 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
         case SystemExit():
             return End(Kind.MESSAGE, 1, str(error.code), time)
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-    return End(Kind.PEER if _blames_a_peer(error) else Kind.TRACEBACK, 1, _shortened(text), time)
+    return End(Kind.PEER if blames_a_peer(error) else Kind.TRACEBACK, 1, _shortened(text), time)
 
 
 def detail_of(failure: Failure) -> str:
@@ -211,15 +203,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _all_say(text: str, ends: Iterable[End | None]) -> bool:
     return all(end is not None and end.text == text for end in ends)
-
-
-def _blames_a_peer(error: BaseException | None) -> bool:
-    """Whether it, or what it was raised from, speaks of the other side."""
-    while error is not None:
-        if isinstance(error, RuntimeError | OSError) and _PEER_WENT_AWAY.search(str(error)):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _shortened(text: str) -> str:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.fsdp_order import Joined, OneOrder, SameOrder
+from lockstep.sharding.fsdp_units import divide_again
 from lockstep.sharding.local_parts import trained_parts
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
@@ -171,6 +172,7 @@ class ShardedByFSDP:
         pass
 
     def state(self) -> TrainingState:
+        divide_again(self.bare)
         return self._pieces.state(live_state(self.bare, self._optimizer, self._shown))
 
     def restore(self, state: TrainingState) -> None:

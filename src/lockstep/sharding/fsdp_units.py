@@ -131,6 +131,14 @@ def units_of(model: nn.Module) -> dict[Unit, FSDPModule]:
     return found
 
 
+def divide_again(model: nn.Module) -> None:
+    """Frees the whole parameters that a forward or backward has gathered and, since it failed, not given back."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module):
+                group._to_sharded()
+
+
 def refuse_without_zeros(units: Sequence[FSDPModule]) -> None:
     """Raises ConfigError: this torch can't send zeros for a parameter without a gradient."""
     if not all(hasattr(one, "set_reduce_scatter_unused_params") for one in units):

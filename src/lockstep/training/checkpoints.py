@@ -14,7 +14,7 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,10 @@ from lockstep.config.known_runs import id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.out_of_memory import mark
+from lockstep.core.peers import blames_a_peer
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
-from lockstep.distributed.collectives import Alone
+from lockstep.distributed.collectives import Alone, over_store
+from lockstep.distributed.timeouts import waited_in_vain
 from lockstep.monitor.folder import CHECKPOINTS
 from lockstep.monitor.held_folder import FolderTaken
 from lockstep.monitor.jsonl import finite
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.schema import Config
     from lockstep.core.progress import Progress
+    from lockstep.distributed.store_exchange import StoreExchange
     from lockstep.monitor.history import HistoryFiles
     from lockstep.training.session import Session
 
@@ -176,6 +179,7 @@ class Checkpoints:
         )
         self._began_at = self._session.progress.steps
         self._session.rescue = self.rescue
+        self._session.keep_buffers()
         self._session.standing = lambda: saver.standing
         self._session.heard = saver.hear
         return notes
@@ -354,56 +358,104 @@ class Checkpoints:
         known = {} if self.history is None else {HISTORY: self.history.marks()}
         return Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)), known)
 
-    def rescue(self) -> str | None:
-        """Saves what a failing run has learned since its last save; returns what to report of it.
+    def rescue(self, error: BaseException) -> str | None:
+        """Saves what a run that `error` ends has learned since its last save; returns what to report of it.
 
-        Nothing that was saved before is deleted for it. Where all ranks know of the failure they save together; where
-        they don't, one that holds the whole state saves it alone, since the others wait in a collective.
+        Nothing that was saved before is deleted for it. Where all ranks know of the failure they save together. Where
+        they don't, a rank that holds the whole state saves it alone; otherwise it calls the others, which may wait for
+        it in a collective, and all save together.
         """
         session, saver = self._session, self._saver
         step = session.progress.steps
         if saver is None or step == self._began_at:
             return None
         try:
-            failure = self._rescue(saver)
-        except Exception as error:
-            failure = reason_of(error)
+            failure = self._rescue(saver, error)
+        except Exception as another:
+            failure = reason_of(another)
         if failure is None:
             return f"the state after step {step:,} is saved in {self._storage.place}; start it again to continue"
         newest = max(by_step(self._storage.names()), default=None)
         kept = f"; the newest checkpoint is that of step {newest:,}" if newest is not None else ""
         return f"the state after step {step:,} could not be saved: {failure}{kept}"
 
-    def _rescue(self, saver: Saver) -> str | None:
+    def _rescue(self, saver: Saver, error: BaseException) -> str | None:
         """Why nothing could be saved; None if it is."""
         session = self._session
-        step = session.progress.steps
         if session.fails_together:
             saver.finish()
         else:
             saver.abandon()
-        if step in by_step(self._storage.names()):
+        unsound = self._why_unsound()
+        if not session.fails_together and not self._holds_everything():
+            return self._rescue_with_others(saver, unsound, error)
+        if self._is_saved():
             return None
-        if not session.is_between_updates(()):
+        if unsound is not None:
+            return unsound
+        return self._save_now(saver) if session.fails_together else self._rescue_alone(saver.identity)
+
+    def _why_unsound(self) -> str | None:
+        """Why the session's state is not that after its last update; None if it is, or is again now."""
+        if self._session.is_updating:
             return "the failure came in the middle of an update"
-        if not session.fails_together:
-            return self._rescue_alone(saver.identity)
-        state = session.state()
-        if not session.is_between_updates(state.changes_in_forward):
-            return "the forward that failed may have changed the model's buffers"
+        lost = self._session.undo_forward()
+        if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"
+        return None
+
+    def _holds_everything(self) -> bool:
+        """Whether this rank has the whole state, and nothing in it is each rank's own."""
+        plan = self._session.rooms.plan
+        if plan.strategy not in _REPLICATED or plan.mesh.ranks != plan.mesh.data:
+            return False
+        return not self._session.own_state().changes_in_forward
+
+    def _is_saved(self) -> bool:
+        return self._session.progress.steps in by_step(self._storage.names())
+
+    def _save_now(self, saver: Saver) -> str | None:
+        """All ranks together; returns why it failed, None if it exists."""
         saver.keep_all()
+        step, state = self._session.progress.steps, self._session.state()
         saver.start(state, self._moment(state))
         return next((report.failure for report in self.finish() if report.step == step), None)
+
+    def _rescue_with_others(self, saver: Saver, unsound: str | None, error: BaseException) -> str | None:
+        """With the other ranks, which may not know of the failure yet; collectives can't be used any more."""
+        session = self._session
+        exchange = session.rooms.world.exchange
+        assert exchange is not None, "a rank that is alone fails together with all there are"
+        if not exchange.called():
+            if blames_a_peer(error) or waited_in_vain(error):
+                return "it is divided over ranks, and another rank has ended or hangs"
+            exchange.call()
+        told = cast("list[tuple[int, str | None]]", exchange.meet((session.progress.steps, unsound)))
+        try:
+            return self._rescue_after_meeting(saver, exchange, told)
+        finally:
+            exchange.close()
+
+    def _rescue_after_meeting(
+        self, saver: Saver, exchange: StoreExchange, told: Sequence[tuple[int, str | None]]
+    ) -> str | None:
+        for rank, (_, unsound) in enumerate(told):
+            if unsound is not None:
+                return f"rank {rank}: {unsound}"
+        steps = [step for step, _ in told]
+        if len(set(steps)) > 1:
+            most = steps.index(max(steps))
+            least = steps.index(min(steps))
+            return f"rank {least} has finished update {steps[least]:,}, and rank {most} update {steps[most]:,}"
+        with over_store(exchange):
+            is_saved = self._axis.broadcast(self._is_saved() if self._axis.rank == 0 else None)
+            return None if is_saved else self._save_now(saver)
 
     def _rescue_alone(self, identity: Identity) -> str | None:
         """By one rank, without a collective."""
         session, name = self._session, name_of(self._session.progress.steps)
-        plan = session.rooms.plan
-        if plan.strategy not in _REPLICATED or plan.mesh.ranks != plan.mesh.data:
-            return "it is divided over ranks, and the others could not be reached"
         state = session.own_state()
-        if state.changes_in_forward:
-            return "buffers and generators of the other ranks could not be reached"
         with self._storage.alone(name) as first:
             if first:
                 saver = Saver(self._storage.apart(), Alone(), session.rooms.world.device, identity)

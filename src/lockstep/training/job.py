@@ -155,6 +155,8 @@ def opened(config: Config, given: Given) -> Iterator[Session]:
         session: Session | None = None
         try:
             session = assemble(config, world, given)
+            if world.exchange is not None:
+                world.exchange.listen()
             yield session
         except Exception as error:
             failure = explain(error, _setting(config, world, session), world.device)

@@ -1,15 +1,18 @@
 """A run that an exception ends keeps what it has learned: its state after the last finished update is saved.
 
-exception in a data set, an objective, a monitor, a loop of one's own --> saved, if the state is sound --> the exception
+exception in a data set, an objective, a custom loop --> saved, if the state is sound --> the exception
+sys.exit(), Ctrl-C                                   --> saved, if the state is sound --> the same exit code
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Rescued, Stopped
+from lockstep.core.terminal import say
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
@@ -24,8 +27,13 @@ def rescuing(session: Session, *hopeless: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        outcome = None if isinstance(error, (Stopped, *hopeless)) else session.rescue()
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        outcome = None if isinstance(error, (Stopped, *hopeless)) else session.rescue(error)
         if outcome is not None:
             error.add_note(Rescued(outcome))
+            if isinstance(error, SystemExit):  # Python shows nothing of it
+                say(f"lockstep: {outcome}", file=sys.stderr, flush=True)
         raise
+    finally:
+        if session.rooms.world.exchange is not None:
+            session.rooms.world.exchange.leave()

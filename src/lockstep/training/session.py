@@ -11,7 +11,7 @@ ranks alike, and kept or discarded (`commit`). Schedule, cursor and cadence foll
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from lockstep.optim.norms import clip_divisor
 from lockstep.plan.pieces import before_unused
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
+from lockstep.sharding.buffers import BufferCopies
 from lockstep.sharding.state import unused_parameters
 from lockstep.training.evaluate import evaluate
 from lockstep.training.ledger import Ledger, OrderFacts
@@ -92,7 +93,8 @@ class Session:
         ledger: which samples the updates so far have had.
         standing: asked in each vote: saves that this rank has settled, and how many of them failed.
         heard: told what the vote said of them: the sums over all ranks.
-        rescue: saves the state of a run that fails, if it can; returns what to report, None if there is nothing to.
+        rescue: saves the state of a run that this error ends, if it can; returns what to report, None if there is
+            nothing to.
         fails_together: all ranks know that one of them fails, and have finished the same update.
     """
 
@@ -103,10 +105,11 @@ class Session:
         self.ledger = Ledger(rooms.world.size, _order_facts(rooms))
         self.standing: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.heard: Callable[[float, float], None] = lambda settled, failed: None
-        self.rescue: Callable[[], str | None] = lambda: None
+        self.rescue: Callable[[BaseException], str | None] = lambda error: None
         self.fails_together = rooms.world.size == 1
         self._failure: Exception | None = None
         self._accumulating = self._updating = False
+        self._buffers_before: BufferCopies | None = None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
@@ -157,6 +160,8 @@ class Session:
     def accumulate(self, batch: GlobalBatch) -> None:
         """Forward and backward of this rank's micro-batches; the vote is opened in between."""
         scale = self.rooms.scaler.scale / self._count
+        if self._buffers_before is not None and not self._accumulating:
+            self._buffers_before.take()
         self._accumulating = True
         if self.rooms.updates_ahead is not None:
             self._updating = True
@@ -301,9 +306,26 @@ class Session:
         if self._failure is None:
             self._failure = OtherRankFailed(f"another rank has no data for the update after step {report.step}")
 
-    def is_between_updates(self, changes_in_forward: Collection[str]) -> bool:
-        """Whether parameters, optimizer state and the named tensors are as the last update has left them."""
-        return not (self._updating or (self._accumulating and changes_in_forward))
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update has begun to change parameters and optimizer state, and has not ended."""
+        return self._updating
+
+    def keep_buffers(self) -> None:
+        """From now on, keeps copies of the model's buffers while a forward may change them."""
+        self._buffers_before = BufferCopies(self.rooms.sharding.bare)
+
+    def undo_forward(self) -> list[str]:
+        """Puts back the buffers that forwards have changed since the last update. Returns the names of what they may
+        have changed besides."""
+        if not self._accumulating:
+            return []
+        model = self.rooms.sharding.bare
+        lost = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if self._buffers_before is not None:
+            self._buffers_before.put_back()
+            lost -= self._buffers_before.names
+        return [*sorted(lost), *generators.registered()]
 
     def _told(self, batch: GlobalBatch) -> tuple[int, int]:
         """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""

@@ -1,0 +1,173 @@
+"""Exchange objects between ranks over the process group's store, where collectives can't be used any more.
+
+    rank 1   raises  -> call(): a key in the store, then its connections are closed --.
+    rank 0   in a collective, which raises "connection closed by peer" at once  <-----'
+    both     meet(): each posts its status and waits for the others' -> over_store(): gather and broadcast by the store
+
+A collective that one rank has left can't be finished, and the group can't be used again. The store can: it is a server
+in the first rank's process, which every rank is connected to.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lockstep.core.errors import GiveUp
+
+_WOKEN_S = 30.0  # seconds for the others to come, who may be busy between two collectives
+_NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks that fail by themselves
+_LEFT = "left"
+_numbers = itertools.count()
+
+
+class StoreExchange:
+    """One session's. Every rank makes its own, at the same place.
+
+    Args:
+        store: of the process group.
+        wakes: close this rank's connections to its peers when it calls them, so that their collectives fail.
+        timeout: seconds that ranks wait for each other once they have met; until then it takes half a minute at most.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, wakes: bool, timeout: float) -> None:
+        self._store = PrefixStore(f"lockstep-exchange-{next(_numbers)}", store)
+        self._rank = rank
+        self._all = range(size)
+        self._wakes = wakes
+        self._timeout = timeout
+        self._patience = min(timeout, _WOKEN_S if wakes else _NOT_WOKEN_S)
+        self._has_posted = False
+        self._rounds: Counter[tuple[int, ...]] = Counter()
+
+    def listen(self) -> None:
+        """Posts where this rank's collectives listen; called once, when all groups have been made."""
+        if self._wakes:
+            self._store.set(f"listens/{self._rank}", json.dumps(sorted(_listening())))
+
+    def called(self) -> bool:
+        """Whether a rank has called the others."""
+        try:
+            return self._store.check(["call"])
+        except RuntimeError as error:
+            raise GiveUp("rank 0, which keeps the ranks' store, has ended") from error
+
+    def call(self) -> None:
+        """Calls the other ranks, and makes the collectives fail in which they wait for this one."""
+        self._store.set("call", str(self._rank))
+        if self._wakes:
+            keys = [f"listens/{rank}" for rank in self._all]
+            posted = [self._store.get(key) for key in keys if self._store.check([key])]
+            _close_connections(_listening() | {_address(one) for found in posted for one in json.loads(found)})
+
+    def meet(self, status: object) -> list[object]:
+        """Return every rank's status, in the order of ranks.
+
+        Raises:
+            GiveUp: a rank doesn't come, or has left the session.
+        """
+        self._post(status)
+        found = self._read("status", self._all, self._patience)
+        left = [str(rank) for rank, one in enumerate(found) if one == _LEFT]
+        if left:
+            raise GiveUp(f"rank {', '.join(left)} has left the run")
+        return found
+
+    def leave(self) -> None:
+        """Tells the others not to wait for this rank; does nothing where it has met them."""
+        if not self._has_posted:
+            with contextlib.suppress(RuntimeError):  # the first rank, and its store with it, is gone
+                self._post(_LEFT)
+
+    def close(self) -> None:
+        """Ends the exchange: the first rank, which keeps the store, waits until the others have read all of it."""
+        self._store.set(f"done/{self._rank}", "")
+        if self._rank == 0:
+            self._wait([f"done/{rank}" for rank in self._all], self._patience)
+
+    def gather(self, ranks: Sequence[int], value: object) -> list[object]:
+        """Return the value of each of `ranks`, in their order."""
+        key = tuple(ranks)
+        self._rounds[key] += 1
+        name = f"round/{'-'.join(map(str, key))}/{self._rounds[key]}"
+        self._store.set(f"{name}/{self._rank}", _text(value))
+        return self._read(name, key, self._timeout)
+
+    def _post(self, status: object) -> None:
+        self._has_posted = True
+        self._store.set(f"status/{self._rank}", _text(status))
+
+    def _read(self, name: str, ranks: Sequence[int], seconds: float) -> list[object]:
+        keys = [f"{name}/{rank}" for rank in ranks]
+        self._wait(keys, seconds)
+        return [_value(self._store.get(key)) for key in keys]
+
+    def _wait(self, keys: list[str], seconds: float) -> None:
+        try:
+            self._store.wait(keys, timedelta(seconds=seconds))
+        except RuntimeError as error:  # torch's DistStoreError, or the store has gone
+            try:
+                missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
+            except RuntimeError:
+                missing = ["0"]
+            ranks = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            raise GiveUp(f"rank {ranks} did not answer within {seconds:g} s") from error
+
+
+def _text(value: object) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def _value(text: bytes) -> object:
+    return pickle.loads(base64.b64decode(text))
+
+
+# --- this process's connections -----------------------------------------------------------------------------------
+
+_Address = tuple[str, int]
+
+
+def _listening() -> set[_Address]:
+    """Where this process listens, but for the store."""
+    found = {
+        _address(one.getsockname()) for one in _sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+    return {one for one in found if one[1] != int(os.environ.get("MASTER_PORT", "0"))}
+
+
+def _close_connections(listeners: set[_Address]) -> None:
+    """Ends those of this process that one of `listeners` has accepted, its own or a peer's; they stay open as files."""
+    for one in _sockets():
+        with contextlib.suppress(OSError):  # it isn't connected
+            if _address(one.getpeername()) in listeners or _address(one.getsockname()) in listeners:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Every TCP socket of this process; gloo's are known to nobody else."""
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # no socket, or closed since
+            handle = os.dup(int(name))
+            try:
+                found = socket.socket(fileno=handle)
+            except OSError:
+                os.close(handle)
+                continue
+            with found:
+                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+                    yield found
+
+
+def _address(raw: Any) -> _Address:
+    return cast("str", raw[0]).removeprefix("::ffff:"), cast("int", raw[1])
