@@ -20,6 +20,7 @@ from lockstep.config.foreign_files import Kind, read_foreign
 from lockstep.config.import_table import ANSWERS
 from lockstep.config.importing import Imported, import_config, import_file, listed, nested
 from lockstep.config.loading import load
+from lockstep.config.override import Override
 from lockstep.config.reading import leaves, read_file
 from lockstep.core.errors import ConfigError
 
@@ -882,3 +883,13 @@ def test_all_gpus_of_the_machine_are_ranks_auto(
     assert "ranks: auto" in capsys.readouterr().out
     assert main(["train", "digits", f"--{word}={value}"]) == 2
     assert "write `launch.ranks: auto`" in capsys.readouterr().err
+
+
+def test_an_override_takes_the_place_of_what_says_the_same_in_another_way(tmp_path: Path) -> None:
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({"output_dir": "out", "num_train_epochs": 3, "warmup_steps": 5, "learning_rate": 0.1}))
+    also = [Override.parse("run.steps=5"), Override.parse("schedule.warmup_ratio=0.1")]
+    settings = import_file(file, None, 2, also).settings
+    assert settings["run.steps"] == 5
+    assert settings["schedule.warmup_ratio"] == 0.1
+    assert not {"run.epochs", "schedule.warmup_steps"} & set(settings)

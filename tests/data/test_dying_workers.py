@@ -13,8 +13,10 @@ from index_sources import IndexSource, make_loader
 from kit.worlds import in_world
 from torch.utils.data import DataLoader
 
+from lockstep.core.control_groups import Kills
 from lockstep.core.errors import GiveUp
 from lockstep.core.progress import Progress
+from lockstep.data import fetching
 
 
 def _kill_the_worker() -> None:
@@ -44,7 +46,37 @@ def test_a_worker_that_dies_is_named_wherever_the_main_thread_is(seconds: float)
     # the second is the loader's own word, if it looks before the signal is heard
     how = r"\(pid \d+\) is killed by signal: Killed|\(pid\(s\) \d+\) exited unexpectedly"
     when = r"( while samples .* were fetched)?"  # it may have been at those of later updates
-    assert re.fullmatch(rf"a data worker died{when}: DataLoader worker ({how})\. If it was killed, .*", said)
+    why = r"(Reason|If it was killed): (by a person or a scheduler|out of memory).*"
+    assert re.fullmatch(rf"a data worker died{when}: DataLoader worker ({how})\. {why}", said)
+
+
+KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
+SHOWN = ". With data.loader.workers: 0 the rank fetches itself and shows what happens"
+
+
+@pytest.mark.parametrize(
+    ("said", "now", "reason"),
+    [
+        (
+            KILLED,
+            Kills(0, 3),
+            ". Reason: by a person or a scheduler; the kernel has counted no out-of-memory kill here",
+        ),
+        (
+            KILLED,
+            Kills(1, 4),
+            ". Reason: out of memory (the kernel's OOM killer, in this control group). Set fewer data.loader.workers, "
+            "or a smaller data.loader.prefetch",
+        ),
+        ("DataLoader worker (pid 7) is killed by signal: Segmentation fault. ", Kills(1, 4), ""),
+    ],
+)
+def test_why_a_worker_died_is_what_the_kernel_has_counted(
+    said: str, now: Kills, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "kernel_kills", lambda: now)
+    message = str(fetching._death(RuntimeError(said), [], Kills(0, 3)))
+    assert message == f"a data worker died: {said.strip(' .')}{reason}{SHOWN}"
 
 
 def _users_own_worker_killed() -> str:

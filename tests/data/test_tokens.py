@@ -145,3 +145,11 @@ def test_a_torn_file_is_not_read(texts):
     (folder / "train.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(ConfigError, match="is not the header of a token file"):
         open_source(section(folder, length=16), task=None, tokenizer=None)
+
+
+def test_a_refused_preparation_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for output in (tmp_path / "new" / "inner", tmp_path / "there" / "inner"):
+        with pytest.raises(ConfigError):
+            prepare([str(tmp_path / "gone.txt")], output, tokenizer="bytes")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["there"]

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from lockstep.core.control_groups import Kills
+from lockstep.core.control_groups import Kills, why_killed
 from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped, Waited
 from lockstep.launch.ends import (
     End,
@@ -15,7 +15,6 @@ from lockstep.launch.ends import (
     end_of_process,
     end_of_return,
     first_cause,
-    why_killed,
 )
 from lockstep.launch.rank import run_entry
 

@@ -29,6 +29,7 @@ from lockstep.config.foreign_words import words
 from lockstep.config.import_answers import NOTHING, Answer, Facts, NeedsRanks, is_off, not_needed, not_there, to_do
 from lockstep.config.import_table import ANSWERS
 from lockstep.config.loading import validate
+from lockstep.config.merging import ALTERNATIVES
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_flags
 from lockstep.config.reading import Table, leaves, to_python
@@ -101,7 +102,8 @@ def _imported(
     _refuse_other_ranks(file, ranks, asks)
     findings = listed(file, ranks, asks)
     over = _overridden(also)
-    settings = {key: value for one in findings for key, value in one.answer.settings.items()} | over
+    taken = {key: value for one in findings for key, value in one.answer.settings.items()}
+    settings = {key: value for key, value in taken.items() if not _is_replaced(key, over)} | over
     missing = {key: how for key, how in _NECESSARY.items() if not _has(settings, key)}
     by_key = {key: one for one in findings for key in one.answer.settings if key not in over}
     try:
@@ -179,6 +181,13 @@ def _overridden(also: Sequence[Override]) -> dict[str, object]:
     if problems:
         raise ConfigError(problems)
     return {".".join(path): to_python(node) for path, node in leaves(tree) if path}
+
+
+def _is_replaced(key: str, over: Mapping[str, object]) -> bool:
+    """Whether an override says in another way what this key says, as `run.steps` takes the place of `run.epochs`."""
+    section, _, word = key.rpartition(".")
+    ways = ALTERNATIVES.get((section,), ())
+    return word in ways and any(over.get(f"{section}.{way}") is not None for way in ways)
 
 
 def _refuse_other_ranks(file: ForeignFile, ranks: int | None, asks: str) -> None:

@@ -15,10 +15,11 @@ from lockstep.config import shape
 from lockstep.config.reading import Entry, Leaf, Node, Table
 from lockstep.config.shape import ANYTHING, Shape
 
-_ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
+ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("run",): ("steps", "samples", "tokens", "epochs"),
     ("schedule",): ("warmup_steps", "warmup_ratio"),
 }
+"""By section, words of which one holds: they say the same thing in several ways."""
 
 
 def merge(older: Table, newer: Table) -> tuple[Table, list[str]]:
@@ -69,7 +70,7 @@ def _change_kind(older: Table, newer: Table, at: Shape, path: tuple[str, ...], n
 
 def _change_alternative(older: Table, newer: Table, path: tuple[str, ...], notes: list[str]) -> Table:
     """The older layer without what the newer one says in another way."""
-    ways = _ALTERNATIVES.get(path, ())
+    ways = ALTERNATIVES.get(path, ())
     said = [way for way in ways if _has_value(newer, way)]
     lost = [way for way in ways if said and way not in newer.entries and _has_value(older, way)]
     for way in lost:

@@ -79,6 +79,21 @@ def kernel_kills(root: Path = _ROOT) -> Kills:
     )
 
 
+def why_killed(before: Kills, now: Kills, remedy: str) -> str:
+    """What SIGKILL may mean, by what the kernel has counted between the two moments.
+
+    Args:
+        remedy: sentences that tell what to change when memory ran out.
+    """
+    if now.in_group is not None and before.in_group is not None and now.in_group > before.in_group:
+        return f"out of memory (the kernel's OOM killer, in this control group). {remedy}".rstrip()
+    if now.on_machine is None or before.on_machine is None:
+        return "out of memory, perhaps (the kernel's log, dmesg, would say so)"
+    if now.on_machine > before.on_machine:
+        return f"out of memory (the kernel's OOM killer was at work on this machine meanwhile). {remedy}".rstrip()
+    return "by a person or a scheduler; the kernel has counted no out-of-memory kill here"
+
+
 def _machine() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lockstep.core.control_groups import Kills, kernel_kills, why_killed
 from lockstep.core.errors import Failure, GiveUp
 from lockstep.core.processes import end_with, end_with_other
 from lockstep.core.protocols import Source
@@ -123,18 +124,19 @@ def _from_workers(source: Source, requests: Iterable[Request], workers: Workers)
         # its own generator, or it would draw from the process' and change what the model draws
         generator=torch.Generator().manual_seed(workers.key),
     )
+    before = kernel_kills()
     forks = multiprocessing.get_start_method() == "fork"
     with nullcontext() if forks else safe_interpreters(), held_signals(forks=forks):
         answers = iter(loader)
-    with _deaths_are_named(lambda: answerer.busy_with(asked)):
+    with _deaths_are_named(_AtWork(lambda: answerer.busy_with(asked), before)):
         while True:
             try:
                 answer = next(answers, None)
             except RuntimeError as error:  # what torch raises when a worker has died
-                raise _death(error, answerer.busy_with(asked)) from error
+                raise _death(error, answerer.busy_with(asked), before) from error
             except (OSError, EOFError) as error:  # its end of a pipe is gone
                 time.sleep(_UNTIL_HEARD_S)  # SIGCHLD comes after that, and says more
-                raise _death(error, answerer.busy_with(asked)) from error
+                raise _death(error, answerer.busy_with(asked), before) from error
             if answer is None:
                 return
             asked.popleft()
@@ -208,30 +210,51 @@ def _remembered(requests: Iterable[Request], asked: deque[Request]) -> Iterator[
         yield request
 
 
-def _death(error: Exception, busy: Sequence[Request]) -> GiveUp:
+def _death(error: Exception, busy: Sequence[Request], before: Kills) -> GiveUp:
+    """
+    Args:
+        before: what the kernel had counted when the workers were started.
+    """
     if isinstance(error.__cause__, GiveUp):  # named when it was heard of
         return error.__cause__
     samples = f" while samples {' or '.join(named(request.indices) for request in busy)} were fetched" if busy else ""
+    said = str(error).strip(" .")
+    if said.endswith("signal: Killed"):
+        reason = f". Reason: {why_killed(before, kernel_kills(), _FEWER)}"
+    elif "killed by signal" in said:  # another one, such as a segmentation fault
+        reason = ""
+    else:
+        reason = f". If it was killed: {why_killed(before, kernel_kills(), _FEWER)}"
     return GiveUp(
-        f"a data worker died{samples}: {str(error).strip(' .')}. If it was killed, memory may have run out: try fewer "
-        "data.loader.workers; with 0 the rank fetches itself and shows what happens"
+        f"a data worker died{samples}: {said}{reason}. With data.loader.workers: 0 the rank fetches itself and shows "
+        "what happens"
     )
 
 
-_at_work: list[Callable[[], list[Request]]] = []  # what each set of workers is busy with
+_FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
+
+
+class _AtWork(NamedTuple):
+    """A set of workers: what it is busy with, and what the kernel had counted when it was started."""
+
+    busy: Callable[[], list[Request]]
+    before: Kills
+
+
+_at_work: list[_AtWork] = []
 
 
 @contextmanager
-def _deaths_are_named(busy: Callable[[], list[Request]]) -> Iterator[None]:
+def _deaths_are_named(workers: _AtWork) -> Iterator[None]:
     """While the block runs, wherever the main thread happens to be: there torch raises, in its handler of SIGCHLD."""
     heard = signal.getsignal(signal.SIGCHLD)
     if callable(heard) and not isinstance(heard, _Named) and _in_main_thread():
         signal.signal(signal.SIGCHLD, _Named(heard))
-    _at_work.append(busy)
+    _at_work.append(workers)
     try:
         yield
     finally:
-        _at_work.remove(busy)
+        _at_work.remove(workers)
 
 
 class _Named:
@@ -246,7 +269,8 @@ class _Named:
         except RuntimeError as error:
             if not _at_work:  # a user's own workers
                 raise
-            raise _death(error, [request for busy in _at_work for request in busy()]) from error
+            asked = [request for workers in _at_work for request in workers.busy()]
+            raise _death(error, asked, _at_work[0].before) from error
 
 
 class _Answers(Dataset[Any]):

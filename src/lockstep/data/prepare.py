@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -71,11 +72,12 @@ def prepare(
     if held_out is not None and held_out < 2:
         raise ConfigError(f"held_out {held_out} would hold out every document; every 20th is usual")
     tool = _tokenizer(tokenizer)
-    output.mkdir(parents=True, exist_ok=True)
     name = split.partition("[")[0]
     names = [name] if held_out is None else [name, "held-out"]
     if len(set(names)) < len(names):
         raise ConfigError("held_out writes a split called held-out, which is what split is called already")
+    missing = [folder for folder in (output, *output.parents) if not folder.exists()]
+    output.mkdir(parents=True, exist_ok=True)
     writers = [_Writer(output, each, tool) for each in names]
     try:
         for number, document in enumerate(_documents(inputs, split, column, configuration)):
@@ -85,6 +87,14 @@ def prepare(
     finally:
         for writer in writers:
             writer.discard()
+        _remove_empty(missing)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """From the innermost out, as far as nothing was written."""
+    with suppress(OSError):  # it isn't empty
+        for folder in folders:
+            folder.rmdir()
 
 
 # --- documents --------------------------------------------------------------------------------------------------

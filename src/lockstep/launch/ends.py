@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 
-from lockstep.core.control_groups import Kills
 from lockstep.core.errors import (
     ConfigError,
     Failure,
@@ -130,21 +129,6 @@ def end_of_process(exitcode: int, time: float) -> End:
     if name == "SIGABRT":  # what C++ does with an exception nobody catches; a broken connection is one
         return End(Kind.PEER, 1, f"was killed by {name}", time)
     return End(Kind.KILLED, 1, f"was killed by {name}", time)
-
-
-def why_killed(before: Kills, now: Kills, remedy: str) -> str:
-    """What SIGKILL may mean, by what the kernel has counted while the ranks ran.
-
-    Args:
-        remedy: sentences that tell what to change when memory ran out.
-    """
-    if now.in_group is not None and before.in_group is not None and now.in_group > before.in_group:
-        return f"out of memory (the kernel's OOM killer, in this control group). {remedy}".rstrip()
-    if now.on_machine is None or before.on_machine is None:
-        return "out of memory, perhaps (the kernel's log, dmesg, would say so)"
-    if now.on_machine > before.on_machine:
-        return f"out of memory (the kernel's OOM killer was at work on this machine meanwhile). {remedy}".rstrip()
-    return "by a person or a scheduler; the kernel has counted no out-of-memory kill here"
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:

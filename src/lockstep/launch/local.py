@@ -36,7 +36,7 @@ from pathlib import Path
 
 from lockstep.config.schema import Launch
 from lockstep.core.closed_streams import open_closed_streams
-from lockstep.core.control_groups import kernel_kills
+from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
@@ -44,7 +44,7 @@ from lockstep.core.stopping import held_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.elsewhere import read_at_start, refuse_unsettable, set_environment
-from lockstep.launch.ends import End, Kind, describe, first_cause, why_killed
+from lockstep.launch.ends import End, Kind, describe, first_cause
 from lockstep.launch.group import Member, SignalRequests, signal_requests, watch
 from lockstep.launch.outcome import Outcome, print_on_stderr
 from lockstep.launch.rank import Orders, append_end, run_entry, run_rank, signals_stop
