@@ -6,8 +6,11 @@ import gc
 import itertools
 import math
 import pickle
+import re
 import weakref
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -173,9 +176,36 @@ def test_one_name_is_of_one_kind() -> None:
         journal.mean("x", 1.0, 1)
 
 
-def test_a_scalar_is_one_number() -> None:
-    with pytest.raises(ValueError, match=r"'x' is to be one number, not a tensor of shape \[3\]; use log.histogram"):
-        Journal().scalar("x", torch.zeros(3))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda j: j.scalar("x", torch.zeros(3)),
+            "log.scalar('x'): one number is logged, not a tensor of shape [3]; use",
+        ),
+        (lambda j: j.scalar("x", "0.5"), "log.scalar('x'): a number can be logged, not a str ('0.5'); log.text takes"),
+        (lambda j: j.scalar("x", None), "log.scalar('x'): a number can be logged, not a NoneType ('None')"),
+        (lambda j: j.scalar("x", {"loss": 1.0}), "log.scalar('x'): a number can be logged, not a dict"),
+        (lambda j: j.scalar("x", torch.ones((), dtype=torch.complex64)), "log.scalar('x'): complex numbers can't be"),
+        (lambda j: j.mean("x", "1", 2), "log.mean('x'): a number can be logged, not a str ('1')"),
+        (lambda j: j.mean("x", 1.0, None), "log.mean('x'): a number can be logged, not a NoneType"),
+        (lambda j: j.histogram("x", "wide"), "log.histogram('x'): numbers can be logged, not a str ('wide')"),
+        (lambda j: j.text("x", 3), "log.text('x'): a text can be logged, not a int ('3'); log.scalar takes numbers"),
+        (lambda j: j.scalar(["x"], 3), "log.scalar(['x']): a name is a text, not a list"),
+    ],
+)
+def test_what_can_t_be_logged_is_named_with_its_type(call: Callable[[Journal], None], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        call(Journal())
+
+
+def test_numbers_of_other_kinds_are_numbers() -> None:
+    journal = Journal()
+    journal.scalar("a", np.float32(0.5))
+    journal.scalar("b", np.array([2]))
+    journal.histogram("c", [1.0, 2.0])
+    entries = journal.drain()
+    assert (entries.scalars, entries.histograms["c"].count) == ({"a": 0.5, "b": 2.0}, 2)
 
 
 def test_the_functions_write_to_the_run_that_is_recording() -> None:

@@ -102,26 +102,28 @@ class Journal:
     def empty(self) -> bool:
         return not (self._scalars or self._means or self._histograms or self._texts)
 
-    def scalar(self, name: str, value: float | Tensor) -> None:
+    def scalar(self, name: str, value: object) -> None:
         self._claim(name, "scalar")
-        self._scalars[name] = _number(name, value)
+        self._scalars[name] = _number("scalar", name, value)
 
-    def mean(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
+    def mean(self, name: str, total: object, weight: object) -> None:
         self._claim(name, "mean")
-        total, weight = _number(name, total), _number(name, weight)
+        total_now, weight_now = _number("mean", name, total), _number("mean", name, weight)
         before = self._means.get(name)
         if before is not None:
-            total, weight = _add(before[0], total), _add(before[1], weight)
-        self._means[name] = (total, weight)
+            total_now, weight_now = _add(before[0], total_now), _add(before[1], weight_now)
+        self._means[name] = (total_now, weight_now)
 
-    def histogram(self, name: str, values: Tensor) -> None:
+    def histogram(self, name: str, values: object) -> None:
         self._claim(name, "histogram")
-        counts = _Counts.of(values)
+        counts = _Counts.of(_tensor("histogram", name, values))
         before = self._histograms.get(name)
         self._histograms[name] = counts if before is None else before.plus(counts)
 
-    def text(self, name: str, text: str) -> None:
+    def text(self, name: str, text: object) -> None:
         self._claim(name, "text")
+        if not isinstance(text, str):
+            raise _misfit("text", name, text, "a text", "; log.scalar takes numbers")
         self._texts[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
     def drain(self) -> JournalEntries:
@@ -136,7 +138,9 @@ class Journal:
             kept.clear()
         return entries
 
-    def _claim(self, name: str, kind: str) -> None:
+    def _claim(self, name: object, kind: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"log.{kind}({name!r}): a name is a text, not a {type(name).__name__}")
         before = self._kinds.setdefault(name, kind)
         if before != kind:
             raise ValueError(f"log.{kind}({name!r}): {name!r} was logged by log.{before} before; give it another name")
@@ -201,17 +205,48 @@ def text(name: str, text: str) -> None:
 # --- numbers ------------------------------------------------------------------------------------------------------
 
 
-def _number(name: str, value: float | Tensor) -> float | Tensor:
-    """A float if that needs no waiting, otherwise a copy on the device: a later in-place change must not show."""
+def _number(kind: str, name: str, value: object) -> float | Tensor:
+    """A float if that needs no waiting, otherwise a copy on the device: a later in-place change must not show.
+
+    Raises:
+        TypeError: it is no number, and no tensor.
+        ValueError: it is several numbers, or a complex one.
+    """
     if isinstance(value, int | float):
         return float(value)
-    value = value.detach()
-    if value.numel() != 1:
-        raise ValueError(f"{name!r} is to be one number, not a tensor of shape {list(value.shape)}; use log.histogram")
-    if value.device.type == "cpu":
-        return float(value)
-    wide = value.float() if value.device.type == "mps" else value.double()
+    tensor = _tensor(kind, name, value)
+    if tensor.numel() != 1:
+        raise ValueError(
+            f"log.{kind}({name!r}): one number is logged, not a tensor of shape {list(tensor.shape)}; use log.histogram"
+        )
+    if tensor.device.type == "cpu":
+        return float(tensor)
+    wide = tensor.float() if tensor.device.type == "mps" else tensor.double()
     return wide.reshape(()).clone()
+
+
+def _tensor(kind: str, name: str, value: object) -> Tensor:
+    """What is logged, as a tensor that needs no gradient: a number of NumPy's and a list of numbers, too."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        found = value.detach()
+    else:
+        try:
+            found = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            wanted = "numbers" if kind == "histogram" else "a number"
+            more = "; log.text takes texts" if isinstance(value, str) else ""
+            raise _misfit(kind, name, value, wanted, more) from None
+    if found.is_complex():
+        raise ValueError(f"log.{kind}({name!r}): complex numbers can't be logged; log .abs(), or .real and .imag")
+    return found
+
+
+def _misfit(kind: str, name: str, value: object, wanted: str, more: str) -> TypeError:
+    return TypeError(
+        f"log.{kind}({name!r}): {wanted} can be logged, not a {type(value).__name__} ({str(value)[:40]!r}){more}"
+    )
 
 
 def _add(total: float | Tensor, more: float | Tensor) -> float | Tensor:
