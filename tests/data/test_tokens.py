@@ -136,6 +136,12 @@ def test_what_is_missing_is_said(texts, tmp_path):
             open_source(wrong, task=None, tokenizer=None)
 
 
+def test_a_missing_folder_is_named_in_full(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"there is no folder {tmp_path}/tokens;"):
+        open_source(section("tokens"), task=None, tokenizer=None)
+
+
 def test_a_torn_file_is_not_read(texts):
     folder = prepared(texts)
     data = (folder / "train.tokens").read_bytes()

@@ -151,7 +151,7 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 def read_header(folder: Path, split: str) -> Header:
     """Raises ConfigError that says what there is instead."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; {_PREPARE}")
+        raise ConfigError(f"there is no folder {folder.absolute()}; {_PREPARE}")
     path = folder / f"{split}.json"
     if not path.is_file():
         there = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
