@@ -155,6 +155,40 @@ def test_a_run_is_resumed_by_its_own_config_with_the_optimizer_that_was_handed_o
         trained(tmp_path / "halted", 6, own)
 
 
+def test_a_run_is_not_continued_without_the_objects_that_were_handed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its config can't state them; what stood in it in their place trained on in silence."""
+    from lockstep.cli.main import main
+
+    run = tmp_path / "run"
+    config = {**small.config(), "evaluation": {"at_end": False}, "run": {"steps": 2, "folder": str(run)}}
+    objects: dict[str, Any] = {
+        "optimizer": lambda groups: torch.optim.AdamW(groups, betas=(0.5, 0.9)), "schedule": lambda step, steps: 0.5,
+    }  # fmt: skip
+    data = {"dataset": small.points(), "collate": torch.utils.data.default_collate}
+    lockstep.train(config, **objects, **data)
+
+    arguments = "dataset=..., collate=..., optimizer=..., schedule=..."
+    keys = ("data.train.kind", "data.train.collate", "optim.name", "schedule.kind")
+    fork = ["train", str(run), "--fork", str(tmp_path / "fork")]
+    for words in (["train", str(run), "--run.steps=4"], fork, ["plan", str(run)], ["verify", str(run)]):
+        assert main(words) == 2
+        message = capsys.readouterr().err
+        assert f'hand it over again: lockstep.train("{run}", {arguments}), or write optim.name: adamw' in message
+        assert all(f"  {key}: `given` is an object handed over in Python" in message for key in keys)
+    with pytest.raises(lockstep.ConfigError) as refused:
+        lockstep.train(run, dataset=data["dataset"])
+    assert [line.split(":")[0] for line in str(refused.value).splitlines()] == ["optim.name", "schedule.kind"]
+
+    longer = {**config, "run": {"steps": 4, "folder": str(run)}}
+    with pytest.raises(lockstep.ConfigError) as refused:
+        lockstep.train(longer, dataset=data["dataset"])
+    for key in ("data.train.collate", "optim.name", "schedule.kind"):
+        assert f'\n  {key}: "given" then, ' in str(refused.value)
+    assert lockstep.train(longer, **objects, **data).summary["steps"] == 4
+
+
 NAMES = {
     "a name": (None, "model.inputs: Renamed has forward(x), and the data gives points, name; add to "
                "model.inputs: {points: x, name: null} (null leaves an input out)"),

@@ -306,6 +306,8 @@ class GivenData(Section):
     """A Dataset handed over in Python: `lockstep.train(config, dataset=...)`."""
 
     kind: Literal["given"]
+    collate: Literal["given"] | None = None
+    """`given`: a collate function handed over in Python, too; null: torch's."""
 
 
 DataSource = Annotated[
@@ -367,8 +369,8 @@ class ParameterRule(Section):
 class Optim(Section):
     """By which rule parameters are updated."""
 
-    name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion"] = "adamw"
-    """The optimizer. `muon` updates matrices, and all other parameters by AdamW."""
+    name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "given"] = "adamw"
+    """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `given`: one handed over in Python."""
     lr: Annotated[float, Field(ge=0)] = 1e-3
     """Peak learning rate; the schedule scales it."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -409,8 +411,9 @@ class Optim(Section):
 class Schedule(Section):
     """Learning rate as a function of progress: warm-up, then the kind's curve down to `final_ratio` of the peak."""
 
-    kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
-    """Curve of the learning rate after the warm-up; `constant` stays at the peak."""
+    kind: Literal["constant", "linear", "cosine", "warmup-stable-decay", "given"] = "cosine"
+    """Curve of the learning rate after the warm-up; `constant` stays at the peak; `given`: a function handed over in
+    Python, which replaces the whole schedule."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Updates over which the rate rises to its peak; null: by `warmup_ratio`, or none."""
     warmup_ratio: Fraction | None = None

@@ -200,11 +200,12 @@ def _factored(parameter: ParameterFacts, optim: Optim) -> int:
 
 
 _State = Callable[[ParameterFacts, Optim], int]
-_STATES: Mapping[Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion"], _State] = {
+_STATES: Mapping[Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "given"], _State] = {
     "adamw": _two_moments,
     "adam": _two_moments,
     "sgd": _momentum,
     "muon": _momentum_of_matrices,
     "adafactor": _factored,
     "lion": _one_moment,
+    "given": _two_moments,  # nothing is known of it: as of the most common ones
 }

@@ -15,8 +15,7 @@ from lockstep.proof.api import prove
 from lockstep.proof.html import Told, compose
 from lockstep.proof.rows import Row, head, line, story
 from lockstep.proof.tolerances import TOLERANCES
-from lockstep.training.command import refuse_given
-from lockstep.training.given import Given
+from lockstep.training.given import Given, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import Loaded
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     """Returns the exit code."""
-    refuse_given(loaded.config)
+    refuse_given(loaded)
     given = Given(trust_remote_code=arguments.trust_remote_code)
 
     def begin(proof: Proof) -> None:

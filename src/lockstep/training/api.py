@@ -27,7 +27,7 @@ from lockstep.distributed.everyone import print_once
 from lockstep.launch.elsewhere import refuse_number
 from lockstep.launch.local import refuse_import_of_script
 from lockstep.training.checkpoints import Checkpoints, Resume
-from lockstep.training.given import Given
+from lockstep.training.given import Given, refuse_missing
 from lockstep.training.job import Finished, Job, opened, run_job
 from lockstep.training.rescue import rescuing
 from lockstep.training.session import Session
@@ -35,6 +35,8 @@ from lockstep.training.session import Session
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from lockstep.config.loading import Loaded
 
 
 def checkpoints(
@@ -152,23 +154,26 @@ def resolved(config: ConfigLike, given: Given, *, trusted: bool = False, writes:
     Args:
         trusted, writes: as of `approval.approved`.
     """
-    handed = _handed(given)
+    checked = approved(_loaded(config, _handed(given)), trusted=trusted, writes=writes)
+    refuse_missing(checked, given)
+    return checked
+
+
+def _loaded(config: ConfigLike, handed: Mapping[str, Any]) -> Loaded:
     if not isinstance(config, str | os.PathLike):
         values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
-        return approved(validate(_with(values, handed)), trusted=trusted)
+        return validate(_with(values, handed))
     recipe = resolve_recipe(os.fspath(config))
     if not handed:
-        loaded = load([recipe.path], of_runs=[recipe.path] if recipe.of_run else [])
-        return approved(loaded, trusted=trusted, writes=writes)
+        return load([recipe.path], of_runs=[recipe.path] if recipe.of_run else [])
     tree, wrong = read_file(recipe.path)
     if wrong or tree is None:
         raise ConfigError(wrong)
     loaded = validate(_with(cast("Mapping[str, Any]", to_python(tree)), handed))
     run = run_of(recipe.path, tree, named=recipe.of_run)
     if run is None:
-        return approved(loaded, trusted=trusted, writes=writes)
-    loaded = replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
-    return approved(loaded, trusted=trusted, writes=writes)
+        return loaded
+    return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
 
 
 def _with(values: Mapping[str, Any], handed: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,25 +183,34 @@ def _with(values: Mapping[str, Any], handed: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+_OF_RULES = ("name", "betas", "eps", "momentum", "nesterov")  # settings of the optimizers that have a name
+
+
 def _still_meant(name: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is said beside an object that is handed over: all of the data, and what goes for any model."""
+    """What is said beside an object that is handed over: all of the data, what goes for any model, and for any
+    optimizer."""
     if name == "model":
         return {key: value for key, value in asked.items() if key in ModelSection.model_fields}
+    if name == "optim":
+        return {key: value for key, value in asked.items() if key not in _OF_RULES}
     return asked if name == "data" else {}
 
 
 def _handed(given: Given) -> dict[str, Any]:
     """The sections that handed-over objects stand for."""
     kind = {"kind": "given"}
+    source = {"kind": "given", "collate": "given"} if given.collate is not None else kind
     data: dict[str, Any] = {}
     if given.dataset is not None:
-        data["train"] = kind
+        data["train"] = source
     if given.evaluation:
-        data["evaluation"] = dict.fromkeys(given.evaluation, kind)
+        data["evaluation"] = dict.fromkeys(given.evaluation, source)
     sections = {
         "model": kind if given.model is not None else {},
         "objective": kind if given.objective is not None else {},
         "data": data,
+        "optim": {"name": "given"} if given.optimizer is not None else {},
+        "schedule": kind if given.schedule is not None else {},
     }
     return {name: section for name, section in sections.items() if section}
 

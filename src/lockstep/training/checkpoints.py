@@ -586,8 +586,11 @@ def changes(config: Mapping[str, Any], state: Mapping[str, Any], session: Sessio
     found = []
     for place in _THE_RUN:
         then, now = _at(config, place), _at(here, place)
-        if then != now:
+        if then != now and not (place == "optim.name" and now == "given"):  # earlier versions recorded another name
             found += _differences(place, then, now)
+    then, now = _at(config, "schedule.kind"), _at(here, "schedule.kind")
+    if then == "given" != now:  # a curve of the config's may be changed; this one somebody has only left out
+        found += _differences("schedule.kind", then, now)
     saved, mine = state.get("data", {}), data_facts(session)
     if not any(line.startswith("data.") for line in found):
         found += [

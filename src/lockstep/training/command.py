@@ -32,7 +32,7 @@ from lockstep.plan.schedule import used_of_budget
 from lockstep.plan.told_sizes import NOT_READ, facts_of_config
 from lockstep.training.assemble import refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
-from lockstep.training.given import Given
+from lockstep.training.given import Given, refuse_given
 from lockstep.training.job import Job, imports_ahead, opened, run_job
 from lockstep.training.out_of_memory import advice, setting_of
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
@@ -56,7 +56,7 @@ _SHOWN = 5  # settings that differ, in a message
 def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
     """Returns the exit code."""
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
-    refuse_given(config)
+    refuse_given(loaded)
     folder = config.run.folder
     _refuse_start(config, arguments)
     _refuse_taken_fork(config, arguments)
@@ -240,18 +240,6 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, Outcome]:
     return folder.path, outcome
 
 
-def refuse_given(config: Config) -> None:
-    """From the command line nobody can hand over an object."""
-    kinds = {"model": config.model.kind, "objective": config.objective.kind, "data.train": config.data.train.kind}
-    problems = [
-        Problem("", f"{key}.kind", "`given` is an object handed over in Python; from a config, name a `custom` one")
-        for key, kind in kinds.items()
-        if kind == "given"
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
 def _be_a_rank(job: Job, folder: Path) -> int:
     run_job(replace(job, folder=folder))
     return 0
@@ -285,11 +273,22 @@ def evaluate(run: Path, arguments: EvaluateArguments) -> int:
 
 def _for_evaluation(config: Config) -> Config:
     """A training set that was handed over in Python isn't here, and isn't needed: an evaluation set takes its place."""
+    config = _without_updates(config)
     sets = config.data.evaluation
     if config.data.train.kind != "given" or not sets or any(one.kind == "given" for one in sets.values()):
         return config
     data = config.data.model_copy(update={"train": next(iter(sets.values()))})
     return config.model_copy(update={"data": data})
+
+
+def _without_updates(config: Config) -> Config:
+    """An evaluation makes no update: an optimizer and a schedule that were handed over aren't needed."""
+    optim, schedule = config.optim, config.schedule
+    if optim.name == "given":
+        optim = optim.model_copy(update={"name": "adamw"})
+    if schedule.kind == "given":
+        schedule = schedule.model_copy(update={"kind": "constant"})
+    return config.model_copy(update={"optim": optim, "schedule": schedule})
 
 
 def _for_whole_weights(config: Config) -> Config:
@@ -369,7 +368,7 @@ def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
     from lockstep.plan.plan import Machine, as_json, describe, make_plan
 
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
-    refuse_given(config)
+    refuse_given(loaded)
     facts, notes = _facts_to_plan_by(config, given)
     model = sketch_model(config.model, facts, trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(config.launch)
@@ -398,7 +397,7 @@ def deepspeed_config(loaded: Loaded, *, trust_remote_code: bool) -> int:
     from lockstep.plan.plan import derived_for_deepspeed, make_plan
 
     config, given = loaded.config, Given(trust_remote_code=trust_remote_code)
-    refuse_given(config)
+    refuse_given(loaded)
     if config.parallel.strategy != "deepspeed":
         why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write deepspeed"
         raise ConfigError(Problem("", "parallel.strategy", why))

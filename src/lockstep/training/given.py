@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.optim.stepping import needs_closure
+
+if TYPE_CHECKING:
+    from lockstep.config.loading import Loaded
+    from lockstep.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,89 @@ def _named(given: object, key: str) -> str | None:
 
 def _kind(given: object) -> str:
     return type(given).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A key of a config that stands for an object handed over in Python.
+
+    Attributes:
+        key: whose value is `given`.
+        argument: of `lockstep.train` that takes the object.
+        wanted: what it is.
+        instead: a setting that needs no object.
+    """
+
+    key: str
+    argument: str
+    wanted: str
+    instead: str
+
+
+_MODULE = "a torch.nn.Module, or a function that makes one"
+_DATASET = "a map-style Dataset"
+_OBJECTIVE = "an object with `count` and `loss_sum`"
+_COLLATE = "a function: list of items -> batch"
+_OPTIMIZER = "a function of parameter groups that makes a torch optimizer"
+_SCHEDULE = "a function (step, steps) -> share of optim.lr"
+
+
+def handed_in(config: Config) -> Iterator[Handed]:
+    """Every object that this config leaves to the program."""
+    if config.model.kind == "given":
+        yield Handed("model.kind", "model", _MODULE, "custom")
+    if config.objective.kind == "given":
+        yield Handed("objective.kind", "objective", _OBJECTIVE, "custom")
+    yield from _handed_data(config)
+    if config.optim.name == "given":
+        yield Handed("optim.name", "optimizer", _OPTIMIZER, "adamw")
+    if config.schedule.kind == "given":
+        yield Handed("schedule.kind", "schedule", _SCHEDULE, "cosine")
+
+
+def _handed_data(config: Config) -> Iterator[Handed]:
+    sources = {"data.train": config.data.train}
+    sources |= {f"data.evaluation.{name}": section for name, section in config.data.evaluation.items()}
+    for key, section in sources.items():
+        if section.kind != "given":
+            continue
+        yield Handed(f"{key}.kind", "dataset" if key == "data.train" else "evaluation", _DATASET, "custom")
+        if section.collate is not None:
+            yield Handed(f"{key}.collate", "collate", _COLLATE, "null")
+
+
+def refuse_missing(config: Config, given: Given) -> None:
+    """Raises ConfigError: the config says that an optimizer, a schedule or a collate function was handed over, and here
+    none was. Models, data and objectives are looked for where they are used."""
+    missing = [
+        _missing(one)
+        for one in handed_in(config)
+        if one.argument in ("optimizer", "schedule", "collate") and getattr(given, one.argument) is None
+    ]
+    if missing:
+        raise ConfigError(missing)
+
+
+def _missing(one: Handed) -> Problem:
+    why = f"`given` takes {one.wanted} handed over in Python, and nothing was; add {one.argument}=..., or write "
+    return Problem("", one.key, f"{why}{one.key}: {one.instead}")
+
+
+def refuse_given(loaded: Loaded) -> None:
+    """Raise ConfigError if the config names objects, which nobody can hand over from the command line."""
+    found = list(handed_in(loaded.config))
+    if not found:
+        return
+    arguments = ", ".join(dict.fromkeys(f"{one.argument}=..." for one in found))
+    run = str(loaded.runs[0].run) if loaded.runs else None
+    call = f'lockstep.train("{run or "CONFIG"}", {arguments})'
+    accept = "" if run is None else " and accept the change: --accept-changes"
+    raise ConfigError([Problem("", one.key, _handed_over(one, call) + accept) for one in found])
+
+
+def _handed_over(one: Handed, call: str) -> str:
+    another = "name a `custom` one here" if one.instead == "custom" else f"write {one.key}: {one.instead}"
+    return f"`given` is an object handed over in Python; hand it over again: {call}, or {another}"
 
 
 def not_given(key: str, wanted: str, got: object) -> ConfigError:
