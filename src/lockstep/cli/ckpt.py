@@ -279,10 +279,10 @@ def _import_run(asked: argparse.Namespace, overrides: Sequence[Override], flags:
         raise ConfigError("--force replaces a file of weights; a run is made in a new folder")
     loaded, name = approved_config([asked.config], overrides, flags, trusted=asked.trust_run)
 
-    from lockstep.training.command import refuse_given
+    from lockstep.training.given import refuse_given
     from lockstep.training.importing_runs import import_run
 
-    refuse_given(loaded.config)
+    refuse_given(loaded)
     made = import_run(asked.file, asked.folder, loaded.config, name, trust_remote_code=asked.trust_remote_code)
     say(made)
     if asked.json:

@@ -26,8 +26,7 @@ from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
 from lockstep.monitor.figures import size
-from lockstep.training.command import refuse_given
-from lockstep.training.given import Given
+from lockstep.training.given import Given, refuse_given
 from lockstep.training.job import imports_ahead
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class Measured:
 
 def memory(loaded: Loaded, recipe: str, arguments: MemoryArguments) -> int:
     """Returns the exit code."""
-    refuse_given(loaded.config)
+    refuse_given(loaded)
     asked = configs(_long_enough(loaded.config, arguments.steps), arguments.modes)
     given = Given(trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(loaded.config.launch)
