@@ -166,9 +166,9 @@ def leaving(ranks: list[int], steps: list[int], micro_size: int, strategy: str) 
 
 def refusal(asked: dict[str, Any]) -> str:
     """Of the first four updates, by a rank that doesn't wait long for others to do as it does."""
-    from lockstep.sharding import fsdp_order
+    from lockstep.sharding import passes
 
-    fsdp_order._OTHERS_WAIT = timedelta(seconds=1)
+    passes._OTHERS_WAIT = timedelta(seconds=1)
     return small.refusal(asked, 4)
 
 
@@ -184,6 +184,50 @@ def test_ranks_that_differ_from_the_first_on_are_both_told() -> None:
     asked["parallel"]["ddp"] = {}
     for message in in_world(2, small.refusal, asked):
         assert message.startswith("parallel.ddp.find_unused_parameters: false, but samples decide which modules run: ")
+
+
+# --- ZeRO -----------------------------------------------------------------------------------------------------------
+
+GATHERED: dict[str, Any] = {"config": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}}
+ZERO: dict[str, dict[str, Any]] = {
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 2, bucket by bucket": {
+        "zero_stage": 2,
+        "config": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 20, "overlap_comm": True}},
+    },
+    "zero 3, nothing gathered": {"zero_stage": 3},
+    "zero 3": {"zero_stage": 3, **GATHERED},
+}
+
+
+def under_zero(asked: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    return {**asked, "parallel": {"strategy": "deepspeed", "deepspeed": options}}
+
+
+def test_ranks_of_zero_that_differ_from_the_first_on_are_both_told() -> None:
+    asked = [under_zero(skipping("SkippedSteps", 6), options) for options in ZERO.values()]
+    for messages in in_world(2, small.refusals, asked):
+        for message in messages:
+            assert message.startswith("parallel.ddp.find_unused_parameters: false, but samples decide which modules ")
+            assert re.search(r"rank 0 .* steps.* where rank 1 .* steps.* Take parallel.strategy: ddp and ", message)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("zero 1", [0, 2]), ("zero 2, bucket by bucket", [0, 2]), ("zero 2", [0, 2, 1]), ("zero 3", [0, 2])],
+)
+def test_a_rank_of_zero_that_does_otherwise_in_a_later_update_is_named(name: str, steps: list[int]) -> None:
+    """Also where gradients of one parameter would be added to those of another of its shape, and nothing would hang."""
+    began = time.monotonic()
+    told = in_world(2, refusal, under_zero(leaving([1], steps, 3, "deepspeed"), ZERO[name]))
+    assert time.monotonic() - began < 30
+    assert re.search(r"rank 1 .* where in its first such pass it .* steps\.[12]", told[1])
+
+
+def test_what_all_ranks_of_zero_leave_out_in_a_later_update_is_no_fault() -> None:
+    asked = [under_zero(leaving([0, 1], [0, 2], 3, "deepspeed"), options) for options in ZERO.values()]
+    assert in_world(2, small.refusals, asked) == [[""] * len(ZERO)] * 2
 
 
 # --- the remedy -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from lockstep.core.errors import ConfigError, GiveUp, Problem
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import FlatShard
 from lockstep.sharding.buffers import SharedBuffers
+from lockstep.sharding.deepspeed_order import DeepSpeedOrder
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
 from lockstep.sharding.state import (
     live_state,
@@ -180,12 +181,22 @@ class DividedByDeepSpeed:
         engine: of `engage`.
         entries: what the optimizer keeps of each element (`exp_avg`, ...), zero at first.
         counts: it also counts updates (`step`).
+        device: where ranks compute.
+        before_unused: as `sharding.state.unused_parameters` has it.
     """
 
     norm_is_whole = False
 
     def __init__(
-        self, engine: Any, model: nn.Module, squared_norm: SquaredNorm, entries: Sequence[str], *, counts: bool
+        self,
+        engine: Any,
+        model: nn.Module,
+        squared_norm: SquaredNorm,
+        entries: Sequence[str],
+        *,
+        counts: bool,
+        device: torch.device,
+        before_unused: str,
     ) -> None:
         self.bare = self.module = model
         self.averages_over = dist.get_world_size()
@@ -200,6 +211,7 @@ class DividedByDeepSpeed:
         self._flats = _flats(self._zero, self._stage)
         self._parts = {part.name: part for part in _parts(self._zero, self._stage, model, self._flats)}
         self._reached = _Reached(model)
+        self._order = DeepSpeedOrder(self._zero, self._stage, model, device, before_unused)
         self._make_state()
 
     def _make_state(self) -> None:
@@ -220,10 +232,12 @@ class DividedByDeepSpeed:
         self._engine.set_gradient_accumulation_boundary(last)
         self._zero.clear_backward_seen_flag()  # a forward begins: as the engine's own does
         self._buffers.before_forward(last)
+        self._order.begin(last=last)
         return NO_WINDOW
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         _backward(self._engine, loss, seed)
+        self._order.end()
 
     def unreached(self) -> list[str]:
         return self._reached.lacking()

@@ -15,25 +15,18 @@ costs no message. Joined (`find_unused_parameters: true`) agrees on each collect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.core.errors import ConfigError, Problem
 from lockstep.sharding.fsdp_units import Unit, refuse_without_zeros, units_of
+from lockstep.sharding.passes import END, Passes, Ranks
 from lockstep.sharding.state import unused_parameters
 
 if TYPE_CHECKING:
     from lockstep.sharding.local_parts import Part
-
-_KEY = "parallel.ddp.find_unused_parameters"
-_EVALUATION = "evaluation"
-_END = 0
-_OTHERS_WAIT = timedelta(seconds=5)
-"""The collective before has brought all ranks to nearly the same place."""
 
 
 class SameOrder(Protocol):
@@ -52,23 +45,6 @@ class SameOrder(Protocol):
     def end_update(self, parts: Sequence[Part]) -> None: ...
 
 
-class _Ranks:
-    """Exchanges one number with each of the others."""
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self.numbers: list[int] = (
-            dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-        )
-
-    def exchange(self, number: int) -> list[int]:
-        mine = torch.tensor([number], device=self._device)
-        found = mine.new_empty(len(self.numbers))
-        dist.all_gather(list(found.view(-1, 1)), mine, group=self._group)
-        return cast("list[int]", found.tolist())
-
-
 class OneOrder:
     """Refuses, before it is made, a collective that other ranks don't make at the same place.
 
@@ -85,45 +61,44 @@ class OneOrder:
         self._units = units_of(model)
         self._by_number = {unit.number: unit for unit in self._units}
         self._names = {id(one): name for name, one in model.named_parameters()}
-        self._ranks = _Ranks(group, device)
-        self._known: dict[str, list[int]] = {}
-        self._kind: str | None = None
-        self._now: list[int] = []
-        self._learns = False
-        self._begun = 0
+        remedy = f"{before_unused}write true"
+        self._passes = Passes(
+            "fsdp",
+            Ranks(group, device),
+            self._what,
+            "Under fsdp all ranks must gather the same modules in the same order. "
+            f"{remedy[0].upper()}{remedy[1:]}, which lets ranks leave modules out, at a small message for each that "
+            "is gathered; under parallel.fsdp.wrap: root there is one to gather",
+        )
         for unit, module in self._units.items():
             unit.watch(module, self)
 
     def begin(self, *, reduces: bool) -> None:
         """See `SameOrder`."""
-        self._start("last" if reduces else "accumulated")
+        self._passes.begin("last" if reduces else "accumulated")
 
     def begin_forward(self) -> None:
         """See `SameOrder`."""
-        if self._kind is None and not torch.is_grad_enabled():
-            self._start(_EVALUATION)
+        self._passes.begin_forward()
 
     def end_forward(self) -> None:
         """See `SameOrder`."""
-        if self._kind == _EVALUATION:
-            self._end()
-        else:
-            self._see(_END)
+        self._passes.end_forward()
 
     def end_backward(self) -> None:
         """See `SameOrder`."""
-        self._end()
+        self._passes.end()
 
     def end_update(self, parts: Sequence[Part]) -> None:
         """See `SameOrder`: nothing is left to do."""
 
     def gather(self, unit: Unit) -> None:
         """See `fsdp_units.Order`."""
-        self._see(2 * unit.number + 1)
+        self._passes.see(2 * unit.number + 1)
 
     def reduce(self, unit: Unit, used: Sequence[Tensor]) -> None:
         """See `fsdp_units.Order`."""
-        if self._kind is None:
+        if not self._passes.under_way:
             return
         if len(used) < len(unit.trained):
             there = {id(one) for one in used}
@@ -133,66 +108,11 @@ class OneOrder:
                 before=self._before_unused,
             )
         if used:
-            self._see(2 * unit.number + 2)
-
-    def _start(self, kind: str) -> None:
-        self._kind, self._now, self._begun = kind, [], self._begun + 1
-        self._learns = kind not in self._known
-
-    def _end(self) -> None:
-        self._see(_END)
-        if self._learns and self._kind is not None:
-            self._known[self._kind] = self._now
-        self._kind = None
-
-    def _see(self, number: int) -> None:
-        """A gather of a unit, its reduction, or the end, by number."""
-        if self._kind is None:  # a forward that nobody trains or evaluates with
-            return
-        if not self._learns:
-            known, place = self._known[self._kind], len(self._now)
-            if place >= len(known) or known[place] != number:
-                if not self._all_do_so(number):
-                    raise self._changed(known[place] if place < len(known) else _END, number)
-                self._learns = True
-        if self._learns:
-            self._compare(self._ranks.exchange(number))
-        self._now.append(number)
-
-    def _compare(self, numbers: Sequence[int]) -> None:
-        other = next((at for at, number in enumerate(numbers) if number != numbers[0]), None)
-        if other is None:
-            return
-        what = (self._what(numbers[0]), self._what(numbers[other]))
-        ranks = self._ranks.numbers
-        raise _refusal(f"rank {ranks[0]} {what[0]} where rank {ranks[other]} {what[1]}", self._before_unused)
-
-    def _changed(self, known: int, number: int) -> ConfigError:
-        return _refusal(
-            f"rank {dist.get_rank()} {self._what(number)} where in its first such pass it {self._what(known)}, as "
-            "other ranks go on to do",
-            self._before_unused,
-        )
+            self._passes.see(2 * unit.number + 2)
 
     def _what(self, number: int) -> str:
-        if number == _END:
-            return "was done"
         unit = self._by_number[(number - 1) // 2]
         return f"gathered {unit}" if number % 2 else f"reduced the gradients of {unit}"
-
-    def _all_do_so(self, number: int) -> bool:
-        """Whether all ranks leave the order that they know, at this place and in the same way: then it is no fault.
-        Those that keep to it are in a collective, and say nothing."""
-        store = dist.distributed_c10d._get_default_store()
-        ranks = self._ranks.numbers
-        place = f"lockstep/fsdp order/{ranks[0]}/{self._begun}/{len(self._now)}"
-        keys = [f"{place}/{rank}" for rank in ranks]
-        store.set(f"{place}/{dist.get_rank()}", str(number))
-        try:
-            store.wait(keys, _OTHERS_WAIT)
-        except RuntimeError:  # torch's DistStoreError: they haven't come
-            return False
-        return all(store.get(key) == str(number).encode() for key in keys)
 
 
 class Joined:
@@ -207,7 +127,7 @@ class Joined:
         refuse_without_zeros(list(self._units.values()))
         self._by_number = {unit.number: unit for unit in self._units}
         self._group = group
-        self._ranks = _Ranks(_on_host(group), torch.device("cpu"))
+        self._ranks = Ranks(_on_host(group), torch.device("cpu"))
         self._backward = False
         self._agrees = False
         self._used: set[int] = set()
@@ -223,12 +143,12 @@ class Joined:
 
     def end_forward(self) -> None:
         """See `SameOrder`: joins what other ranks' forwards still gather."""
-        self._until(_END)
+        self._until(END)
         self._backward = torch.is_grad_enabled()
 
     def end_backward(self) -> None:
         """See `SameOrder`: joins what other ranks' backwards still gather and reduce."""
-        self._until(_END)
+        self._until(END)
         self._backward = False
 
     def end_update(self, parts: Sequence[Part]) -> None:
@@ -265,9 +185,9 @@ class Joined:
     def _chosen(self, wanted: Sequence[int]) -> int:
         """Of what ranks want the one that comes first: gathers before reductions, in the order of the pass."""
         gathers = [number for number in wanted if number % 2]
-        left = gathers or [number for number in wanted if number != _END]
+        left = gathers or [number for number in wanted if number != END]
         if not left:
-            return _END
+            return END
         return max(left) if self._backward else min(left)
 
 
@@ -278,16 +198,3 @@ def _on_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     ranks = dist.get_process_group_ranks(group) if group is not None else None
     made = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
     return cast("dist.ProcessGroup", made)
-
-
-def _refusal(what: str, before_unused: str) -> ConfigError:
-    remedy = f"{before_unused}write true"
-    return ConfigError(
-        Problem(
-            "",
-            _KEY,
-            f"false, but samples decide which modules run: {what}. Under fsdp all ranks must gather the same modules "
-            f"in the same order. {remedy[0].upper()}{remedy[1:]}, which lets ranks leave modules out, at a small "
-            "message for each that is gathered; under parallel.fsdp.wrap: root there is one to gather",
-        )
-    )

@@ -239,7 +239,15 @@ def _deepspeed(parts: Parts) -> Sharding:
         return ReplicatedByDeepSpeed(engage(model, idle, handed, device), model, optimizer, squared_norm)
     rule = parts.optimizer_of.elementwise(model.named_parameters())
     engine = engage(model, rule.optimizer, handed, device)
-    return DividedByDeepSpeed(engine, model, squared_norm, rule.entries, counts=rule.counts)
+    return DividedByDeepSpeed(
+        engine,
+        model,
+        squared_norm,
+        rule.entries,
+        counts=rule.counts,
+        device=device,
+        before_unused=_before_unused(parts),
+    )
 
 
 _SHARDING: Mapping[str, Callable[[Parts], Sharding]] = {
