@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -277,6 +278,40 @@ def test_a_display_that_could_not_start_can_be_stopped() -> None:
         display.stop()
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is left is written when it is closed
     assert (sys.stdout, sys.stderr) == before
+
+
+PRINTS_ABOVE_ROWS = """
+import sys
+from pathlib import Path
+from lockstep.launch.streams import doubled
+from lockstep.monitor.live import LiveDisplay, Status
+
+with doubled(Path(sys.argv[1])):
+    display = LiveDisplay(sys.stdout)
+    display.start()
+    display.show(Status(1, 3, "0:14 left", ("loss 2.345",)))
+    display.print("a report")
+    print("of user code")
+    print("a warning", file=sys.stderr)
+    display.show(Status(2, 3, "0:07 left", ("loss 1.234",)))
+    print("begun", end="")
+    display.stop()
+    print(", ended")
+"""
+
+
+def test_a_log_has_what_is_printed_and_none_of_the_drawings(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    reader, writer = pty.openpty()
+    subprocess.run([sys.executable, "-c", PRINTS_ABOVE_ROWS, str(log)], stdout=writer, stderr=writer, check=True)
+    os.close(writer)
+    shown = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    assert log.read_text() == "a report\nof user code\na warning\nbegun, ended\n"
+    assert "2/3" in shown
+    assert "loss 1.234" in shown
+    for line in log.read_text().splitlines():
+        assert line in shown
 
 
 def test_a_terminal_that_hangs_up_does_not_end_the_run() -> None:

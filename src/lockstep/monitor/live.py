@@ -9,9 +9,12 @@ Drawn when a report comes, not by a thread, and only so often that drawing takes
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 from lockstep.core.terminal import plain_line
 
@@ -83,7 +86,11 @@ def terminal_width(stream: TextIO) -> int:
 
 
 class LiveDisplay:
-    """Two rows on a terminal, with rich, which is imported here alone."""
+    """Two rows on a terminal, with rich, which is imported here alone.
+
+    The rows are drawn on the terminal itself. What is printed meanwhile, by user code too, goes to the streams that
+    were there before, above the rows: where a stream also writes a log, the log has the text and none of the drawings.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -95,11 +102,21 @@ class LiveDisplay:
                 raise BrokenPipeError("the terminal is gone")
 
         self._stream = stream
-        self._terminal = Terminal(file=stream, force_terminal=True, highlight=False)
+        terminal = sys.__stdout__ if _is_standard_output(stream) else stream
+        self._terminal = Terminal(file=terminal, force_terminal=True, highlight=False)
         self._signs = "━━" if "utf" in self._terminal.encoding else "=-"
-        self._live: Live = Live(console=self._terminal, auto_refresh=False, transient=True)
+        self._live: Live = Live(
+            console=self._terminal,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._started = False
         self._seconds = _SECONDS_BETWEEN_DRAWINGS
+        self._status: Status | None = None
+        self._above: list[AboveRows] = []
+        self._lock = threading.RLock()  # user code prints in threads, too
 
     @property
     def seconds_between_drawings(self) -> float:
@@ -109,20 +126,41 @@ class LiveDisplay:
         self._live.start()
         self._started = True  # rich can't stop what failed on the way here
         self._terminal.show_cursor(True)  # a process that is killed can't bring it back
+        self._above = [AboveRows(self, sys.stdout), AboveRows(self, sys.stderr)]
+        sys.stdout, sys.stderr = (cast("TextIO", stream) for stream in self._above)
 
     def show(self, status: Status) -> None:
         began = time.perf_counter()
-        self._live.update(self._draw(status), refresh=True)
+        with self._lock:
+            self._status = status
+            self._live.update(self._draw(status), refresh=True)
         drawing = time.perf_counter() - began
         self._seconds = max(_SECONDS_BETWEEN_DRAWINGS, drawing / _SHARE_OF_TIME)
 
     def print(self, text: str) -> None:
-        """Above the rows."""
-        self._terminal.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        """Print a line above the rows."""
+        self.write_above(self._stream, text + "\n")
+
+    def write_above(self, stream: TextIO, text: str) -> None:
+        """Write whole lines to `stream`, above the rows."""
+        with self._lock:
+            if self._status is not None:
+                self._live.update("", refresh=True)
+            stream.write(text)
+            stream.flush()
+            if self._status is not None:
+                self._live.update(self._draw(self._status), refresh=True)
 
     def stop(self) -> None:
-        if self._started:
+        if not self._started:
+            return
+        with self._lock:
+            self._status = None
+            for above in self._above:
+                above.give_back()
             self._live.stop()
+            for above in self._above:
+                above.finish()
 
     def _draw(self, status: Status) -> Text:
         from rich.text import Text
@@ -140,3 +178,52 @@ class LiveDisplay:
             no_wrap=True,
             overflow="crop",
         )
+
+
+class AboveRows:
+    """Stands for a standard stream while there are rows below what is printed.
+
+    Args:
+        stream: the one that was there before.
+    """
+
+    def __init__(self, display: LiveDisplay, stream: TextIO) -> None:
+        self._display = display
+        self._stream = stream
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        """Print the lines that are whole; the next rows would be drawn over the rest."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        if lines:
+            self._display.write_above(self._stream, "\n".join(lines) + "\n")
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Print the line that was begun."""
+        self._stream.write(self._begun)
+        self._begun = ""
+
+    def give_back(self) -> None:
+        """Put the stream in its place again."""
+        if sys.stdout is cast("object", self):
+            sys.stdout = self._stream
+        if sys.stderr is cast("object", self):
+            sys.stderr = self._stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)  # isatty, fileno, encoding, buffer, ...
+
+
+def _is_standard_output(stream: TextIO) -> bool:
+    try:
+        return sys.__stdout__ is not None and stream.fileno() == sys.__stdout__.fileno()
+    except (OSError, ValueError):
+        return False
