@@ -189,6 +189,18 @@ def test_a_run_is_not_continued_without_the_objects_that_were_handed_over(
     assert lockstep.train(longer, **objects, **data).summary["steps"] == 4
 
 
+def test_an_evaluation_without_evaluation_sets_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed nothing and exited with 0."""
+    from lockstep.cli.main import main
+
+    run = tmp_path / "run"
+    config = small.config(run={"steps": 1, "folder": str(run)})
+    lockstep.train({**config, "data": {"train": config["data"]["train"]}})
+    for words in (["eval", str(run)], ["eval", str(run), "--json"]):
+        assert main(words) == 2
+        assert "data.evaluation: the run has no evaluation sets; add one to" in capsys.readouterr().err
+
+
 NAMES = {
     "a name": (None, "model.inputs: Renamed has forward(x), and the data gives points, name; add to "
                "model.inputs: {points: x, name: null} (null leaves an input out)"),

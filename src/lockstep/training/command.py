@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lockstep.core.records import DataFacts
 
 _NOTHING_BEGUN = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
+_EVALUATION_SET = "data.evaluation: {held-out: {kind: digits, split: held-out}}"
 _SHOWN = 5  # settings that differ, in a message
 
 
@@ -256,6 +257,9 @@ def _print_summary(folder: Path, as_json: bool) -> None:
 def evaluate(run: Path, arguments: EvaluateArguments) -> int:
     """Judges the weights that a run left, on its evaluation sets."""
     config = _for_evaluation(_for_whole_weights(to_rebuild(loaded_config(run), trusted=arguments.trust_run)))
+    if not config.data.evaluation:
+        why = f"the run has no evaluation sets; add one to {run}/config.yaml, such as {_EVALUATION_SET}"
+        raise ConfigError(Problem("", "data.evaluation", why))
     if arguments.ranks is not None:
         config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": arguments.ranks})})
     with tempfile.TemporaryDirectory(prefix="lockstep-eval-") as folder:
