@@ -685,9 +685,21 @@ def test_a_batch_that_the_ranks_do_not_divide_is_not_rounded(whole: int, ranks: 
     assert imported(tmp_path, words | {"train_batch_size": 2 * ranks}, ranks=ranks).settings["batch.micro_size"] == 1
 
 
+@pytest.mark.parametrize("stray", ["seed", "zero_optimisation"])
+def test_one_stray_key_leaves_a_deepspeed_config_one(stray: str, tmp_path: Path) -> None:
+    """Its defaults are DeepSpeed's: no clipping, and a logarithmic warm-up."""
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}}
+    words = {"train_batch_size": 16, "bf16": {"enabled": True}, "scheduler": schedule}
+    plain, strayed = imported(tmp_path, words), imported(tmp_path, {**words, stray: 7})
+    assert strayed.settings == plain.settings
+    assert strayed.settings["optim.clip_norm"] is None
+    assert strayed.settings["schedule.warmup_type"] == "log"
+
+
 def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zero = {"zero_optimization": {"stage": 2, "offload_param": True}, "zero_optimisation": {}}
-    (tmp_path / "ds.json").write_text(json.dumps({"scheduler": [], "steps_per_print": "often", **zero}))
+    script = {"lr": 0.1, "epochs": 2}
+    (tmp_path / "ds.json").write_text(json.dumps({"scheduler": [], "steps_per_print": "often", **zero, **script}))
     words = ["config", "import", str(tmp_path / "ds.json")]
     lost = ("scheduler", "zero_optimization.offload_param", "zero_optimisation")
     assert main(words) == 2

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -34,8 +35,8 @@ def _end(kind: Kind, time: float = 0.0, text: str = "") -> End:
         (Stopped("time is up"), Kind.STOPPED, 130),
         (Paused("time is up"), Kind.PAUSED, 75),
         (KeyboardInterrupt(), Kind.STOPPED, 130),
-        (SystemExit(), Kind.DONE, 0),
-        (SystemExit(4), Kind.CODE, 4),
+        (SystemExit(), Kind.LEFT, 0),
+        (SystemExit(4), Kind.LEFT, 4),
         (SystemExit("enough"), Kind.MESSAGE, 1),
         (ValueError("boom"), Kind.TRACEBACK, 1),
         (RuntimeError(GLOO), Kind.PEER, 1),
@@ -58,7 +59,7 @@ def test_exception_raised_from_a_peers_end_is_one() -> None:
 @pytest.mark.parametrize(
     ("exitcode", "kind", "text"),
     [
-        (0, Kind.DONE, ""),
+        (0, Kind.LEFT, "ended with exit code 0 before it was done"),
         (3, Kind.CODE, "ended with exit code 3"),
         (130, Kind.STOPPED, ""),
         (-9, Kind.KILLED, "was killed by SIGKILL"),
@@ -77,6 +78,8 @@ def test_processes_that_end_without_a_word(exitcode: int, kind: Kind, text: str)
     [
         ([_end(Kind.DONE), _end(Kind.DONE)], None),
         ([_end(Kind.PEER, 1), _end(Kind.KILLED, 2)], 1),
+        ([_end(Kind.PEER, 1), replace(_end(Kind.LEFT, 2), code=0)], 1),
+        ([_end(Kind.DONE, 1), replace(_end(Kind.LEFT, 2), code=0)], None),
         ([_end(Kind.ENDED, 1), _end(Kind.PEER, 2), _end(Kind.TRACEBACK, 3)], 2),
         ([_end(Kind.TRACEBACK, 2), _end(Kind.MESSAGE, 1)], 1),
         ([_end(Kind.PEER, 2), _end(Kind.PEER, 1)], 1),

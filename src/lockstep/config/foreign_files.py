@@ -105,7 +105,7 @@ def _kind(tree: Table) -> Kind:
     sections = {plain(key) for key, entry in tree.entries.items() if isinstance(entry.node, Table)}
     if keys & _OF_ACCELERATE_ALONE:
         return "accelerate"
-    if keys <= deepspeed_words.TOP and keys & _OF_DEEPSPEED_ALONE:
+    if keys & _OF_DEEPSPEED_ALONE and 2 * len(keys & deepspeed_words.TOP) > len(keys):  # one may be misspelt
         return "deepspeed"
     if len((keys - sections) & _OF_TRAINER_ALONE) >= 2 and sections <= _SECTIONS_OF_TRAINER:
         return "trainer"

@@ -283,7 +283,7 @@ class HuggingFaceData(Section):
     tokenizer: PathText | None = None
     """Folder or hub name; null: that of the model."""
     max_length: Positive = 512
-    """Tokens of a sample at most."""
+    """Tokens of a sample at most. A prompt that is too long with its completion loses its beginning."""
     packed: bool = False
     """Language models: join documents and cut them into full samples, instead of padding."""
     mask_probability: Fraction = 0.15

@@ -43,7 +43,8 @@ class Kind(Enum):
     DONE = "returned 0"
     MESSAGE = "raised a Failure: people read its message, not its traceback"
     TRACEBACK = "raised another exception"
-    CODE = "returned or exited with a code of its own"
+    CODE = "returned a code of its own"
+    LEFT = "called sys.exit() or the like, before it was done"
     KILLED = "by a signal"
     STOPPED = "asked by somebody other than its launcher"
     INTERRUPTED = "killed by a signal that asks for a stop: nothing was trained"
@@ -96,7 +97,7 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
         case Paused():
             return End(Kind.PAUSED, Paused.exit_code, str(error), time)
         case Stopped() | KeyboardInterrupt():
-            return End(Kind.STOPPED, Stopped.exit_code, str(error), time)
+            return End(Kind.STOPPED, Stopped.exit_code, message_of(error).strip(), time)
         case Waited():
             return End(Kind.WAITED, error.exit_code, message_of(error), time)
         case OtherRankFailed():
@@ -106,11 +107,19 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
         case Failure():
             return End(Kind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error))
         case SystemExit(code=int() | None):
-            return end_of_return(int(error.code or 0), time)
+            return End(Kind.LEFT, int(error.code or 0), _exited(error), time)
         case SystemExit():
-            return End(Kind.MESSAGE, 1, str(error.code), time)
+            return End(Kind.MESSAGE, 1, message_of(error), time)
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     return End(Kind.PEER if blames_a_peer(error) else Kind.TRACEBACK, 1, _shortened(text), time)
+
+
+def _exited(error: SystemExit) -> str:
+    """Which line of the user's has ended the rank, and what was saved of the run."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    saved = message_of(error).removeprefix(str(error))
+    return f"called sys.exit({error.code or 0}){where}{saved}"
 
 
 def detail_of(failure: Failure) -> str:
@@ -121,7 +130,9 @@ def detail_of(failure: Failure) -> str:
 
 def end_of_process(exitcode: int, time: float) -> End:
     """Of a process that ended without a report; `exitcode` is minus the signal's number if one killed it."""
-    if exitcode >= 0:
+    if exitcode == 0:
+        return End(Kind.LEFT, 0, "ended with exit code 0 before it was done", time)
+    if exitcode > 0:
         return end_of_return(exitcode, time)
     name = _signal_name(-exitcode)
     if -exitcode in STOP_SIGNALS:
@@ -132,9 +143,10 @@ def end_of_process(exitcode: int, time: float) -> End:
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:
-    """The rank whose end explains the others', or None if all are done or have nothing to tell (None)."""
+    """The rank whose end explains the others', or None if all are done or have nothing to tell (None). Ranks that have
+    left with code 0 are as good as done, unless others have failed."""
     told = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not Kind.DONE]
-    if not told:
+    if all(end.kind is Kind.LEFT and end.code == 0 for _, end in told):
         return None
     return min(told, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
 
@@ -157,7 +169,7 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str
             return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
         case Kind.KILLED if end.text.endswith("SIGKILL") and sigkill:
             return f"rank {rank} {end.text}: {sigkill}"
-        case Kind.CODE | Kind.KILLED | Kind.INTERRUPTED | Kind.PEER:
+        case Kind.CODE | Kind.LEFT | Kind.KILLED | Kind.INTERRUPTED | Kind.PEER:
             return f"rank {rank} {end.text}"
         case _:
             return f"rank {rank}: {end.text}" if end.text else ""

@@ -234,7 +234,8 @@ def _foresee(members: Sequence[Member], deadlines: _Deadlines, patience: float) 
     """A rank that has gone, other than by being done, takes the others with it."""
     if deadlines.terminated:
         return
-    kinds = [end.kind for member in members if (end := member.ended or member.reported)]
+    heard = [end for member in members if (end := member.ended or member.reported)]
+    kinds = [Kind.DONE if end.kind is Kind.LEFT and end.code == 0 else end.kind for end in heard]
     if Kind.INTERRUPTED in kinds:
         deadlines.kill = min(deadlines.kill, time.monotonic() + _SETTLE)
     deadlines.terminate = min(deadlines.terminate, time.monotonic() + _wait_for(kinds, len(members), patience))
@@ -243,7 +244,7 @@ def _foresee(members: Sequence[Member], deadlines: _Deadlines, patience: float) 
 def _wait_for(heard: Sequence[Kind], ranks: int, patience: float) -> float:
     """Seconds for the ranks that have not been heard yet."""
     kinds = set(heard)
-    if kinds & {Kind.MESSAGE, Kind.TRACEBACK, Kind.CODE, Kind.KILLED}:
+    if kinds & {Kind.MESSAGE, Kind.TRACEBACK, Kind.CODE, Kind.LEFT, Kind.KILLED}:
         return _SETTLE
     if Kind.WAITED in kinds and len(heard) < ranks - 1:
         return max(_SETTLE_PEER, _SETTLE_WAITED * patience)

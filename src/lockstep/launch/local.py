@@ -171,7 +171,7 @@ def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, 
         return Outcome(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
     text = describe(cause, ends, launch.timeout, sigkill)
     is_traceback = end.kind in (Kind.TRACEBACK, Kind.PEER) and "\n" in text
-    return Outcome(end.code, text, is_traceback, end.problems if text == end.text else ())
+    return Outcome(end.code or 1, text, is_traceback, end.problems if text == end.text else ())
 
 
 def refuse_import_of_script() -> None:

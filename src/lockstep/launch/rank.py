@@ -20,6 +20,7 @@ import contextlib
 import faulthandler
 import multiprocessing.util
 import os
+import resource
 import signal
 import sys
 import threading
@@ -41,6 +42,8 @@ from lockstep.core.secrets import masked, secrets_in
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, die_of, no_effect, tell
 from lockstep.launch import streams
 from lockstep.launch.ends import End, Kind, end_of_exception, end_of_return
+
+_OPEN_FILES = 65_536  # more than any run has; a limit of many millions makes other programs slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,19 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _allow_open_files() -> None:
+    """Raise the soft limit of open files, often 1,024, as far as the hard one allows: data workers hand over tensors as
+    files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run_entry(entry: Callable[[], int]) -> End:
     """How `entry` ended, whatever it raised."""
+    _allow_open_files()
     try:
         return end_of_return(entry(), time.monotonic())
     except BaseException as error:

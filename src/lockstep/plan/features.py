@@ -95,7 +95,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("offload", "parallel", lambda config, batch, frozen: _offloads(config)),
     Feature("export", "", lambda config, batch, frozen: False),  # of a checkpoint, whatever wrote it
-    *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation)),
+    *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation) if name != "given"),
 )
 
 

@@ -78,6 +78,7 @@ class ReplicatedByDDP:
         )
         self._after_discard = _compress(self._ddp, options, backend)
         self._learns_graph = options.static_graph
+        self._before_unused = "leave parallel.ddp.static_graph out and " if options.static_graph else ""
         self._reduces = True
 
     @property
@@ -110,7 +111,7 @@ class ReplicatedByDDP:
             trained = [name for name, one in self.bare.named_parameters() if one.requires_grad]
             names = [trained[int(place)] for place in found[1].split()] if found else self.unreached()
             where = f"in the last micro-batch of an update on rank {dist.get_rank()}, and others may wait for it"
-            raise unused_parameters(names or trained, where=where) from error
+            raise unused_parameters(names or trained, where=where, before=self._before_unused) from error
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(gradients(self._parameters))

@@ -6,12 +6,14 @@ sys.exit(), Ctrl-C                                   --> saved, if the state is 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Rescued, Stopped
+from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import say
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def rescuing(session: Session, *hopeless: type[Exception]) -> Iterator[None]:
         outcome = None if isinstance(error, (Stopped, *hopeless)) else session.rescue(error)
         if outcome is not None:
             error.add_note(Rescued(outcome))
-            if isinstance(error, SystemExit):  # Python shows nothing of it
+            if isinstance(error, SystemExit) and not started_by_lockstep(os.environ):  # nobody shows anything of it
                 say(f"lockstep: {outcome}", file=sys.stderr, flush=True)
         raise
     finally:
