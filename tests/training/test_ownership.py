@@ -85,12 +85,12 @@ def test_the_same_command_resumes_a_run_that_was_cut_short(monkeypatch: pytest.M
         _cut_short(patch, after=5)
         with pytest.raises(KeyboardInterrupt):
             lockstep.train(_config(**_SHARED))
-    assert _steps("checkpoints") == ["step-00000002", "step-00000004"]
+    assert _steps("checkpoints") == ["step-00000002", "step-00000004", "step-00000005"]
     (run,) = Path("runs").iterdir()
     done = lockstep.train(_config(**_SHARED))
     assert done.folder == run.absolute()
     attempts = read_manifest(LocalStorage(Path("checkpoints")), "step-00000006").state["ledger"]
-    assert [(one["first"], one["last"]) for one in attempts] == [(0, 40), (40, 66)]
+    assert [(one["first"], one["last"]) for one in attempts] == [(0, 53), (53, 66)]
 
 
 def _cut_short(patch: pytest.MonkeyPatch, after: int) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.json_output import emit
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
-from lockstep.core.stopping import undone_by_a_stop
+from lockstep.core.stopping import held_signals, undone_by_a_stop
 from lockstep.core.terminal import say
 from lockstep.distributed.memory import memory_here
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
@@ -223,7 +224,6 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, Outcome]:
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     asked = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
     was_there = asked is not None and asked.exists()
-    folder = RunFolder.create(asked, job.recipe, again=True)
     outcome = Outcome(ConfigError.exit_code)  # what `launch` raises
 
     def leave() -> None:
@@ -231,7 +231,10 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, Outcome]:
         if not was_there and outcome.code in _NOTHING_BEGUN:  # of what failed otherwise, the ranks' words are in it
             folder.remove_unbegun()
 
-    with undone_by_a_stop(leave):
+    with ExitStack() as stack:
+        with held_signals(forks=True):  # no stop comes between making the folder and what would undo it
+            folder = RunFolder.create(asked, job.recipe, again=True)
+            stack.enter_context(undone_by_a_stop(leave))
         try:
             entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
             remedy = advice(setting_of(job.config, number), "forward")
