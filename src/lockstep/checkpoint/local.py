@@ -22,6 +22,7 @@ from pathlib import Path
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
 from lockstep.checkpoint.storage import MANIFEST, read_whole
+from lockstep.core.flushing import flush
 from lockstep.core.open_files import is_behind, is_missing
 
 _LOCK = ".lock"
@@ -70,7 +71,7 @@ class LocalStorage:
         sink.write(memoryview(ownership.to_bytes(owner)))
         sink.close()
         new.rename(self._folder / OWNER)
-        _flush_folder(self._folder)
+        flush(self._folder)
 
     @property
     def place(self) -> str:
@@ -138,7 +139,7 @@ class LocalStorage:
         while target.exists():
             target, number = self._folder / f"{why}-{name}-{number}", number + 1
         (self._folder / name).rename(target)
-        _flush_folder(self._folder)
+        flush(self._folder)
         return str(target)
 
     def claim(self) -> bool:
@@ -187,8 +188,8 @@ class LocalStorage:
         made = [self._folder, *(above for above in self._folder.parents if not above.is_dir())]
         self._folder.mkdir(parents=True, exist_ok=True)
         for folder in reversed(made):
-            _flush_folder(folder.parent)
-        _flush_folder(made[-1].parent.parent)  # a run's own folder has just been made too
+            flush(folder.parent)
+        flush(made[-1].parent.parent)  # a run's own folder has just been made too
 
 
 class LocalDraft:
@@ -211,12 +212,12 @@ class LocalDraft:
         sink = LocalSink(self._draft / MANIFEST)
         sink.write(memoryview(manifest))
         sink.close()
-        _flush_folder(self._draft)
+        flush(self._draft)
         if self._target.exists():
             raise FileExistsError(f"{self._target} exists")
         self._draft.rename(self._target)
         try:
-            _flush_folder(self._target.parent)
+            flush(self._target.parent)
         except OSError:  # it may be gone after a power failure, so it must not pass for one that is there
             self._target.rename(self._draft)
             raise
@@ -294,15 +295,6 @@ def _is_being_read(manifest: Path) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-def _flush_folder(path: Path) -> None:
-    """A rename or a new name in it is on the disk only then."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(path: Path) -> None:

@@ -290,17 +290,27 @@ def _free_name(recipe: str) -> Path:
         raise GiveUp(_cannot("create the run folder", (runs / name).absolute(), error)) from error
 
 
-def _take_lock(path: Path) -> int | None:
-    """Held as long as this process, or a rank forked from it, lives."""
+def open_lock(path: Path) -> tuple[int, str | None]:
+    """Open a run folder's lock and take it; return its handle, and who holds it if that is another process.
+
+    Raises OSError.
+    """
     file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(file, 1000).decode(errors="replace").strip() or "another process"
-        os.close(file)
-        raise GiveUp(f"the run in {path} is under way ({holder}); give run.folder another name") from None
+        return file, os.read(file, _MOST_LOCK).decode(errors="replace").strip() or "another process"
     except OSError:  # a file system that can't lock: then nobody is kept out
         pass
+    return file, None
+
+
+def _take_lock(path: Path) -> int | None:
+    """Held as long as this process, or a rank forked from it, lives."""
+    file, holder = open_lock(path)
+    if holder is not None:
+        os.close(file)
+        raise GiveUp(f"the run in {path} is under way ({holder}); give run.folder another name")
     os.ftruncate(file, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0)

@@ -7,7 +7,6 @@ RUN/run.lock   the file that is open    as it should be
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.core.errors import GiveUp
 from lockstep.core.open_files import is_behind, is_missing
-from lockstep.monitor.folder import CONFIG, ENVIRONMENT, LOCK, LOGS, TENSORBOARD, write_atomically
+from lockstep.monitor.folder import CONFIG, ENVIRONMENT, LOCK, LOGS, TENSORBOARD, open_lock, write_atomically
 
 
 class FolderTaken(GiveUp):
@@ -82,16 +81,10 @@ class HeldFolder:
             raise FolderTaken(f"{self.path} is the folder of another run now (run id {other[:8]})")
 
     def _lock(self) -> int:
-        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not any(is_behind(self.path / LOCK, ours) for ours in self._locks):
-                holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
-                os.close(handle)
-                raise FolderTaken(f"{self.path} is the folder of another run now ({holder})") from None
-        except OSError:  # a file system that can't lock: then nobody is kept out
-            pass
+        handle, holder = open_lock(self.path)
+        if holder is not None and not any(is_behind(self.path / LOCK, ours) for ours in self._locks):
+            os.close(handle)
+            raise FolderTaken(f"{self.path} is the folder of another run now ({holder})")
         os.ftruncate(handle, 0)
         os.pwrite(handle, self._holder, 0)
         return handle

@@ -121,7 +121,8 @@ def _faults(file: Path, name: str, mark: object) -> Iterator[str]:
     pieces = list(records(data)) if is_curve else data.splitlines(keepends=True)
     distinct = len(set(pieces))
     if distinct < len(pieces):
-        yield f"{name} has {len(pieces) - distinct:,} {what} twice"
+        twice = len(pieces) - distinct
+        yield f"{name} has {twice:,} {what if twice > 1 else what[:-1]} twice"
     if _is_mark(mark) and not _is_prefix(data, FileMark(*mark)):
         missing = mark[0] - distinct
         if missing > 0:

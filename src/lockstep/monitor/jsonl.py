@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.flushing import flush
 from lockstep.core.open_files import append_to, is_behind, reopened
 
 _CHUNK = 2**20
@@ -118,7 +119,7 @@ class LineFile:
         finally:
             os.close(handle)
         if is_new:
-            _flush_folder(self.path.parent)
+            flush(self.path.parent)
 
     def reopen(self) -> None:
         """Continues in a file of this name, if the one that is open was deleted, moved or replaced: with all that was
@@ -154,15 +155,6 @@ class LineFile:
             raise
         mark = self.mark
         self.mark = FileMark(mark.lines + 1, mark.size + len(text), zlib.crc32(text, mark.crc))
-
-
-def _flush_folder(path: Path) -> None:
-    """A new name in it is on the disk only then."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _not_finite(place: str, value: Any) -> list[tuple[str, str]]:

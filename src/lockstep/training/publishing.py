@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.core.flushing import flush
+
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
@@ -23,9 +25,9 @@ def whole_file(target: Path) -> Iterator[Path]:
         mode = partial.stat().st_mode
         yield partial
         partial.chmod(mode)  # safetensors lets nobody else read
-        _flush(partial)
+        flush(partial)
         partial.replace(target)
-        _flush(target.parent)
+        flush(target.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -42,9 +44,9 @@ def whole_folder(target: Path) -> Iterator[Path]:
         for path in (*partial.rglob("*"), partial):
             if path.is_file():
                 path.chmod(mode)
-            _flush(path)
+            flush(path)
         _exchange(target, partial, old)
-        _flush(target.parent)
+        flush(target.parent)
     finally:
         _remove(partial)
         _remove(old)
@@ -64,15 +66,6 @@ def _exchange(target: Path, new: Path, old: Path) -> None:
 
 def _beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{os.getpid()}.{what}")
-
-
-def _flush(path: Path) -> None:
-    """A name in a folder is on the disk once the folder is."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(folder: Path) -> None:
