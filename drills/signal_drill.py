@@ -74,6 +74,8 @@ class Outcome:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it, and so
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # would the runs, as they should
     asked = _arguments()
     first = _seconds_to_first_update(max(asked.ranks), asked.where)
     trials = list(schedule(asked, first))
