@@ -56,7 +56,6 @@ class Passes:
     """
 
     def __init__(self, strategy: str, ranks: Ranks, what: Callable[[int], str], remedy: str) -> None:
-        self._strategy = strategy
         self._ranks = ranks
         self._of_number = what
         self._remedy = remedy
@@ -65,6 +64,7 @@ class Passes:
         self._now: list[int] = []
         self._learns = False
         self._begun = 0
+        self._place = _own_place(strategy, ranks.numbers[0])
 
     @property
     def under_way(self) -> bool:
@@ -132,7 +132,7 @@ class Passes:
         Those that keep to it are in a collective, and say nothing."""
         store = dist.distributed_c10d._get_default_store()
         ranks = self._ranks.numbers
-        place = f"lockstep/{self._strategy} order/{ranks[0]}/{self._begun}/{len(self._now)}"
+        place = f"{self._place}/{self._begun}/{len(self._now)}"
         keys = [f"{place}/{rank}" for rank in ranks]
         store.set(f"{place}/{dist.get_rank()}", str(number))
         try:
@@ -140,3 +140,10 @@ class Passes:
         except RuntimeError:  # torch's DistStoreError: they haven't come
             return False
         return all(store.get(key) == str(number).encode() for key in keys)
+
+
+def _own_place(strategy: str, first: int) -> str:
+    """Prefix of keys in the store that no earlier session of these ranks has used."""
+    place = f"lockstep/{strategy} order/{first}"
+    sessions = dist.distributed_c10d._get_default_store().add(f"{place}/sessions of {dist.get_rank()}", 1)
+    return f"{place}/session {sessions}"
