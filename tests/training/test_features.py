@@ -273,5 +273,10 @@ def test_every_feature_is_asked_for_here() -> None:
         assert feature.name in ASKS or feature.name in SEEN_ELSEWHERE or feature.key == "optim.name", feature.name
 
 
+def test_the_tables_have_every_strategy_once() -> None:
+    columns = [name for line in table().splitlines() if line.startswith("|  |") for name in line.split(" | ")[1:]]
+    assert sorted(column.removesuffix(" |") for column in columns) == sorted(VARIANTS)
+
+
 def test_the_page_has_the_table() -> None:
     assert table() in PAGE.read_text(encoding="utf-8"), f"docs/strategies.md should have\n{table()}"

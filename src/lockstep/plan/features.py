@@ -227,15 +227,24 @@ def _problems(config: Config, variant: str, batch: BatchPlan, frozen: int, *, on
             )
 
 
+_FAMILIES = (
+    ("Data parallel", ("single", "dp", "ddp")),
+    ("FSDP", tuple(name for name in VARIANTS if name.startswith("fsdp"))),
+    ("DeepSpeed ZeRO", _ZERO),
+    ("Pipeline parallel", tuple(name for name in VARIANTS if name.startswith("pipeline"))),
+    ("Context and tensor parallel", tuple(name for name in VARIANTS if name.startswith(("context", "tensor")))),
+)
+
+
 def table() -> str:
-    """For the docs: a row a feature, a column a strategy."""
-    names = list(VARIANTS)
-    rows = [["", *names], ["---"] * (len(names) + 1)]
+    """Return the tables of docs/strategies.md: one a family, with a row a feature and a column a strategy."""
     notes: list[str] = []
-    for feature in FEATURES:
-        rows.append([feature.name, *(_shown(cell(name, feature.name), notes) for name in names)])
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]) + "\n"
+    parts = []
+    for family, names in _FAMILIES:
+        rows = [["", *names], ["---"] * (len(names) + 1)]
+        rows += [[feature.name, *(_shown(cell(name, feature.name), notes) for name in names)] for feature in FEATURES]
+        parts += [f"### {family}", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    return "\n".join([*parts, "### Notes", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]) + "\n"
 
 
 def _shown(found: Cell, notes: list[str]) -> str:
