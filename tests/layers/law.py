@@ -1,0 +1,243 @@
+"""The code rules that no linter has, and the list of what still breaks them.
+
+    src/lockstep --parsed once--> RULES, each yields (file, count) --> compared with tests/layers/allowed/PACKAGE.txt
+
+An allow-list has one entry a line, `rule file count`, and a file for each package. It may only shrink:
+`python tests/layers/law.py` writes it anew, and refuses while a rule is broken more often than it allows.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
+ALLOWED = Path(__file__).parent / "allowed"
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+COLLECTIVES = frozenset(
+    {
+        "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+        "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
+        "broadcast_object_list", "destroy_process_group", "gather", "gather_object", "init_process_group",
+        "irecv", "isend", "monitored_barrier", "new_group", "new_subgroups", "recv", "recv_object_list",
+        "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+        "send_object_list",
+    }
+)  # fmt: skip
+
+FRAGMENT_WORDS = frozenset(
+    {
+        "about", "above", "across", "after", "against", "among", "around", "as", "at", "because", "before",
+        "behind", "beneath", "beside", "besides", "between", "beyond", "but", "by", "despite", "during",
+        "except", "for", "from", "he", "her", "him", "his", "if", "in", "inside", "into", "it", "its", "like",
+        "near", "of", "off", "on", "once", "onto", "our", "out", "outside", "over", "past", "per", "she",
+        "since", "such", "than", "that", "their", "them", "then", "there", "these", "they", "this", "those",
+        "though", "through", "till", "to", "toward", "under", "unless", "until", "unto", "up", "upon", "us",
+        "we", "what", "whatever", "when", "whence", "where", "whether", "which", "whichever", "while", "who",
+        "whoever", "whom", "whose", "why", "with", "within", "without", "you",
+    }
+)  # fmt: skip
+"""First words of a docstring that doesn't say what the thing does or is."""
+
+VAGUE_NAMES = frozenset({"asked", "found", "one", "said", "told"})
+
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):(.*)")
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file, parsed.
+
+    Attributes:
+        path: Relative to `src/lockstep`, with slashes.
+        lines: Number of lines.
+        tree: The syntax tree.
+    """
+
+    path: str
+    lines: int
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        return self.path.split("/")[0] if "/" in self.path else "lockstep"
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """Parse every file of the package, once a process."""
+    parsed = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        text = file.read_text()
+        parsed.append(Module(file.relative_to(SOURCE).as_posix(), len(text.splitlines()), ast.parse(text)))
+    return tuple(parsed)
+
+
+# --- rules: where each is broken, as text that names the spot -------------------------------------------------------
+
+
+def raw_collectives(module: Module) -> Iterator[str]:
+    """Yield each use of a collective of `torch.distributed` outside `distributed/`."""
+    if module.package == "distributed":
+        return
+    aliases = {"torch.distributed"}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            aliases |= {name.asname for name in node.names if name.name == "torch.distributed" and name.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            aliases |= {name.asname or name.name for name in node.names if name.name == "distributed"}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("torch.distributed", "torch.distributed.nn"):
+            yield from (f"{node.lineno}: {name.name}" for name in node.names if name.name in COLLECTIVES)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES and ast.unparse(node.value) in aliases:
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def attribute_probes(module: Module) -> Iterator[str]:
+    """Yield each call of `hasattr`."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
+            yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def long_files(module: Module) -> Iterator[str]:
+    """Yield the file if it is too long."""
+    if module.lines > MAX_FILE_LINES:
+        yield f"{module.lines} lines"
+
+
+def long_functions(module: Module) -> Iterator[str]:
+    """Yield each function that is too long."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{node.lineno}: {node.name} has {length} lines"
+
+
+def docstring_openings(module: Module) -> Iterator[str]:
+    """Yield each docstring that begins with a pronoun, a preposition, a question word or a section."""
+    for line, docstring in _docstrings(module.tree):
+        word = re.match(r"\W*([A-Za-z']+)", docstring)
+        if SECTION.match(docstring) or (word is not None and word[1].lower() in FRAGMENT_WORDS):
+            yield f"{line}: {docstring.splitlines()[0]}"
+
+
+def docstring_sections(module: Module) -> Iterator[str]:
+    """Yield each `Args:` (and the like) that isn't alone on its line with indented contents below."""
+    for line, docstring in _docstrings(module.tree):
+        lines = docstring.splitlines()
+        for text, below in zip(lines, [*lines[1:], ""], strict=True):
+            section = SECTION.fullmatch(text)
+            if section is not None and (section[2].strip() or not below.startswith("    ")):
+                yield f"{line}: {text}"
+
+
+def vague_locals(module: Module) -> Iterator[str]:
+    """Yield each variable or argument whose name doesn't say what it holds."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_NAMES:
+            yield f"{node.lineno}: {node.id}"
+        elif isinstance(node, ast.arg) and node.arg in VAGUE_NAMES:
+            yield f"{node.lineno}: {node.arg} (argument)"
+
+
+def repeated_classes(module: Module) -> Iterator[str]:
+    """Yield each class that shares its name with another class."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef) and _class_names()[node.name] > 1:
+            yield f"{node.lineno}: class {node.name}"
+
+
+RULES: dict[str, Callable[[Module], Iterable[str]]] = {
+    "attribute-probe": attribute_probes,
+    "docstring-opening": docstring_openings,
+    "docstring-section": docstring_sections,
+    "long-file": long_files,
+    "long-function": long_functions,
+    "raw-collective": raw_collectives,
+    "repeated-class": repeated_classes,
+    "vague-local": vague_locals,
+}
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield docstrings of modules, classes and functions, and of attributes (a string below an assignment)."""
+    for node in ast.walk(tree):
+        body: list[ast.stmt] = getattr(node, "body", [])
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for before, statement in zip([None, *body], body, strict=False):
+            documents = before is None or isinstance(before, ast.Assign | ast.AnnAssign)
+            constant = statement.value if isinstance(statement, ast.Expr) else None
+            if documents and isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                yield statement.lineno, inspect.cleandoc(constant.value)
+
+
+@cache
+def _class_names() -> Counter[str]:
+    return Counter(
+        node.name for module in modules() for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
+    )
+
+
+# --- the allow-list -------------------------------------------------------------------------------------------------
+
+Counts = dict[tuple[str, str], int]
+"""How often a rule is broken in a file, by (rule, path)."""
+
+
+def offenses(rule: str) -> dict[str, list[str]]:
+    """Return the spots that break `rule`, by file."""
+    return {module.path: spots for module in modules() if (spots := list(RULES[rule](module)))}
+
+
+def allowed() -> Counts:
+    """Read the allow-list of every package."""
+    counts: Counts = {}
+    for file in sorted(ALLOWED.glob("*.txt")):
+        for line in file.read_text().splitlines():
+            if line[0] not in "<=>":  # what a merge leaves in a conflict, until the list is written anew
+                rule, path, count = line.split()
+                counts[rule, path] = int(count)
+    return counts
+
+
+def rewrite() -> int:
+    """Write the allow-list anew, for files that moved or were mended. Return 1 if a rule is broken more often."""
+    before = allowed()
+    now = {(rule, path): len(spots) for rule in RULES for path, spots in offenses(rule).items()}
+    limits, totals = Counter[str](), Counter[str]()
+    for (rule, _), count in before.items():
+        limits[rule] += count
+    for (rule, _), count in now.items():
+        totals[rule] += count
+    grown = [f"{rule}: {totals[rule]}, allowed are {limits[rule]}" for rule in RULES if totals[rule] > limits[rule]]
+    if before and grown:
+        print("\n".join(grown))
+        return 1
+    lines: dict[str, list[str]] = {}
+    for (rule, path), count in sorted(now.items()):
+        package = path.split("/")[0] if "/" in path else "lockstep"
+        lines.setdefault(package, []).append(f"{rule} {path} {count}\n")
+    for file in ALLOWED.glob("*.txt"):
+        if file.stem not in lines:
+            file.unlink()
+    for package, entries in lines.items():
+        (ALLOWED / f"{package}.txt").write_text("".join(entries))
+    print(", ".join(f"{rule} {totals[rule]}" for rule in RULES))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(rewrite())
