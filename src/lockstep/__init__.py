@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
     from lockstep.config.importing import import_config as import_config
     from lockstep.config.schema import Config as Config
+    from lockstep.core.errors import CollectiveTimeout as CollectiveTimeout
     from lockstep.core.errors import ConfigError as ConfigError
     from lockstep.core.errors import Failure as Failure
-    from lockstep.core.errors import GiveUp as GiveUp
+    from lockstep.core.errors import RunFailed as RunFailed
+    from lockstep.core.errors import VerificationError as VerificationError
     from lockstep.core.records import Batch as Batch
     from lockstep.core.records import EvaluationReport as EvaluationReport
     from lockstep.core.records import StepReport as StepReport
@@ -42,13 +44,15 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "lockstep.core.records",
+    "CollectiveTimeout": "lockstep.core.errors",
     "Config": "lockstep.config.schema",
     "ConfigError": "lockstep.core.errors",
     "EvaluationReport": "lockstep.core.records",
     "Failure": "lockstep.core.errors",
-    "GiveUp": "lockstep.core.errors",
+    "RunFailed": "lockstep.core.errors",
     "Session": "lockstep.training.session",
     "StepReport": "lockstep.core.records",
+    "VerificationError": "lockstep.core.errors",
     "broadcast": "lockstep.distributed.everyone",
     "checkpoint_activations": "lockstep.training.activation_checkpointing",
     "checkpoints": "lockstep.training.api",
@@ -64,6 +68,8 @@ _HOMES = {
     "train": "lockstep.training.api",
     "verify": "lockstep.proof.api",
 }
+
+_RENAMED = {"Distrust": "VerificationError", "GiveUp": "RunFailed", "Waited": "CollectiveTimeout"}
 
 __all__ = ["__version__", "log", *sorted(_HOMES)]
 
@@ -84,4 +90,6 @@ def __getattr__(name: str) -> "Any":
     if name in _HOMES:
         _refuse_other_systems()
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _RENAMED:
+        raise AttributeError(f"lockstep.{name} is now called lockstep.{_RENAMED[name]}")
     raise AttributeError(f"lockstep has no {name!r}; it has {', '.join(__all__)}")

@@ -15,7 +15,7 @@ from kit.storing import Divided, rank_states, saved, state_of
 from lockstep.checkpoint.boxes import share_out
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader, Wanted
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.distributed.parts import Box, Held, Kind, held
 
 
@@ -65,13 +65,15 @@ ROWS = Kind("float32", (4, 2))
     ],
 )
 def test_parts_that_do_not_make_up_the_whole_are_refused(first: Box, second: Box) -> None:
-    with pytest.raises(GiveUp, match="w: its parts don't make up the whole of float32"):
+    with pytest.raises(RunFailed, match="w: its parts don't make up the whole of float32"):
         share_out([{"w": Held(ROWS, (first,))}, {"w": Held(ROWS, (second,))}], ELEMENT_BYTES)
 
 
 def test_ranks_that_hold_other_tensors_under_one_name_are_refused() -> None:
     other = Kind("float32", (2, 4))
-    with pytest.raises(GiveUp, match=r"w is not the same tensor on all ranks: float32 \[2, 4\] and float32 \[4, 2\]"):
+    with pytest.raises(
+        RunFailed, match=r"w is not the same tensor on all ranks: float32 \[2, 4\] and float32 \[4, 2\]"
+    ):
         share_out([{"w": Held(ROWS, (ROWS.whole,))}, {"w": Held(other, (other.whole,))}], ELEMENT_BYTES)
 
 

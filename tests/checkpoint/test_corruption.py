@@ -32,7 +32,7 @@ from lockstep.checkpoint import fingerprints, reading
 from lockstep.checkpoint.loading import Loaded, load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import command
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 
 OLDER, NEWEST = 4, 8
@@ -327,7 +327,10 @@ def test_what_is_whole_is_loaded(place: Place) -> None:
 
 def test_with_nothing_before_it_the_reason_is_told(place: Place) -> None:
     file = place.shards[-1]
-    with _put(place, {file: _flip(place.whole[file], 8 * len(place.whole[file]) - 1)}), pytest.raises(GiveUp) as caught:
+    with (
+        _put(place, {file: _flip(place.whole[file], 8 * len(place.whole[file]) - 1)}),
+        pytest.raises(RunFailed) as caught,
+    ):
         load_newest(place.storage, Meeting(1).axis(0), place.older, NEWEST)
     assert re.search(
         rf"step-{NEWEST:08d}: {file}: bytes [\d,]+ to [\d,]+, of .*, are not what was written", str(caught.value)

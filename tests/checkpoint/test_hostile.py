@@ -22,7 +22,7 @@ from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import main
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.training.checkpoints import Checkpoints, Resume
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,7 +99,7 @@ def test_what_is_no_checkpoint_is_put_aside_and_the_one_before_used(saves: Path,
 def test_what_may_be_another_runs_stays_and_is_refused(saves: Path, name: str) -> None:
     evil, words = REFUSED[name]
     evil(saves / NEWEST)
-    with pytest.raises((GiveUp, ConfigError), match=words):
+    with pytest.raises((RunFailed, ConfigError), match=words):
         _begin(saves)
 
 
@@ -130,7 +130,7 @@ def test_no_other_name_hides_a_checkpoint(saves: Path, name: str) -> None:
 
 def test_a_place_that_cannot_hold_checkpoints_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with lockstep.session(CONFIG) as session, pytest.raises(GiveUp) as caught:
+    with lockstep.session(CONFIG) as session, pytest.raises(RunFailed) as caught:
         Checkpoints(session, LocalStorage(tmp_path / "file"), {}).begin(Resume())
     assert str(caught.value) == f"checkpoints can't be kept in {tmp_path}/file: File exists"
 

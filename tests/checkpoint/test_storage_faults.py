@@ -28,7 +28,7 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import Identity, Moment, Saver
 from lockstep.config.schema import Checkpoint
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.training.checkpoints import Checkpoints, Resume
 
@@ -250,7 +250,7 @@ def test_a_load_that_fails_at_any_call_goes_one_back_on_all_ranks(disk: Disk, fo
         disk.forget()
         disk.fault = raises(call, EIO)
         if call == "list . #1":
-            with pytest.raises(GiveUp, match=f"can't look into {folder}: Input/output error"):
+            with pytest.raises(RunFailed, match=f"can't look into {folder}: Input/output error"):
                 _load(storage, ranks)
             continue
         found = _load(storage, ranks)

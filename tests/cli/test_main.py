@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.cli import main as door
 from lockstep.cli.main import main
-from lockstep.core.errors import ConfigError, Failure, GiveUp, Problem, Stopped
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed, Stopped
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ class _Verb:
     [
         (0, 0, ""),
         (3, 3, ""),
-        (GiveUp("no more"), 1, "lockstep: no more\n"),
+        (RunFailed("no more"), 1, "lockstep: no more\n"),
         (Failure("failed"), 1, "lockstep: failed\n"),
         (Stopped("asked to"), 130, "lockstep: asked to\n"),
         (KeyboardInterrupt(), 130, "lockstep: stopped\n"),

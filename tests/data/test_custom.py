@@ -7,7 +7,7 @@ from index_sources import make_loader
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lockstep.config.schema import CustomData
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch
 from lockstep.data.custom import adapt_dataset
@@ -115,7 +115,7 @@ def test_what_is_no_map_style_dataset_is_refused():
         adapt_dataset(Stream())
     with pytest.raises(ConfigError, match="object is no map-style Dataset: it has no __len__ and no __getitem__"):
         adapt_dataset(object())
-    with pytest.raises(GiveUp, match="labels and target"):
+    with pytest.raises(RunFailed, match="labels and target"):
         adapt_dataset(Items(lambda index: {"labels": 1, "target": 2})).fetch(INDICES)
 
 

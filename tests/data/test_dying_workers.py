@@ -14,7 +14,7 @@ from kit.worlds import in_world
 from torch.utils.data import DataLoader
 
 from lockstep.core.control_groups import Kills
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.progress import Progress
 from lockstep.data import fetching
 
@@ -35,7 +35,7 @@ def _worker_killed_between_updates(seconds: float) -> str:
         time.sleep(seconds)
         for _ in updates:
             pass
-    except GiveUp as error:
+    except RunFailed as error:
         return str(error)
     return ""
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from index_sources import BrokenSource, DrawingSource, IndexSource, make_loader
 
 from lockstep.config.schema import Loader
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch, GlobalBatch
 from lockstep.data.loader import evaluation_batches
@@ -162,7 +162,9 @@ class PidSource(IndexSource):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read_is_named(workers):
     loader = make_loader(BrokenSource(20), workers=workers)
-    with pytest.raises(GiveUp, match=r"sample 5 can't be read: KeyError: 'no such image' \(.*index_sources.py:\d+\)"):
+    with pytest.raises(
+        RunFailed, match=r"sample 5 can't be read: KeyError: 'no such image' \(.*index_sources.py:\d+\)"
+    ):
         taken(loader, 10)
     loader.close()
 
@@ -174,7 +176,7 @@ def test_samples_that_do_not_go_together_are_named():
                 raise ValueError("stack expects equal sizes")
             return super().fetch(indices)
 
-    with pytest.raises(GiveUp, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
+    with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
         taken(make_loader(Ragged(3), shuffle=False), 1)
 
 
@@ -184,7 +186,7 @@ def test_samples_that_do_not_go_together_are_named():
 # if that comes in a callback of the garbage collector nobody hears it; then torch says it again
 def test_a_worker_that_dies_is_reported_with_what_it_owed():
     loader = make_loader(DyingSource(100), workers=1, shuffle=False)
-    with pytest.raises(GiveUp, match=r"a data worker died while samples 8, 9, 10, .* were fetched"):
+    with pytest.raises(RunFailed, match=r"a data worker died while samples 8, 9, 10, .* were fetched"):
         taken(loader, 10)
 
 

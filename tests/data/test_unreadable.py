@@ -9,7 +9,7 @@ import pytest
 import torch
 from index_sources import IndexSource, make_loader
 
-from lockstep.core.errors import GiveUp, Stopped
+from lockstep.core.errors import RunFailed, Stopped
 from lockstep.core.out_of_memory import place_of
 from lockstep.core.progress import Progress
 from lockstep.data.custom import adapt_dataset
@@ -42,7 +42,7 @@ def first_update(source: IndexSource, **options: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_that_happens_once_is_told_as_that(workers: int) -> None:
     source = Failing(3, lambda call: OSError("stale file handle") if call == 1 else None)
-    with pytest.raises(GiveUp) as failed:
+    with pytest.raises(RunFailed) as failed:
         first_update(source, workers=workers)
     said = str(failed.value)
     assert said.startswith(
@@ -53,7 +53,7 @@ def test_an_error_that_happens_once_is_told_as_that(workers: int) -> None:
 
 def test_an_error_that_only_the_batch_has_is_told_as_that() -> None:
     source = Failing(3, lambda call: ValueError("sizes differ") if call in (1, 5) else None)
-    with pytest.raises(GiveUp, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
+    with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
         first_update(source)
 
 
@@ -97,7 +97,7 @@ class Items:
 
 
 def test_a_bad_item_that_the_fingerprint_reads_is_named() -> None:
-    with pytest.raises(GiveUp, match=r"^sample 0 can't be read: KeyError: 'no such image' \(.*unreadable.py:\d+\)$"):
+    with pytest.raises(RunFailed, match=r"^sample 0 can't be read: KeyError: 'no such image' \(.*unreadable.py:\d+\)$"):
         adapt_dataset(Items(KeyError("no such image")))
 
 

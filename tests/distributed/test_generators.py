@@ -89,7 +89,7 @@ def test_another_kind_of_generator_is_told() -> None:
     lockstep.register_generator("mine", random.Random(1))
     saved = generators.states(0)
     lockstep.register_generator("mine", torch.Generator())
-    with pytest.raises(lockstep.GiveUp, match="saved state of generator 'mine' is of another kind"):
+    with pytest.raises(lockstep.RunFailed, match="saved state of generator 'mine' is of another kind"):
         generators.restore(saved, 0)
     with pytest.raises(TypeError, match=r"a str can't be registered; a torch\.Generator, "):
         lockstep.register_generator("mine", "generator")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch.distributed.distributed_c10d as c10d
 from kit.worlds import in_world
 
 from lockstep.config.schema import Launch
-from lockstep.core.errors import GiveUp, Waited
+from lockstep.core.errors import CollectiveTimeout, RunFailed
 from lockstep.distributed.process_group import joined
 from lockstep.distributed.timeouts import waits_at_most
 
@@ -51,7 +51,7 @@ def _left_alone(wait: str, own_group: bool) -> tuple[str, float]:
                 time.sleep(5.0)
             else:
                 _WAITS[wait](group)
-    except Waited as error:
+    except CollectiveTimeout as error:
         return str(error), time.monotonic() - began
     return "", time.monotonic() - began
 
@@ -72,7 +72,7 @@ def test_a_group_made_later_waits_no_longer_than_that_of_all() -> None:
 
 def test_other_errors_stay_what_they_are_and_torchs_default_comes_back() -> None:
     before = c10d.default_pg_timeout
-    for error in (RuntimeError("boom"), GiveUp("no disk"), ValueError("Timed out waiting 9ms for recv operation")):
+    for error in (RuntimeError("boom"), RunFailed("no disk"), ValueError("Timed out waiting 9ms for recv operation")):
         with pytest.raises(type(error)) as caught, waits_at_most(7.0, rank=0):
             raise error
         assert caught.value is error
@@ -83,5 +83,5 @@ def test_other_errors_stay_what_they_are_and_torchs_default_comes_back() -> None
 
 def test_what_a_wait_in_vain_has_led_to_is_one_too() -> None:
     """Pipelines, for one, wrap what a stage raises."""
-    with pytest.raises(Waited, match="while rank 3 waited"), waits_at_most(7.0, rank=3):
+    with pytest.raises(CollectiveTimeout, match="while rank 3 waited"), waits_at_most(7.0, rank=3):
         raise ValueError("stage 1") from RuntimeError("Application timeout caused pair closure")

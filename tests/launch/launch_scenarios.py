@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config.schema import Launch
-from lockstep.core.errors import ConfigError, GiveUp, Stopped
+from lockstep.core.errors import ConfigError, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
 from lockstep.launch import group
 from lockstep.launch.local import launch, may_fork
@@ -145,7 +145,7 @@ def _config(value: str, me: RankEnvironment) -> None:
 
 
 def _give_up(value: str, me: RankEnvironment) -> None:
-    raise GiveUp(value)
+    raise RunFailed(value)
 
 
 def _stop(value: str, me: RankEnvironment) -> None:

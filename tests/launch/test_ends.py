@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.core.control_groups import Kills, why_killed
-from lockstep.core.errors import ConfigError, GiveUp, Paused, Stopped, Waited
+from lockstep.core.errors import CollectiveTimeout, ConfigError, Paused, RunFailed, Stopped
 from lockstep.launch.ends import (
     End,
     Kind,
@@ -30,8 +30,8 @@ def _end(kind: Kind, time: float = 0.0, text: str = "") -> End:
     ("error", "kind", "code"),
     [
         (ConfigError("lr is 0"), Kind.MESSAGE, 2),
-        (GiveUp("no disk"), Kind.MESSAGE, 1),
-        (Waited("for rank 1"), Kind.WAITED, 1),
+        (RunFailed("no disk"), Kind.MESSAGE, 1),
+        (CollectiveTimeout("for rank 1"), Kind.WAITED, 1),
         (Stopped("time is up"), Kind.STOPPED, 130),
         (Paused("time is up"), Kind.PAUSED, 75),
         (KeyboardInterrupt(), Kind.STOPPED, 130),
@@ -160,7 +160,7 @@ def test_what_a_failure_was_raised_from_goes_to_the_log_alone() -> None:
         try:
             raise ValueError("no such image")
         except ValueError as error:
-            raise GiveUp("sample 5 can't be read") from error
+            raise RunFailed("sample 5 can't be read") from error
 
     end = run_entry(fail)
     assert end.text == "sample 5 can't be read"

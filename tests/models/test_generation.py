@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.config.loading import validate
 from lockstep.config.schema import HuggingFaceModel, TransformerModel
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.records import DataFacts
 from lockstep.models.build import build_model
 from lockstep.models.generation import generate
@@ -74,7 +74,7 @@ class _Diverged(nn.Module):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[0.0, float("nan")], [0.0, float("inf")], [-float("inf")] * 2])
 def test_logits_that_are_not_finite_are_refused(logits, temperature):
-    with pytest.raises(GiveUp, match="the model's logits aren't finite"):
+    with pytest.raises(RunFailed, match="the model's logits aren't finite"):
         next(generate(_Diverged(logits), [0], 1, temperature=temperature))
 
 

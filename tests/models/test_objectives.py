@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.config import schema
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import Batch, DataFacts
 from lockstep.models.objectives import (
     FunctionObjective,
@@ -114,9 +114,9 @@ def test_outputs_may_be_a_mapping_with_logits():
     assert Targets(language=False).loss_sum({"logits": logits}, batch) == Targets(language=False).loss_sum(
         logits, batch
     )
-    with pytest.raises(GiveUp, match=r"mapping of \['hidden'\].*needs logits"):
+    with pytest.raises(RunFailed, match=r"mapping of \['hidden'\].*needs logits"):
         Targets(language=False).loss_sum({"hidden": logits}, batch)
-    with pytest.raises(GiveUp, match="a tuple"):
+    with pytest.raises(RunFailed, match="a tuple"):
         Targets(language=False).loss_sum((logits,), batch)
 
 
@@ -152,17 +152,17 @@ def test_an_empty_evaluation_is_nan_and_a_lost_model_has_infinite_perplexity():
 
 def test_what_does_not_go_together_is_told():
     batch = Batch({}, torch.tensor([0, 7]), 2, 2)
-    with pytest.raises(GiveUp, match="targets are 0 to 7, and the model has 3 outputs, 0 to 2"):
+    with pytest.raises(RunFailed, match="targets are 0 to 7, and the model has 3 outputs, 0 to 2"):
         Targets(language=False).loss_sum(torch.zeros(2, 3), batch)
-    with pytest.raises(GiveUp, match=r"outputs are \[2, 5, 3\] and targets \[2\]"):
+    with pytest.raises(RunFailed, match=r"outputs are \[2, 5, 3\] and targets \[2\]"):
         Targets(language=False).loss_sum(torch.zeros(2, 5, 3), batch)
     for objective in (NextToken(shift=True), NextToken(), Targets(language=True)):
-        with pytest.raises(GiveUp, match=r"a batch has no targets, .* `labels`"):
+        with pytest.raises(RunFailed, match=r"a batch has no targets, .* `labels`"):
             objective.count(Batch({}, None, 2, 2))
 
 
 def test_soft_targets_are_refused():
-    with pytest.raises(GiveUp, match="float32"):
+    with pytest.raises(RunFailed, match="float32"):
         count_targets(torch.rand(3, 4))
 
 

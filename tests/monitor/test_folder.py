@@ -13,7 +13,7 @@ import pytest
 import yaml
 from monitor_feed import FACTS, report
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport
 from lockstep.monitor import environment, folder
@@ -61,13 +61,15 @@ def test_it_holds_what_was_asked_and_where(tmp_path: Path) -> None:
 def test_ranks_look_into_the_folder_that_was_made(tmp_path: Path) -> None:
     made = RunFolder.create(tmp_path / "run")
     assert RunFolder.open(tmp_path / "run").path == made.path
-    with pytest.raises(GiveUp, match="is not the folder of a run"):
+    with pytest.raises(RunFailed, match="is not the folder of a run"):
         RunFolder.open(tmp_path)
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(GiveUp, match=r"holds something else \(thesis.tex\); give run.folder the name of a new folder"):
+    with pytest.raises(
+        RunFailed, match=r"holds something else \(thesis.tex\); give run.folder the name of a new folder"
+    ):
         RunFolder.create(tmp_path)
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
@@ -81,7 +83,7 @@ def test_a_finished_run_is_marked_and_not_trained_again(tmp_path: Path) -> None:
     run.release()
     assert is_finished(tmp_path / "run")
     assert read_summary(tmp_path / "run") == summary
-    with pytest.raises(GiveUp, match=r"is finished; give run.folder another name"):
+    with pytest.raises(RunFailed, match=r"is finished; give run.folder another name"):
         RunFolder.create(tmp_path / "run")
     RunFolder.create(tmp_path / "run", again=True)
 
@@ -109,7 +111,7 @@ def test_a_run_that_is_under_way_keeps_its_folder(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdin is not None
         other.stdout.readline()
-        with pytest.raises(GiveUp, match=rf"is under way \(process {other.pid} on "):
+        with pytest.raises(RunFailed, match=rf"is under way \(process {other.pid} on "):
             RunFolder.create(tmp_path / "run")
         other.stdin.close()
     RunFolder.create(tmp_path / "run")
@@ -117,11 +119,11 @@ def test_a_run_that_is_under_way_keeps_its_folder(tmp_path: Path) -> None:
 
 def test_a_place_that_can_not_be_written_is_said_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(GiveUp, match=r"can't create the run folder .*/file/run: Not a directory"):
+    with pytest.raises(RunFailed, match=r"can't create the run folder .*/file/run: Not a directory"):
         RunFolder.create(tmp_path / "file" / "run")
     run = RunFolder.create(tmp_path / "run")
     (run.path / "config.yaml").mkdir()
-    with pytest.raises(GiveUp, match=r"can't write .*/run/config.yaml: Is a directory"):
+    with pytest.raises(RunFailed, match=r"can't write .*/run/config.yaml: Is a directory"):
         run.write_config("")
     assert not any(name.endswith(".new") for name in os.listdir(run.path))
 
@@ -129,7 +131,7 @@ def test_a_place_that_can_not_be_written_is_said_with_the_reason(tmp_path: Path)
 def test_a_full_disk_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder.create(tmp_path / "run")
     monkeypatch.setattr(folder.os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
-    with pytest.raises(GiveUp, match=r"can't write .*/run/config.yaml: No space left on device"):
+    with pytest.raises(RunFailed, match=r"can't write .*/run/config.yaml: No space left on device"):
         run.write_config("")
     assert sorted(os.listdir(run.path)) == ["logs", "run.lock", "tensorboard"]
 

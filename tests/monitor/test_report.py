@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from monitor_feed import FACTS, report
 
 from lockstep.cli import report as verb
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, SaveReport, Verdict
 from lockstep.monitor import environment
@@ -429,21 +429,21 @@ def test_the_verb_writes_where_it_is_told(tmp_path: Path, capsys: pytest.Capture
     assert verb.run([str(run), "--output", str(tmp_path / "mine.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
     assert not (run / "report.html").exists()
-    with pytest.raises(GiveUp, match=r"can't write .*/nowhere/mine.html: No such file or directory"):
+    with pytest.raises(RunFailed, match=r"can't write .*/nowhere/mine.html: No such file or directory"):
         write_report(run, tmp_path / "nowhere" / "mine.html")
-    with pytest.raises(GiveUp, match=rf"can't write {run}: Is a directory"):
+    with pytest.raises(RunFailed, match=rf"can't write {run}: Is a directory"):
         write_report(run, run)
 
 
 def test_what_is_no_run_is_refused_with_the_one_that_was_meant(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    with pytest.raises(GiveUp, match=rf"there is no folder {tmp_path}/nothing$"):
+    with pytest.raises(RunFailed, match=rf"there is no folder {tmp_path}/nothing$"):
         write_report(tmp_path / "nothing")
-    with pytest.raises(GiveUp, match=rf"is not the folder of a run: .* the newest runs in it are {run}$"):
+    with pytest.raises(RunFailed, match=rf"is not the folder of a run: .* the newest runs in it are {run}$"):
         write_report(tmp_path)
-    with pytest.raises(GiveUp, match=rf"metrics.jsonl is a file, not the folder of a run; its run is {run}$"):
+    with pytest.raises(RunFailed, match=rf"metrics.jsonl is a file, not the folder of a run; its run is {run}$"):
         write_report(run / "metrics.jsonl")
-    with pytest.raises(GiveUp, match=r"logs is not the folder of a run: it has no config.yaml$"):
+    with pytest.raises(RunFailed, match=r"logs is not the folder of a run: it has no config.yaml$"):
         write_report(run / "logs")
 
 
@@ -451,7 +451,7 @@ def test_what_the_system_won_t_read_is_said_with_the_reason(tmp_path: Path) -> N
     run = a_run(tmp_path)
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
-    with pytest.raises(GiveUp, match=rf"can't read {run}/metrics.jsonl: Is a directory"):
+    with pytest.raises(RunFailed, match=rf"can't read {run}/metrics.jsonl: Is a directory"):
         write_report(run)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.config.schema import Optim, ParameterRule
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.optim import discard, fused, stepping
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
@@ -318,14 +318,14 @@ def test_state_of_another_model_is_refused_and_nothing_is_loaded():
     before = frozen_copy(optimizer.state_dict())
     stranger = frozen_copy(before)
     stranger["parameters"]["head.weight"] = stranger["parameters"].pop("3.bias")
-    with pytest.raises(GiveUp, match=r"of another model: it lacks 3\.bias and also has head\.weight"):
+    with pytest.raises(RunFailed, match=r"of another model: it lacks 3\.bias and also has head\.weight"):
         optimizer.load_state_dict(stranger)
     misshapen = frozen_copy(before)
     misshapen["parameters"]["0.weight"]["exp_avg"].fill_(5.0)
     misshapen["parameters"]["3.bias"]["exp_avg"] = torch.ones(4)
-    with pytest.raises(GiveUp, match=r"3\.bias: exp_avg is \[3\] here, but \[4\] in the saved state"):
+    with pytest.raises(RunFailed, match=r"3\.bias: exp_avg is \[3\] here, but \[4\] in the saved state"):
         optimizer.load_state_dict(misshapen)
-    with pytest.raises(GiveUp, match=r"has no (step|exp_avg): it is another optimizer's"):
+    with pytest.raises(RunFailed, match=r"has no (step|exp_avg): it is another optimizer's"):
         optimizer.load_state_dict(build(make_model(), OPTIMS["sgd"]).state_dict())
     assert_same(optimizer.state_dict(), before)
 

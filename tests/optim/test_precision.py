@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.config.schema import LossScale
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.optim import precision
 from lockstep.optim.precision import LossScaler, autocast_context, resolve_compute, set_tf32
 
@@ -157,5 +157,5 @@ def test_without_fp16_the_scale_is_one():
 
 
 def test_a_foreign_state_is_refused():
-    with pytest.raises(GiveUp, match="should hold scale and streak, but holds _scale"):
+    with pytest.raises(RunFailed, match="should hold scale and streak, but holds _scale"):
         LossScaler(SECTION, enabled=True, device=CPU).restore({"_scale": 1.0})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.terminal import plain, plain_line
 from lockstep.monitor.console import Console
 from lockstep.monitor.journal import Logged
@@ -93,7 +93,7 @@ def test_no_key_ends_a_comment_of_an_imported_config(tmp_path: Path) -> None:
 
 def test_failures() -> None:
     """Python prints them, too, and so do torchrun and the logs."""
-    for failure in (GiveUp(ESC), ConfigError(ESC), ConfigError([Problem(ESC, ESC, ESC), Problem("", "a", ESC)])):
+    for failure in (RunFailed(ESC), ConfigError(ESC), ConfigError([Problem(ESC, ESC, ESC), Problem("", "a", ESC)])):
         assert not _steers(str(failure))
     assert "\n" not in str(Problem("a\nb.yaml:1:1", "key\nkey", "is wrong"))
 

@@ -16,7 +16,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import by_step, read_manifest
-from lockstep.core.errors import Distrust
+from lockstep.core.errors import VerificationError
 from lockstep.core.progress import Progress
 from lockstep.data.digests import MODULUS, digest
 from lockstep.data.order import Order
@@ -289,7 +289,7 @@ def test_another_seed_or_other_data_are_told() -> None:
     ],
 )
 def test_what_is_no_ledger_proves_nothing(state: dict[str, Any], message: str) -> None:
-    with pytest.raises(Distrust) as caught:
+    with pytest.raises(VerificationError) as caught:
         audit(state, 5)
     assert str(caught.value).startswith(message)
     assert caught.value.exit_code == 3

@@ -20,7 +20,7 @@ from training.test_same_run import config
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.distributed.sequences import chunks_of, filled, places_of
 from lockstep.engine.attention_kernels import (
@@ -335,7 +335,7 @@ def _refusals(configs: list[dict[str, Any]]) -> list[str]:
         try:
             with lockstep.session(asked) as session:
                 next(iter(lockstep.steps(session)))
-        except (ConfigError, GiveUp) as refusal:
+        except (ConfigError, RunFailed) as refusal:
             found.append(str(refusal))
         else:
             found.append("it ran")
@@ -359,7 +359,7 @@ def _asked_of_padding() -> str:
         try:
             for _ in lockstep.steps(session):
                 pass
-        except GiveUp as failure:
+        except RunFailed as failure:
             return str(failure)
     return ""
 

@@ -20,7 +20,7 @@ import lockstep
 from lockstep.checkpoint import inspection
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.checkpoint.ownership import Owner
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.monitor.folder import RunFolder
 from lockstep.training import job
 
@@ -203,7 +203,7 @@ def _with_a_file_in_its_place(home: Path) -> None:
 def _failure(config: dict[str, Any], act: Callable[[Path], None]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(Path(config["run"]["folder"]).parent)
-        with pytest.raises(GiveUp) as failed:
+        with pytest.raises(RunFailed) as failed:
             _train(config, act)
     return str(failed.value)
 

@@ -23,7 +23,7 @@ from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.config.writing import to_yaml
 from lockstep.core.arguments import ExportArguments
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.models.model_tensors import model_tensors
 from lockstep.training.command import loaded_config, run_config
 from lockstep.training.exporting import export
@@ -95,11 +95,11 @@ def test_a_run_leaves_its_own_names(run: Path) -> None:
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     _save(small.Net(), tmp_path)
-    with pytest.raises(GiveUp, match=r"(?s)not the weights of the run's model.*missing: spare\.weight \[4, 4\]"):
+    with pytest.raises(RunFailed, match=r"(?s)not the weights of the run's model.*missing: spare\.weight \[4, 4\]"):
         load_weights(small.WithSpare(), tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
     (tmp_path / "model" / "XXH128SUMS").unlink()
-    with pytest.raises(GiveUp, match="is no safetensors file, or a damaged one"):
+    with pytest.raises(RunFailed, match="is no safetensors file, or a damaged one"):
         load_weights(small.Net(), tmp_path)
     with pytest.raises(ConfigError, match=r"left no weights .* \(lockstep export .* --to .*model\)"):
         load_weights(small.Net(), tmp_path / "none")
@@ -111,7 +111,7 @@ def test_weights_that_have_changed_since_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model" / "model.safetensors"
     _flip(file, "weight")
     with pytest.raises(
-        GiveUp, match=r"model\.safetensors is damaged: its bytes .* \(lockstep export RUN --to .*model --"
+        RunFailed, match=r"model\.safetensors is damaged: its bytes .* \(lockstep export RUN --to .*model --"
     ):
         load_weights(small.Net(), tmp_path)
     file.unlink()
@@ -124,7 +124,7 @@ def test_weights_that_have_changed_since_are_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "model").touch()
-    with pytest.raises(GiveUp, match="the trained weights could not be written"):
+    with pytest.raises(RunFailed, match="the trained weights could not be written"):
         _save(small.Net(), tmp_path)
 
 
@@ -182,14 +182,16 @@ def _copied(run: Path, folder: Path) -> Path:
 def test_a_damaged_checkpoint_is_never_exported(run: Path, tmp_path: Path) -> None:
     folder = _copied(run, tmp_path / "run")
     _flip(folder / "checkpoints" / "step-00000005" / "rank-00000.safetensors")
-    with pytest.raises(GiveUp, match=r"(?s)no checkpoint that can be used:.*step-00000005: rank-00000.*not what was"):
+    with pytest.raises(
+        RunFailed, match=r"(?s)no checkpoint that can be used:.*step-00000005: rank-00000.*not what was"
+    ):
         export(folder, ExportArguments(step=5))
     made = export(folder, ExportArguments())
     assert made.step == 4
     assert list(made.broken) == ["step-00000005"]
     for step in (2, 4):
         _flip(folder / "checkpoints" / f"step-0000000{step}" / "rank-00000.safetensors")
-    with pytest.raises(GiveUp, match="no checkpoint that can be used"):
+    with pytest.raises(RunFailed, match="no checkpoint that can be used"):
         export(folder, ExportArguments(to=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -241,7 +243,7 @@ def test_a_full_disk_leaves_what_was_there_with_its_hash(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(GiveUp, match="No space left on device"):
+    with pytest.raises(RunFailed, match="No space left on device"):
         export(run, ExportArguments(to=tmp_path, force=True))
     assert contents(tmp_path) == before
     assert before.keys() == {"model.safetensors", "XXH128SUMS"}

@@ -14,7 +14,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.checkpoint import inspection
 from lockstep.checkpoint.local import LocalSink, LocalStorage
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 
 
 def _train_with_room_for(config: dict[str, Any], number: int, broken: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -54,20 +54,20 @@ def test_the_oldest_gives_way(ranks: int, tmp_path: Path) -> None:
 
 def test_the_last_one_never_does(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(GiveUp, match="could not be saved: No space left"):
+    with pytest.raises(RunFailed, match="could not be saved: No space left"):
         _train_with_room_for(_config(run), 1)
     assert LocalStorage(run / "checkpoints").names() == ["step-00000004"]
 
 
 def test_the_last_whole_one_never_does(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(GiveUp, match="could not be saved: No space left"):
+    with pytest.raises(RunFailed, match="could not be saved: No space left"):
         _train_with_room_for(_config(run), 2, broken=("step-00000008",))
     assert LocalStorage(run / "checkpoints").names() == ["step-00000004", "step-00000008"]
 
 
 def test_what_is_kept_for_good_stays(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(GiveUp, match="could not be saved: No space left"):
+    with pytest.raises(RunFailed, match="could not be saved: No space left"):
         _train_with_room_for(_config(run, keep_every="4 steps"), 2)
     assert LocalStorage(run / "checkpoints").names() == ["step-00000004", "step-00000008"]

@@ -77,7 +77,7 @@ def test_what_can_not_be_discarded_ends_the_run() -> None:
             with torch.no_grad():
                 session.rooms.sharding.bare.inner.weight.fill_(float("nan"))
             session.accumulate(batch)
-            with pytest.raises(lockstep.GiveUp, match="it has been applied: the model is spoiled"):
+            with pytest.raises(lockstep.RunFailed, match="it has been applied: the model is spoiled"):
                 session.commit()
             break
 

@@ -18,7 +18,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
 from lockstep.config.known_runs import id_of_run
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.training.session import Session
 
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_another_run_is_not_used(copied_in: Path, capsys: pytest
 def test_a_whole_folder_of_checkpoints_of_another_run_is_refused(copied_in: Path) -> None:
     shutil.rmtree("run/checkpoints")
     shutil.copytree("other/checkpoints", "run/checkpoints")
-    with pytest.raises(GiveUp, match=r"no checkpoint that can be used:\n  step-00000006: .*belongs to another run"):
+    with pytest.raises(RunFailed, match=r"no checkpoint that can be used:\n  step-00000006: .*belongs to another run"):
         lockstep.train(_config(run={"folder": "run"}, steps=8))
     assert main(["ckpt", "verify", "run"]) == 3
     assert main(["train", "run", "--run.steps", "8", "--fresh"]) == 0

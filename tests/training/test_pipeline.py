@@ -303,7 +303,7 @@ def _handed_over(make: Any, parallel: dict[str, Any], folder: str) -> tuple[list
                     checkpoints.save()
             assert all(ended.failure is None for ended in checkpoints.finish())
             return losses, checkpoints.resumed_from
-    except lockstep.GiveUp as failure:
+    except lockstep.RunFailed as failure:
         return str(failure)
 
 

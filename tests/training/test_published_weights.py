@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import lockstep
 from lockstep.core.arguments import ExportArguments
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.models.model_tensors import model_tensors
 from lockstep.training.exporting import export
 from lockstep.training.weights import save_weights, tensors_of
@@ -94,9 +94,9 @@ def test_transformers_finds_every_weight(runs: Path) -> None:
 def test_missing_and_reshaped_tensors_are_no_published_model(tmp_path: Path) -> None:
     model = Net()
     tensors = tensors_of(model)
-    with pytest.raises(GiveUp, match=r"lack 1 of the model's 4 tensors: inner\.bias"):
+    with pytest.raises(RunFailed, match=r"lack 1 of the model's 4 tensors: inner\.bias"):
         save_weights(model, model_tensors(model), {k: v for k, v in tensors.items() if k != "inner.bias"}, tmp_path)
-    with pytest.raises(GiveUp, match=r"have head\.weight as \[1, 8\], not \[3, 8\]"):
+    with pytest.raises(RunFailed, match=r"have head\.weight as \[1, 8\], not \[3, 8\]"):
         save_weights(model, model_tensors(model), {**tensors, "head.weight": tensors["head.weight"][:1]}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -108,7 +108,7 @@ def test_a_file_of_a_library_is_compared_too() -> None:
     listed.refuse_incomplete_file({**shapes, "second.weight": shapes.pop("first.weight")}, (), "files")
     split = {key: shape for key, shape in shapes.items() if key != "first.bias"}
     listed.refuse_incomplete_file({**split, "first.weight": (4, 4), "a": (1,), "b": (3,)}, (), "files")
-    with pytest.raises(GiveUp, match=r"lack 1 of the model's 9 tensors \(4 elements, and 1 elements under other"):
+    with pytest.raises(RunFailed, match=r"lack 1 of the model's 9 tensors \(4 elements, and 1 elements under other"):
         listed.refuse_incomplete_file({**split, "first.weight": (4, 4), "a": (1,)}, (), "files")
     listed.refuse_incomplete_file({**split, "first.weight": (4, 4)}, {"first.bias"}, "files")
 
@@ -116,5 +116,5 @@ def test_a_file_of_a_library_is_compared_too() -> None:
 def test_a_state_without_all_tensors_is_not_saved() -> None:
     with lockstep.session(config()) as session:
         session.rooms.sharding.bare.head = torch.nn.Identity()
-        with pytest.raises(GiveUp, match="the tensors to be saved lack 2 of the model's 4 tensors: head"):
+        with pytest.raises(RunFailed, match="the tensors to be saved lack 2 of the model's 4 tensors: head"):
             session.state()

@@ -15,7 +15,7 @@ from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.training.job import Job, run_job
 
 
@@ -53,7 +53,7 @@ def test_a_file_is_no_folder(key: str, tmp_path: Path) -> None:
 def _with_a_full_disk(config: dict[str, Any]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalDraft, "create", _full)
-        with pytest.raises(GiveUp) as raised:
+        with pytest.raises(RunFailed) as raised:
             _run(config)
     return str(raised.value)
 
@@ -113,5 +113,5 @@ def test_a_metric_that_is_not_finite_costs_no_save(tmp_path: Path, capsys: pytes
 def test_why_a_save_failed_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where a run whose folder takes nothing leaves its state
     monkeypatch.setattr("lockstep.training.checkpoints.finite", lambda value: value)
-    with pytest.raises(GiveUp, match="could not be saved: metrics: Input should be a finite number"):
+    with pytest.raises(RunFailed, match="could not be saved: metrics: Input should be a finite number"):
         _run(_judged(tmp_path / "run", ["inf"]))

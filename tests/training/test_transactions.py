@@ -97,7 +97,7 @@ def _with_a_gradient_that_differs(rank: int, factor: float) -> str:
                 next(iter(session.rooms.sharding.bare.parameters())).grad.mul_(factor)
             try:
                 session.commit()
-            except lockstep.GiveUp as failure:
+            except lockstep.RunFailed as failure:
                 return str(failure)
     return "nothing was noticed"
 
@@ -152,7 +152,7 @@ def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
         assert [next(updates).kept for _ in range(3)] == [True] * 3
         before = small.weights(model)
         with pytest.raises(
-            lockstep.GiveUp, match=rf"step {PATIENCE + 3}: {PATIENCE} updates in a row .* since step 3;"
+            lockstep.RunFailed, match=rf"step {PATIENCE + 3}: {PATIENCE} updates in a row .* since step 3;"
         ):
             list(updates)
         assert _same(before, small.weights(model))

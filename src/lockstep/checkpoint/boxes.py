@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.distributed.parts import Box, Held, Kind
 
 
@@ -36,7 +36,7 @@ def share_out(holdings: Sequence[Mapping[str, Held]], bytes_of: Mapping[str, int
         bytes_of: an element of each dtype.
 
     Raises:
-        GiveUp: ranks hold different tensors under one name, or parts that don't make up the whole.
+        RunFailed: ranks hold different tensors under one name, or parts that don't make up the whole.
     """
     holders: dict[Piece, list[int]] = {}
     for rank, holding in enumerate(holdings):
@@ -58,10 +58,10 @@ def share_out(holdings: Sequence[Mapping[str, Held]], bytes_of: Mapping[str, int
 
 
 def check_cover(name: str, pieces: Sequence[Piece]) -> None:
-    """Raises GiveUp unless the pieces of a tensor make it up, once."""
+    """Raises RunFailed unless the pieces of a tensor make it up, once."""
     kinds = {piece.kind for piece in pieces}
     if len(kinds) > 1:
-        raise GiveUp(f"{name} is not the same tensor on all ranks: {' and '.join(sorted(map(str, kinds)))}")
+        raise RunFailed(f"{name} is not the same tensor on all ranks: {' and '.join(sorted(map(str, kinds)))}")
     assert pieces, "a tensor that is saved has at least one piece"
     kind = pieces[0].kind
     inside = all(
@@ -70,7 +70,7 @@ def check_cover(name: str, pieces: Sequence[Piece]) -> None:
         for offset, size, length in zip(piece.box.offsets, piece.box.sizes, kind.shape, strict=True)
     )
     if not inside or sum(piece.box.elements for piece in pieces) != kind.whole.elements or _overlap(pieces):
-        raise GiveUp(f"{name}: its parts don't make up the whole of {kind}")
+        raise RunFailed(f"{name}: its parts don't make up the whole of {kind}")
 
 
 def _overlap(parts: Sequence[Piece]) -> bool:

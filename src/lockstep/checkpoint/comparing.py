@@ -73,7 +73,7 @@ class Side:
     """One of the two; use as a context manager.
 
     Raises:
-        Distrust: on entering and in `tensor`, it is damaged.
+        VerificationError: on entering and in `tensor`, it is damaged.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
@@ -108,7 +108,7 @@ class Side:
 
 
 def compare(first: Side, second: Side) -> Comparison:
-    """Holds one tensor of each in memory at a time. Raises Distrust."""
+    """Holds one tensor of each in memory at a time. Raises VerificationError."""
     one, other = first.manifest, second.manifest
     both = [name for name in one.tensors if name in other.tensors]
     alike = [name for name in both if first.kind(name) == second.kind(name)]

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, by_step, read_manifest
 from lockstep.checkpoint.retention import Entry, best_of, superfluous
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.config.schema import Checkpoint
 from lockstep.core import checksums
-from lockstep.core.errors import ConfigError, Distrust, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -96,21 +96,21 @@ class Pruned:
 
 
 def manifest_of(storage: Storage, name: str) -> Manifest:
-    """Raises Damaged, also if it is another checkpoint's."""
+    """Raises CorruptCheckpoint, also if it is another checkpoint's."""
     manifest = read_manifest(storage, name)
     for step in by_step([name]):
         if step != manifest.step:
-            raise Damaged(MANIFEST, f"is that of step {manifest.step}")
+            raise CorruptCheckpoint(MANIFEST, f"is that of step {manifest.step}")
     return manifest
 
 
 @contextmanager
 def distrusting(storage: Storage, name: str) -> Iterator[None]:
-    """Raises Distrust, which says where, for a checkpoint that is Damaged."""
+    """Raises VerificationError, which says where, for a checkpoint that is CorruptCheckpoint."""
     try:
         yield
-    except Damaged as fault:
-        raise Distrust(f"{storage.place}/{name} is damaged: {fault}") from None
+    except CorruptCheckpoint as fault:
+        raise VerificationError(f"{storage.place}/{name} is damaged: {fault}") from None
 
 
 def found_in(storage: Storage) -> list[Found]:
@@ -122,7 +122,7 @@ def found_in(storage: Storage) -> list[Found]:
 def _found(storage: Storage, name: str, step: int) -> Found:
     try:
         return Found(name, step, manifest_of(storage, name), None)
-    except Damaged as fault:
+    except CorruptCheckpoint as fault:
         return Found(name, step, None, str(fault))
 
 
@@ -243,7 +243,7 @@ def verify(storage: Storage, name: str) -> Verified:
             size = manifest.size
             with Reader(storage, name, manifest) as reader:
                 reader.verify()
-    except Damaged as found:
+    except CorruptCheckpoint as found:
         fault = str(found)
     return Verified(name, size, time.perf_counter() - began, fault)
 
@@ -271,8 +271,8 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
         dry: only tells what would be deleted; what somebody reads is among it.
 
     Raises:
-        Distrust: none of them verifies: then none is deleted.
-        GiveUp: somebody is saving there, or it can't be deleted.
+        VerificationError: none of them verifies: then none is deleted.
+        RunFailed: somebody is saving there, or it can't be deleted.
     """
     found = found_in(storage)
     names = {one.step: one.name for one in found}
@@ -291,7 +291,7 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
 
 
 def prune_aside(storage: LocalStorage, *, dry: bool) -> dict[str, int]:
-    """Deletes what was put aside; returns names and bytes. Raises GiveUp, as `prune`."""
+    """Deletes what was put aside; returns names and bytes. Raises RunFailed, as `prune`."""
     sizes = {one.name: one.size for one in aside_in(Path(storage.place))}
     gone = list(sizes) if dry else _delete(storage, list(sizes))
     return {name: sizes[name] for name in gone}
@@ -305,13 +305,15 @@ def _newest_that_verifies(storage: Storage, found: Sequence[Found]) -> str:
         if verified.fault is None:
             return one.name
         faults.append(f"\n  {one.name}: {verified.fault}")
-    raise Distrust(f"none of the checkpoints in {storage.place} is whole, so none was deleted:{''.join(faults)}")
+    raise VerificationError(
+        f"none of the checkpoints in {storage.place} is whole, so none was deleted:{''.join(faults)}"
+    )
 
 
 def _delete(storage: Storage, names: Sequence[str]) -> list[str]:
     try:
         if names and not storage.claim():
-            raise GiveUp(f"a run is saving to {storage.place}, and prunes by itself; --dry-run tells what would go")
+            raise RunFailed(f"a run is saving to {storage.place}, and prunes by itself; --dry-run tells what would go")
         return [name for name in names if storage.delete(name)]
     except OSError as error:
-        raise GiveUp(f"can't delete from {storage.place}: {error.strerror or error}") from error
+        raise RunFailed(f"can't delete from {storage.place}: {error.strerror or error}") from error

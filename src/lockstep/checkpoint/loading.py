@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.ownership import Foreign, refuse_foreign
 from lockstep.checkpoint.reading import Reader, Wanted, by_step, manifest_bytes, read_manifest
 from lockstep.checkpoint.storage import MANIFEST
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import Kind, box_in, dtype_name, held, local
 
@@ -54,15 +54,15 @@ def load_newest(
 
     Args:
         check: called with a manifest before its tensors are read; raises, alike on all ranks, if it is not wanted, and
-            Damaged if its state makes no sense.
+            CorruptCheckpoint if its state makes no sense.
 
     Raises:
-        GiveUp: there are checkpoints, and none can be read; or that of `step` can't; or it is of another model.
+        RunFailed: there are checkpoints, and none can be read; or that of `step` can't; or it is of another model.
     """
     broken: dict[str, str] = {}
     names = cast("list[str] | str", axis.broadcast(_candidates(storage, step) if axis.rank == 0 else None))
     if isinstance(names, str):
-        raise GiveUp(names)
+        raise RunFailed(names)
     for name in names:
         with storage.reading(name):
             found = _load(storage, axis, live, name, check)
@@ -72,7 +72,7 @@ def load_newest(
     if not broken:
         return None
     shown = "".join(f"\n  {name}: {why}" for name, why in broken.items())
-    raise GiveUp(f"{storage.place} has no checkpoint that can be used:{shown}")
+    raise RunFailed(f"{storage.place} has no checkpoint that can be used:{shown}")
 
 
 def set_back(storage: Storage, step: int, broken: Mapping[str, str]) -> list[str]:
@@ -89,7 +89,7 @@ def is_foreign(storage: Storage, name: str) -> bool:
     """Whether it is whole as far as its manifest says, and of another run."""
     try:
         read_manifest(storage, name)
-    except Damaged as fault:
+    except CorruptCheckpoint as fault:
         return isinstance(fault, Foreign)
     return False
 
@@ -118,13 +118,13 @@ def _load(
     manifest = manifests.from_bytes(data)
     try:
         check(manifest)
-    except Damaged as fault:
+    except CorruptCheckpoint as fault:
         return str(fault)
     mismatch = _mismatch(manifest, live)
     mine = _read(storage, name, manifest, live) if mismatch is None else None
     faults = [fault for fault in axis.gather(mine if isinstance(mine, str) else None) if fault is not None]
     if mismatch is not None:  # another model's: not broken, so it stays where it is
-        raise GiveUp(f"{storage.place}/{name} doesn't fit this run: {mismatch}")
+        raise RunFailed(f"{storage.place}/{name} doesn't fit this run: {mismatch}")
     if faults:
         return str(faults[0])
     return Loaded(manifest, cast("TrainingState", mine), {})
@@ -135,10 +135,10 @@ def _manifest_or_fault(storage: Storage, name: str) -> bytes | str:
         data = manifest_bytes(storage, name)
         manifest = manifests.from_bytes(data)
         refuse_foreign(manifest, storage.run)
-    except Damaged as fault:
+    except CorruptCheckpoint as fault:
         return str(fault)
     if by_step([name]) != {manifest.step: name}:
-        return str(Damaged(MANIFEST, f"is that of step {manifest.step}"))
+        return str(CorruptCheckpoint(MANIFEST, f"is that of step {manifest.step}"))
     return data
 
 
@@ -157,7 +157,7 @@ def _read(storage: Storage, name: str, manifest: Manifest, live: TrainingState) 
     try:
         with Reader(storage, name, manifest) as reader:
             reader.read(wanted)
-    except Damaged as fault:
+    except CorruptCheckpoint as fault:
         return str(fault)
     return TrainingState(tensors, manifest.state)
 

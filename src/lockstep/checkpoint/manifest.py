@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, Va
 
 from lockstep.checkpoint import fingerprints
 from lockstep.checkpoint.boxes import Piece, check_cover
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.distributed.parts import Box, Kind
 
 FORMAT_VERSION = 1
@@ -38,7 +38,7 @@ ELEMENT_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 
-class _Wrong(GiveUp):
+class _Wrong(RunFailed):
     """Ends a validation at the first fault. pydantic would collect them all: a million wrong entries, 15 MB of text,
     became 4 GB of errors."""
 
@@ -61,7 +61,7 @@ FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.safetensors$")]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class Damaged(GiveUp):
+class CorruptCheckpoint(RunFailed):
     """A checkpoint that is not what was written.
 
     Attributes:
@@ -73,7 +73,7 @@ class Damaged(GiveUp):
         self.file = file
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[Damaged], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[CorruptCheckpoint], tuple[str, str]]:
         return type(self), (self.file, self.reason)
 
 
@@ -170,18 +170,24 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Raises Damaged (`file` is the manifest's) if these are not the bytes of a manifest that this version can read."""
+    """Return the manifest that `data` holds.
+
+    Raises:
+        CorruptCheckpoint: the bytes are no manifest that this version can read.
+    """
     try:
         outer = json.loads(data)
         body = outer["manifest"]
         whole = _sealed(body) == data
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Damaged("manifest.json", f"is not a manifest: {type(error).__name__}: {_short(error)}") from None
+        raise CorruptCheckpoint(
+            "manifest.json", f"is not a manifest: {type(error).__name__}: {_short(error)}"
+        ) from None
     if not whole:
-        raise Damaged("manifest.json", "its hash is not that of its contents")
+        raise CorruptCheckpoint("manifest.json", "its hash is not that of its contents")
     version = body.get("format_version") if isinstance(body, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
-        raise Damaged(
+        raise CorruptCheckpoint(
             "manifest.json",
             f"has format version {version!r}; this Lockstep reads {FORMAT_VERSION}: a newer one may have written it",
         )
@@ -192,13 +198,13 @@ def from_bytes(data: bytes) -> Manifest:
 
 def _validated(body: dict[str, Any]) -> Manifest:
     if len(body) > _MOST_FIELDS:
-        raise Damaged("manifest.json", f"makes no sense: it has {len(body):,} fields")
+        raise CorruptCheckpoint("manifest.json", f"makes no sense: it has {len(body):,} fields")
     try:
         return Manifest.model_validate(body)
     except ValidationError as error:
-        raise Damaged("manifest.json", f"makes no sense: {_first(error)}") from None
+        raise CorruptCheckpoint("manifest.json", f"makes no sense: {_first(error)}") from None
     except _Wrong as fault:
-        raise Damaged("manifest.json", f"makes no sense: {fault}") from None
+        raise CorruptCheckpoint("manifest.json", f"makes no sense: {fault}") from None
 
 
 def _sealed(body: Any) -> bytes:
@@ -213,20 +219,20 @@ def _check(manifest: Manifest) -> None:
     for name, entry in manifest.tensors.items():
         element = ELEMENT_BYTES[entry.dtype]
         if not entry.parts:
-            raise Damaged("manifest.json", f"{name} has no bytes anywhere")
+            raise CorruptCheckpoint("manifest.json", f"{name} has no bytes anywhere")
         for part in entry.parts:
             size = prod(part.sizes) * element
             if part.file not in manifest.files or part.at + size > manifest.files[part.file].size:
-                raise Damaged("manifest.json", f"{name} lies outside of its file {part.file}")
+                raise CorruptCheckpoint("manifest.json", f"{name} lies outside of its file {part.file}")
             if len(part.offsets) != len(entry.shape) or len(part.sizes) != len(entry.shape):
-                raise Damaged("manifest.json", f"a part of {name} has other dims than {entry.kind}")
+                raise CorruptCheckpoint("manifest.json", f"a part of {name} has other dims than {entry.kind}")
             if len(part.blocks) != -(-size // fingerprints.BLOCK):
-                raise Damaged("manifest.json", f"{name} has {len(part.blocks)} hashes for {size:,} bytes")
+                raise CorruptCheckpoint("manifest.json", f"{name} has {len(part.blocks)} hashes for {size:,} bytes")
             taken[part.file].append((part.at, part.at + size))
         try:
             check_cover(name, [Piece(name, entry.kind, part.box) for part in entry.parts])
-        except GiveUp as error:
-            raise Damaged("manifest.json", str(error)) from None
+        except RunFailed as error:
+            raise CorruptCheckpoint("manifest.json", str(error)) from None
     for file, ranges in taken.items():
         _check_tiling(file, manifest.files[file].size, ranges)
 
@@ -236,12 +242,12 @@ def _check_tiling(file: str, size: int, ranges: list[tuple[int, int]]) -> None:
     at = 0
     for start, stop in sorted(ranges):
         if start != at:
-            raise Damaged(
+            raise CorruptCheckpoint(
                 "manifest.json", f"bytes {min(at, start):,} to {max(at, start):,} of {file} are two tensors' or none's"
             )
         at = stop
     if at != size:
-        raise Damaged("manifest.json", f"{file} has {size:,} bytes, of which {at:,} are accounted for")
+        raise CorruptCheckpoint("manifest.json", f"{file} has {size:,} bytes, of which {at:,} are accounted for")
 
 
 def _short(error: Exception) -> str:

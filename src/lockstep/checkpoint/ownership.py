@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST
 
 OWNER = "owner.json"
@@ -52,7 +52,7 @@ def from_bytes(data: bytes) -> Owner | None:
 
 
 def refuse_foreign(manifest: Manifest, run: str | None) -> None:
-    """Raises Damaged if the checkpoint is not one of `run` (None: any run's will do)."""
+    """Raises CorruptCheckpoint if the checkpoint is not one of `run` (None: any run's will do)."""
     if run is not None and manifest.run != run:
         raise Foreign(
             MANIFEST,
@@ -60,7 +60,7 @@ def refuse_foreign(manifest: Manifest, run: str | None) -> None:
         )
 
 
-class Foreign(Damaged):
+class Foreign(CorruptCheckpoint):
     """A checkpoint of another run."""
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.fingerprints import BLOCK, Binding
-from lockstep.checkpoint.manifest import ELEMENT_BYTES, Damaged, Manifest, Part
+from lockstep.checkpoint.manifest import ELEMENT_BYTES, CorruptCheckpoint, Manifest, Part
 from lockstep.checkpoint.ownership import refuse_foreign
 from lockstep.checkpoint.storage import MANIFEST, read_whole
 from lockstep.distributed.parts import Box
@@ -31,14 +31,14 @@ _THREADS = 4  # hashing and reading leave the interpreter alone
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
-    """Raises Damaged, also if it is a checkpoint of another run than the storage's."""
+    """Raises CorruptCheckpoint, also if it is a checkpoint of another run than the storage's."""
     manifest = manifests.from_bytes(manifest_bytes(storage, name))
     refuse_foreign(manifest, storage.run)
     return manifest
 
 
 def manifest_bytes(storage: Storage, name: str) -> bytes:
-    """Not yet checked. Raises Damaged if they can't be read."""
+    """Not yet checked. Raises CorruptCheckpoint if they can't be read."""
     try:
         source = storage.open(name, MANIFEST)
         try:
@@ -46,7 +46,7 @@ def manifest_bytes(storage: Storage, name: str) -> bytes:
         finally:
             source.close()
     except OSError as error:
-        raise Damaged(MANIFEST, _reason(error)) from None
+        raise CorruptCheckpoint(MANIFEST, _reason(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Reader:
                 source.close()
 
     def read(self, wanted: Iterable[Wanted]) -> None:
-        """Fills what is wanted. Raises Damaged at the first fault, and then nothing of it may be used."""
+        """Fills what is wanted. Raises CorruptCheckpoint at the first fault, and then nothing of it may be used."""
         jobs: list[tuple[Wanted, Part]] = []
         for one in wanted:
             for part in self._manifest.tensors[one.name].parts:
@@ -93,7 +93,7 @@ class Reader:
                 pass
 
     def verify(self) -> None:
-        """Every byte of every file, in constant memory. Raises Damaged."""
+        """Every byte of every file, in constant memory. Raises CorruptCheckpoint."""
         for file in sorted(self._manifest.files):
             self._open(file)
         scratch = memoryview(bytearray(BLOCK))
@@ -111,13 +111,13 @@ class Reader:
         try:
             source = self._sources[file] = self._storage.open(self._name, file)
             if source.size != entry.size:
-                raise Damaged(file, f"has {source.size:,} bytes, and had {entry.size:,} when it was written")
+                raise CorruptCheckpoint(file, f"has {source.size:,} bytes, and had {entry.size:,} when it was written")
             header = memoryview(bytearray(entry.header))
             source.read(0, header)
         except OSError as error:
-            raise Damaged(file, _reason(error)) from None
+            raise CorruptCheckpoint(file, _reason(error)) from None
         if self._binding(file).block("", 0, header) != entry.header_hash:
-            raise Damaged(file, f"its header (bytes 0 to {entry.header:,}) is not what was written")
+            raise CorruptCheckpoint(file, f"its header (bytes 0 to {entry.header:,}) is not what was written")
 
     def _read_part(self, one: Wanted, part: Part) -> None:
         overlap = part.box.meets(one.box)
@@ -145,10 +145,12 @@ class Reader:
         try:
             self._sources[part.file].read(part.at + start, data)
         except OSError as error:
-            raise Damaged(part.file, _reason(error)) from None
+            raise CorruptCheckpoint(part.file, _reason(error)) from None
         if self._binding(part.file).block(name, start, data) != part.blocks[index]:
             at = part.at + start
-            raise Damaged(part.file, f"bytes {at:,} to {at + len(data):,}, of {name}, are not what was written")
+            raise CorruptCheckpoint(
+                part.file, f"bytes {at:,} to {at + len(data):,}, of {name}, are not what was written"
+            )
 
     def _binding(self, file: str) -> Binding:
         return Binding(self._manifest.run, self._manifest.step, file)

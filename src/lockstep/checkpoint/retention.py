@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, by_step, read_manifest
 from lockstep.core.progress import Progress
 from lockstep.plan.schedule import is_due
@@ -92,7 +92,7 @@ class Retention:
         try:
             with Reader(self._storage, name, read_manifest(self._storage, name)) as reader:
                 reader.verify()
-        except Damaged:
+        except CorruptCheckpoint:
             return False
         return True
 
@@ -118,7 +118,7 @@ class Retention:
             for step, name in by_step(self._storage.names()).items():
                 try:
                     self._entries[step] = self._entry(read_manifest(self._storage, name))
-                except Damaged as fault:
+                except CorruptCheckpoint as fault:
                     _log.warning("%s in %s is damaged: %s", name, self._storage.place, fault)
         return self._entries
 

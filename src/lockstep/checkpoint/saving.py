@@ -27,7 +27,7 @@ from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, Manifest, Par
 from lockstep.checkpoint.reading import by_step
 from lockstep.checkpoint.shards import Layout, file_of, lay_out
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
 from lockstep.distributed.parts import Held, held
 
@@ -208,7 +208,7 @@ class Saver:
         """Another run may have begun where this one's folder was."""
         owner = self._storage.owner()
         if owner is not None and owner.run != self.identity.run:
-            raise GiveUp(f"{self._storage.place} belongs to another run now: {owner}")
+            raise RunFailed(f"{self._storage.place} belongs to another run now: {owner}")
 
     def _write_file(self, save: _Save, draft: Draft) -> None:
         layout, image = save.snapshot.layout, save.snapshot.image
@@ -398,7 +398,7 @@ def _sealed(record: dict[str, Any]) -> bytes:
 def _opened(data: bytes, file: str) -> dict[str, Any]:
     seal, _, text = data.partition(b"\n")
     if fingerprints.of_bytes(text).encode() != seal:
-        raise GiveUp(f"{file} is not what its rank has written: the storage corrupts data")
+        raise RunFailed(f"{file} is not what its rank has written: the storage corrupts data")
     return cast("dict[str, Any]", json.loads(text))
 
 
@@ -406,7 +406,7 @@ def reason_of(error: Exception) -> str:
     """Why something could not be saved."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-    return str(error) if isinstance(error, GiveUp) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
 
 
 def _is_full(reason: str | None) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.words import Parser, add_json, add_trust, approved_config, check_flags, path, split, step, whole
-from lockstep.config.closeness import close
-from lockstep.core.errors import ConfigError, Distrust, GiveUp
+from lockstep.core.closest import closest_match
+from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import plain_line, say
 
@@ -48,20 +48,20 @@ def run(words: Sequence[str]) -> int:
     way, *rest = words
     if way in _RUN:
         return _readable(_RUN[way], rest)
-    near = close(way, _WAYS)
+    near = closest_match(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
     say(f"lockstep: ckpt can't {way}{meant}", file=sys.stderr)
     return 2
 
 
 def _readable(verb: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """Raises GiveUp for what the system doesn't let us read or write."""
+    """Raises RunFailed for what the system doesn't let us read or write."""
     try:
         return verb(words)
     except OSError as error:
         if error.filename is None:  # of our own output
             raise
-        raise GiveUp(f"can't use {error.filename}: {error.strerror or error}") from error
+        raise RunFailed(f"can't use {error.filename}: {error.strerror or error}") from error
 
 
 # --- looking ------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _verify(words: Sequence[str]) -> int:
     if faults or damaged:
         told = [ckpt_text.distrusted(place.folder, faults, len(results))] if faults else []
         told += [f"{run}/{one.name} is damaged: {one.fault}" for one in damaged]
-        raise Distrust("\n".join(told))
+        raise VerificationError("\n".join(told))
     return 0
 
 
@@ -164,13 +164,13 @@ def _audit(words: Sequence[str]) -> int:
         manifest = manifest_of(place.storage, name)
     try:
         found = audit(manifest.state, manifest.samples)
-    except Distrust as error:
-        raise Distrust(f"{place.folder / name} can't be audited: {error}") from None
+    except VerificationError as error:
+        raise VerificationError(f"{place.folder / name} can't be audited: {error}") from None
     _print(ckpt_text.audited(manifest.step, found))
     if asked.json:
         emit({"run": str(asked.run), "step": manifest.step, **ckpt_text.audited_json(found)})
     if not found.complete:
-        raise Distrust(f"{place.folder / name}: {ckpt_text.incomplete(found)}")
+        raise VerificationError(f"{place.folder / name}: {ckpt_text.incomplete(found)}")
     return 0
 
 

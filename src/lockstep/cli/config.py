@@ -18,7 +18,7 @@ from lockstep.cli.words import (
     short_overrides,
     split,
 )
-from lockstep.config.closeness import close
+from lockstep.core.closest import closest_match
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import plain_line, say
 
@@ -50,7 +50,7 @@ def run(words: Sequence[str]) -> int:
         from lockstep.cli import config_import
 
         return config_import.run(rest)
-    near = close(way, _WAYS)
+    near = closest_match(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
     say(f"lockstep: config can't {way}{meant}", file=sys.stderr)
     return 2

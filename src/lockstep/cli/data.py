@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, path, read_config, split, whole
-from lockstep.config.closeness import close
+from lockstep.core.closest import closest_match
 from lockstep.core.terminal import say
 
 _WAYS = {
@@ -26,7 +26,7 @@ def run(words: Sequence[str]) -> int:
         return _fetch(rest)
     if way == "prepare":
         return _prepare(rest)
-    near = close(way, _WAYS)
+    near = closest_match(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
     say(f"lockstep: data can't {way}{meant}", file=sys.stderr)
     return 2

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cli.words import Parser, path
-from lockstep.config.closeness import close
 from lockstep.config.starting import CONFIG, STARTS, Start
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError
 from lockstep.core.terminal import say
 
@@ -53,7 +53,7 @@ def _start(kind: str | None) -> Start:
         raise ConfigError(f"init needs a kind: lockstep init {'|'.join(STARTS)}")
     if kind in STARTS:
         return STARTS[kind]
-    near = close(kind, STARTS)
+    near = closest_match(kind, STARTS)
     hint = f"did you mean {near}?" if near else f"take {', '.join(STARTS)}"
     raise ConfigError(f"init has no kind {kind!r}; {hint}")
 

@@ -125,11 +125,11 @@ def _help() -> str:
 
 
 def _no_verb(word: str) -> str:
-    from lockstep.config.closeness import close
+    from lockstep.core.closest import closest_match
 
     if word in _OTHERS_VERBS:
         return f"there is no verb {word!r}; {_OTHERS_VERBS[word]}"
-    near = close(word, VERBS)
+    near = closest_match(word, VERBS)
     return f"there is no verb {word!r}; " + (f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}")
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import deepspeed_words as words
-from lockstep.config.closeness import close
 from lockstep.config.reading import MOST_BYTES
 from lockstep.core.bounded_files import read_bounded
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ class _Comparison:
             if not _is_off(value):
                 self._say(inside + key, f"{refused[key]}; leave it out")
         else:
-            near = close(key, known)
+            near = closest_match(key, known)
             meant = f"did you mean {near}?" if near else "see the list of keys in DeepSpeed's documentation"
             self._say(inside + key, f"DeepSpeed has no such key; {meant}")
 

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from lockstep.config import deepspeed_words, import_deepspeed, import_words, shape
 from lockstep.config import import_answers as ways
-from lockstep.config.closeness import close
 from lockstep.config.foreign_files import NAMES, ForeignFile, Kind, Said, plain, read_foreign
 from lockstep.config.foreign_words import words
 from lockstep.config.import_answers import NOTHING, Answer, Facts, NeedsRanks, is_off, not_needed, not_there, to_do
@@ -33,6 +32,7 @@ from lockstep.config.merging import ALTERNATIVES
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_flags
 from lockstep.config.reading import Table, leaves, to_python
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.terminal import say
 
@@ -280,7 +280,7 @@ def _by_word(said: Said, facts: Facts) -> Answer:
 
 
 def _unknown(said: Said, known: Sequence[str]) -> Answer:
-    near = close(said.path[-1], [word for word in known if word != said.word], cutoff=0.8)
+    near = closest_match(said.path[-1], [word for word in known if word != said.word], cutoff=0.8)
     return Answer("not known", {}, f"did you mean {near}?" if near else "no tool that Lockstep knows has it")
 
 

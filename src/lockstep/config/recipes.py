@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config.closeness import close
 from lockstep.config.reading import Leaf, read_file
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError
 from lockstep.core.local_paths import local_path
 
@@ -72,7 +72,7 @@ def resolve_recipe(name_or_path: str) -> Recipe:
     laid_over = {recipe.name: recipe for recipe in overlays()}
     if name_or_path in known or name_or_path in laid_over:
         return (known | laid_over)[name_or_path]
-    near = close(name_or_path, known | laid_over)
+    near = closest_match(name_or_path, known | laid_over)
     meant = f"did you mean {near}?" if near else f"the recipes are {', '.join(known)}"
     raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file nor a run's folder; {meant}")
 
@@ -86,7 +86,7 @@ def _file(path: Path) -> Recipe:
     if path.is_file():
         return Recipe(path.stem, path)
     neighbours = {item.stem: item for item in sorted(path.parent.glob("*")) if item.suffix in _SUFFIXES}
-    near = close(path.stem, neighbours)
+    near = closest_match(path.stem, neighbours)
     raise ConfigError(f"there is no file {path}" + (f"; did you mean {neighbours[near]}?" if near else ""))
 
 

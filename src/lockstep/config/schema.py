@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from lockstep.config.closeness import close
 from lockstep.config.every import Every
+from lockstep.core.closest import closest_match
 from lockstep.core.local_paths import checked_path_text
 
 Positive = Annotated[int, Field(gt=0)]
@@ -838,7 +838,7 @@ class Config(Section):
                 )
             users = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
             if not users and metric not in _METRICS:
-                near = close(metric, _METRICS)
+                near = closest_match(metric, _METRICS)
                 meant = f"did you mean {evaluation}.{near}?" if near else f"metrics are {', '.join(_METRICS)}"
                 raise ValueError(f"checkpoint.best names the metric {metric!r}, which no evaluation has; {meant}")
         return self

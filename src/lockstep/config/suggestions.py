@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import get_args
 
 from lockstep.config import shape
-from lockstep.config.closeness import close
 from lockstep.config.every import Unit
 from lockstep.config.foreign_words import Context, translate
 from lockstep.config.import_words import NOT_NEEDED, NOT_THERE, TO_DO
 from lockstep.config.reading import Leaf, Node
 from lockstep.config.shape import Shape
+from lockstep.core.closest import closest_match
 
 
 def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, context: Context) -> str:
@@ -30,7 +30,7 @@ def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, context:
     elsewhere = _interval(path, siblings, node) or _elsewhere(path)
     if elsewhere:
         return elsewhere
-    near = close(path[-1], siblings)
+    near = closest_match(path[-1], siblings)
     if near:
         return f"unknown key; did you mean {near}?"
     far = _near_elsewhere(path[-1])
@@ -61,7 +61,7 @@ _FLAGS = {
 
 def for_value(text: str, choices: Sequence[str]) -> str:
     """ "; did you mean X?" or nothing."""
-    near = close(text, choices)
+    near = closest_match(text, choices)
     return f"; did you mean {near}?" if near else ""
 
 

@@ -1,11 +1,11 @@
-"""Failures, named by what happens next, each with the exit code that says so to whoever started the process.
+"""Failures, named by what happens next, each with the exit code that tells it to whoever started the process.
 
 0    done
-1    failed            GiveUp: nothing automatic helps; read the message
-2    fix your config   ConfigError: no process was started, no work was lost
-3    distrust it       Distrust: what was asked to be verified is not right
-75   start it again    Paused: stopped as asked, all is saved
-130  stopped           Stopped: somebody asked for it
+1    RunFailed           nothing automatic helps; read the message
+2    ConfigError         fix the config: no process was started, no work was lost
+3    VerificationError   what was verified is wrong
+75   Paused              stopped as requested, everything is saved: start it again
+130  Stopped             interrupted
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.core.terminal import plain, plain_line
 
 
 class Failure(Exception):
-    """Something a user can read and act on; the command line prints it without a traceback."""
+    """An error that a user can act on; the command line prints it without a traceback."""
 
     exit_code = 1
 
@@ -25,48 +25,48 @@ class Failure(Exception):
         return plain(super().__str__())
 
 
-class GiveUp(Failure):
-    """The run can't go on, and trying again would not help."""
+class RunFailed(Failure):
+    """The run failed, and trying again would not help."""
 
 
-class OutOfMemory(GiveUp):
+class OutOfMemory(RunFailed):
     """Memory ran out, of a rank's device or of its machine."""
 
 
-class Waited(GiveUp):
-    """Other ranks didn't come to a collective in time: what failed is with them, and they may say nothing of it."""
+class CollectiveTimeout(RunFailed):
+    """Other ranks did not reach a collective in time: the cause is on them, and they may not report it."""
 
 
-class OtherRankFailed(GiveUp):
-    """Another rank failed, and says why; nothing is wrong with this one."""
+class PeerFailed(RunFailed):
+    """Another rank failed and reports why; nothing is wrong with this one."""
 
 
-class Distrust(Failure):
-    """What was asked to be verified is not right: don't build on it."""
+class VerificationError(Failure):
+    """A verification found a fault: do not rely on what was verified."""
 
     exit_code = 3
 
 
 class Stopped(Failure):
-    """A person or a scheduler asked the run to stop."""
+    """A person or a scheduler stopped the run."""
 
     exit_code = 130
 
 
 class Paused(Stopped):
-    """Stopped as asked, with all that was learned saved: the same command goes on from here."""
+    """Stopped as requested, with its state saved: the same command resumes it."""
 
-    exit_code = 75  # EX_TEMPFAIL: schedulers know it as "start it again"
+    exit_code = 75  # EX_TEMPFAIL: schedulers start such a job again
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in a config.
+    """One mistake in a config.
 
     Attributes:
-        where: file:line:column, a flag, or an environment variable; empty if the value came from no one place.
+        where: file:line:column, a flag, or an environment variable; empty if the value has no single origin.
         key: dotted key, such as `optim.lr`.
-        message: what is wrong, why, and the nearest right value.
+        message: what is wrong, why, and the nearest valid value.
     """
 
     where: str
@@ -80,7 +80,7 @@ class Problem:
 
 
 class ConfigError(Failure):
-    """What was asked can't be done as asked. Holds all problems at once."""
+    """A config that can't be run as it stands, with all its problems at once."""
 
     exit_code = 2
 
@@ -94,8 +94,8 @@ class ConfigError(Failure):
         return type(self), (self.problems,)
 
 
-def not_answered(missing: str, waiting: str, seconds: float) -> str:
-    """What people read when `missing` have let `waiting` wait."""
+def timeout_message(missing: str, waiting: str, seconds: float) -> str:
+    """Return the message about `missing` ranks that kept `waiting` ranks waiting in a collective."""
     return (
         f"{missing} did not answer within {seconds:g} s (launch.timeout), while {waiting} waited in a collective. If a "
         "rank hangs, start again and see where (py-spy dump, a debugger); if it is only slow (a data source, a "

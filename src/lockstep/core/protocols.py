@@ -137,7 +137,7 @@ class Sharding(Protocol):
         """Puts in what `state` has had: whole tensors on the CPU, or this rank's parts of sharded ones.
 
         Raises:
-            GiveUp: it is another model's or optimizer's.
+            RunFailed: it is another model's or optimizer's.
         """
 
 

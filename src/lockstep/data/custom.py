@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lockstep.config.schema import CustomData
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.importing import construct, import_target, source_file
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
@@ -182,12 +182,12 @@ def as_batch(collated: Any, samples: int) -> Batch:
         inputs = dict(collated)
         named = [name for name in _TARGETS if name in inputs]
         if len(named) > 1:
-            raise GiveUp(f"a batch has {' and '.join(named)}; only one of them can be the targets")
+            raise RunFailed(f"a batch has {' and '.join(named)}; only one of them can be the targets")
         targets = inputs.pop(named[0]) if named else None
         return Batch(inputs, targets, samples, _tokens(inputs, samples))
     if isinstance(collated, tuple | list):
         if len(collated) < 2:
-            raise GiveUp(f"a batch of {len(collated)} parts can't be split into inputs and targets")
+            raise RunFailed(f"a batch of {len(collated)} parts can't be split into inputs and targets")
         return Batch(tuple(collated[:-1]), collated[-1], samples, samples)
     return Batch((collated,), None, samples, samples)
 

@@ -32,7 +32,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
-from lockstep.core.errors import Failure, GiveUp
+from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.processes import end_with, end_with_other
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
@@ -76,7 +76,7 @@ def fetch_all(source: Source, requests: Iterable[Request], workers: Workers) -> 
     """A batch for each request.
 
     Raises:
-        GiveUp: the source raised, or a worker died; names the samples.
+        RunFailed: the source raised, or a worker died; names the samples.
     """
     if workers.number == 0:
         return (fetch(source, request) for request in requests)
@@ -210,12 +210,12 @@ def _remembered(requests: Iterable[Request], asked: deque[Request]) -> Iterator[
         yield request
 
 
-def _death(error: Exception, busy: Sequence[Request], before: Kills) -> GiveUp:
+def _death(error: Exception, busy: Sequence[Request], before: Kills) -> RunFailed:
     """
     Args:
         before: what the kernel had counted when the workers were started.
     """
-    if isinstance(error.__cause__, GiveUp):  # named when it was heard of
+    if isinstance(error.__cause__, RunFailed):  # named when it was heard of
         return error.__cause__
     samples = f" while samples {' or '.join(named(request.indices) for request in busy)} were fetched" if busy else ""
     said = str(error).strip(" .")
@@ -225,7 +225,7 @@ def _death(error: Exception, busy: Sequence[Request], before: Kills) -> GiveUp:
         reason = ""
     else:
         reason = f". If it was killed: {why_killed(before, kernel_kills(), _FEWER)}"
-    return GiveUp(
+    return RunFailed(
         f"a data worker died{samples}: {said}{reason}. With data.loader.workers: 0 the rank fetches itself and shows "
         "what happens"
     )

@@ -87,7 +87,7 @@ class TrainingLoader:
         """What the run does after `progress`, without end; whatever `updates` was at before is over.
 
         Raises, while it is read:
-            GiveUp: a sample can't be read, or a worker died.
+            RunFailed: a sample can't be read, or a worker died.
         """
         self.close()
         self._running = self._epochs(progress)
@@ -180,7 +180,7 @@ def evaluation_batches(
 
     Raises:
         ConfigError: the set is empty.
-        GiveUp: while it is read; a sample can't be read, or a worker died.
+        RunFailed: while it is read; a sample can't be read, or a worker died.
     """
     samples = _epoch_samples(source.facts.samples, 1, drop_last=False)
     requests = (

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from lockstep.core.errors import Failure, GiveUp
+from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.out_of_memory import mark, ran_out
 from lockstep.data.order import Indices
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
-    """What `read(indices)` returns. Raises GiveUp: it raised; names the sample."""
+    """What `read(indices)` returns. Raises RunFailed: it raised; names the sample."""
     try:
         return read(indices)
     except Failure:
@@ -30,7 +30,7 @@ def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
         raise explained(read, indices, error) from error
 
 
-def explained(read: Callable[[Indices], object], indices: Indices, error: Exception) -> GiveUp:
+def explained(read: Callable[[Indices], object], indices: Indices, error: Exception) -> RunFailed:
     """The failure to raise in place of `error`, which `read(indices)` has raised; reads the samples again to find it.
 
     Raises:
@@ -40,13 +40,13 @@ def explained(read: Callable[[Indices], object], indices: Indices, error: Except
     for index in indices:
         alone = _error_of(read, indices[indices == index])
         if alone is not None:
-            return GiveUp(f"sample {index} can't be read: {describe(alone)}")
+            return RunFailed(f"sample {index} can't be read: {describe(alone)}")
     together = _error_of(read, indices)
     if together is not None:
         remedy = "; a collate function of yours can pad them" if "equal size" in str(together) else ""
         why = f"{describe(together)}{remedy}"
-        return GiveUp(f"samples {named(indices)} can each be read, but not put into one batch: {why}")
-    return GiveUp(
+        return RunFailed(f"samples {named(indices)} can each be read, but not put into one batch: {why}")
+    return RunFailed(
         f"reading samples {named(indices)} failed once, and succeeded when it was tried again: {describe(error)}. If "
         "what they are read from fails now and then (a network file system, a service), catch the error in the data "
         "set and retry there"

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.keys import key
 
 Generator = torch.Generator | np.random.Generator | random.Random
@@ -113,7 +113,9 @@ def _setter(by_rank: Mapping[int, Tensor], rank: int) -> Callable[[str, Generato
         try:
             kind.put(generator, by_rank.get(rank, by_rank[min(by_rank)]))
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise GiveUp(f"the saved state of generator {name!r} is of another kind of generator: {error}") from error
+            raise RunFailed(
+                f"the saved state of generator {name!r} is of another kind of generator: {error}"
+            ) from error
         if rank not in by_rank:
             kind.reseed(generator, rank)
 

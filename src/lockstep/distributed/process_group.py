@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )  # torch.distributed gives them away, untyped
 
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import everyone
 from lockstep.distributed.collectives import Alone, Together
@@ -71,8 +71,8 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
 
     Raises:
         ConfigError: a backend or device that this machine doesn't have.
-        GiveUp: the other ranks can't be reached within `launch.timeout`.
-        Waited: they don't come to a collective within it, while the block runs.
+        RunFailed: the other ranks can't be reached within `launch.timeout`.
+        CollectiveTimeout: they don't come to a collective within it, while the block runs.
     """
     environment = RankEnvironment.read(os.environ)
     device = _device(launch, environment.local_rank)
@@ -172,7 +172,7 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
     except (RuntimeError, ValueError, OSError) as error:
         place = f"{environment.master_addr}:{environment.master_port}"
         reason = str(error).splitlines()[0]
-        raise GiveUp(
+        raise RunFailed(
             f"rank {environment.rank} could not join the other {environment.world_size - 1} ranks at {place} "
             f"within {timeout:g} s: {reason}"
         ) from error

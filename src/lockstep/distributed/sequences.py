@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.distributed.ring import Ring
 
 
@@ -87,7 +87,7 @@ def positions(length: int, device: torch.device | str | None = None) -> Tensor:
     if division is None:
         return torch.arange(length, device=device)
     if length != division.own:
-        raise GiveUp(
+        raise RunFailed(
             f"the model asks for the positions of {length} tokens, and this rank has {division.own} of each sequence; "
             "parallel.context is for models whose layers all see the same tokens"
         )

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 
 _WOKEN_S = 30.0  # seconds for the others to come, who may be busy between two collectives
 _NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks that fail by themselves
@@ -61,7 +61,7 @@ class StoreExchange:
         try:
             return self._store.check(["call"])
         except RuntimeError as error:
-            raise GiveUp("rank 0, which keeps the ranks' store, has ended") from error
+            raise RunFailed("rank 0, which keeps the ranks' store, has ended") from error
 
     def call(self) -> None:
         """Calls the other ranks, and makes the collectives fail in which they wait for this one."""
@@ -75,13 +75,13 @@ class StoreExchange:
         """Return every rank's status, in the order of ranks.
 
         Raises:
-            GiveUp: a rank doesn't come, or has left the session.
+            RunFailed: a rank doesn't come, or has left the session.
         """
         self._post(status)
         found = self._read("status", self._all, self._patience)
         left = [str(rank) for rank, one in enumerate(found) if one == _LEFT]
         if left:
-            raise GiveUp(f"rank {', '.join(left)} has left the run")
+            raise RunFailed(f"rank {', '.join(left)} has left the run")
         return found
 
     def leave(self) -> None:
@@ -122,7 +122,7 @@ class StoreExchange:
             except RuntimeError:
                 missing = ["0"]
             ranks = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            raise GiveUp(f"rank {ranks} did not answer within {seconds:g} s") from error
+            raise RunFailed(f"rank {ranks} did not answer within {seconds:g} s") from error
 
 
 def _text(value: object) -> str:

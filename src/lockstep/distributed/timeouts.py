@@ -2,7 +2,7 @@
 
 launch.timeout --> the group of all ranks       process_group
                \\-> every group made after it    torch's default, for nobody asks DeviceMesh, FSDP or DeepSpeed
-in vain        --> the backend's RuntimeError --> Waited, one sentence
+in vain        --> the backend's RuntimeError --> CollectiveTimeout, one sentence
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from lockstep.core.errors import Failure, Waited, not_answered
+from lockstep.core.errors import CollectiveTimeout, Failure, timeout_message
 
 # What gloo and torch's store say of a wait that was too long. NCCL's watchdog ends the process, and nothing is raised.
 _IN_VAIN = re.compile(
@@ -29,7 +29,7 @@ def waits_at_most(seconds: float, rank: int) -> Iterator[None]:
     """All groups that are made while the block runs wait so long, and no longer.
 
     Raises:
-        Waited: not all ranks came to a collective in that time.
+        CollectiveTimeout: not all ranks came to a collective in that time.
     """
     with _default(timedelta(seconds=seconds)):
         try:
@@ -39,7 +39,7 @@ def waits_at_most(seconds: float, rank: int) -> Iterator[None]:
         except Exception as error:
             if not waited_in_vain(error):
                 raise
-            raise Waited(not_answered("another rank", f"rank {rank}", seconds)) from error
+            raise CollectiveTimeout(timeout_message("another rank", f"rank {rank}", seconds)) from error
 
 
 @contextmanager

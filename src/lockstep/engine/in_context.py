@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.core.errors import ConfigError, Failure, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.records import Batch
 from lockstep.distributed.sequences import Division, current, filled, places_of
 from lockstep.engine.eager import Eager, call
@@ -70,11 +70,11 @@ class Divider:
         """This rank's part; its division is the current one from then on.
 
         Raises:
-            GiveUp: something in the batch isn't laid out by positions.
+            RunFailed: something in the batch isn't laid out by positions.
         """
         targets = self.targets_of(batch)
         if targets.dim() != 2:
-            raise GiveUp(
+            raise RunFailed(
                 f"{_KEY} divides sequences, and the targets of a batch are {list(targets.shape)}, not a row of "
                 "positions for each sample"
             )
@@ -96,7 +96,7 @@ class Divider:
         """Whether causal attention needs no mask: padding comes last, and nobody asks for what is made of it.
 
         Raises:
-            GiveUp: there is padding before tokens, and a divided forward can't be the whole one's.
+            RunFailed: there is padding before tokens, and a divided forward can't be the whole one's.
         """
         asked = (targets != _NO_TARGET) & ~real[:, : targets.shape[1]]
         if bool((real[:, 1:] <= real[:, :-1]).all()):
@@ -104,9 +104,9 @@ class Divider:
         row = int((real[:, 1:] > real[:, :-1]).any(1).nonzero()[0, 0])
         where = f"{_KEY}: sample {row} of a batch has padding before its tokens (attention_mask), and"
         if self.rule is None:
-            raise GiveUp(f"{where} where the model sees tokens behind padding isn't known; pad on the right")
+            raise RunFailed(f"{where} where the model sees tokens behind padding isn't known; pad on the right")
         if bool(asked.any()):
-            raise GiveUp(
+            raise RunFailed(
                 f"{where} {int(asked.sum())} targets are predicted from padding, such as a text's first token from the "
                 "padding before it; pad on the right, or give the first token of each text the label -100"
             )
@@ -126,7 +126,7 @@ class Divider:
             if not isinstance(value, Tensor):
                 return value
             if not is_by_position(value, length):
-                raise GiveUp(
+                raise RunFailed(
                     f"{_KEY} divides sequences of {length} positions, and the input {name} of a batch is "
                     f"{list(value.shape)}: it isn't laid out as [samples, positions, ...]"
                 )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.distributed.sequences import Division, chunks_of, current, enter
 from lockstep.engine.attention_kernels import (
     Mixed,
@@ -46,13 +46,13 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, s
         scale: 1 / sqrt(D), if it isn't given.
 
     Raises:
-        GiveUp: queries or keys are not this rank's positions.
+        RunFailed: queries or keys are not this rank's positions.
     """
     division = current()
     assert division is not None, "sequences are whole"
     for what, tensor in (("queries", query), ("keys", key)):
         if tensor.dim() != 4 or tensor.shape[2] != division.own:
-            raise GiveUp(
+            raise RunFailed(
                 f"{_KEY}: attention has {what} {list(tensor.shape)}, and this rank has {division.own} positions of "
                 "each sequence: attention of another kind, such as to a second sequence, can't be divided"
             )

@@ -23,15 +23,15 @@ from enum import Enum
 from types import TracebackType
 
 from lockstep.core.errors import (
+    CollectiveTimeout,
     ConfigError,
     Failure,
-    OtherRankFailed,
     Paused,
+    PeerFailed,
     Problem,
     Stopped,
-    Waited,
     message_of,
-    not_answered,
+    timeout_message,
 )
 from lockstep.core.peers import blames_a_peer
 from lockstep.core.stopping import STOP_SIGNALS
@@ -98,9 +98,9 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             return End(Kind.PAUSED, Paused.exit_code, str(error), time)
         case Stopped() | KeyboardInterrupt():
             return End(Kind.STOPPED, Stopped.exit_code, message_of(error).strip(), time)
-        case Waited():
+        case CollectiveTimeout():
             return End(Kind.WAITED, error.exit_code, message_of(error), time)
-        case OtherRankFailed():
+        case PeerFailed():
             return End(Kind.PEER, error.exit_code, message_of(error), time)
         case ConfigError():
             return End(Kind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error), error.problems)
@@ -182,7 +182,7 @@ def _waiting(ends: Sequence[End | None], since: float, timeout: float) -> str:
     missing = missing or [rank for rank, end in told if end.kind is Kind.PEER and end.time > since + _LATE]
     if missing:
         waiting = [rank for rank, _ in told if rank not in missing]
-        return not_answered(_named(missing), _named(waiting) if len(waiting) == 1 else "the others", timeout)
+        return timeout_message(_named(missing), _named(waiting) if len(waiting) == 1 else "the others", timeout)
     return (
         f"no rank hangs, and yet a collective took longer than {timeout:g} s (launch.timeout). Either not all ranks "
         "call the same ones in the same order, or one is slow: then raise launch.timeout"

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.core.errors import ConfigError, Distrust, Failure, GiveUp, Paused, Problem, Stopped
+from lockstep.core.errors import ConfigError, Failure, Paused, Problem, RunFailed, Stopped, VerificationError
 from lockstep.core.terminal import say
 
 
@@ -39,10 +39,10 @@ class Outcome:
         """What `lockstep.train` raises. A traceback of a rank is shown, and named by its last line."""
         if self.code == ConfigError.exit_code:
             return ConfigError(self.problems or self.text or f"the run ended with exit code {self.code}")
-        for kind in (Paused, Stopped, Distrust):
+        for kind in (Paused, Stopped, VerificationError):
             if self.code == kind.exit_code:
                 return kind(self.text or "stopped")
-        return GiveUp(f"{self._reason()}; each rank's words are in {self.logs}" if self.logs else self._reason())
+        return RunFailed(f"{self._reason()}; each rank's words are in {self.logs}" if self.logs else self._reason())
 
     def _reason(self) -> str:
         if not self.is_traceback:

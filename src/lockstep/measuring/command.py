@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lockstep.core.errors import ConfigError, GiveUp, OutOfMemory, Paused, Stopped
+from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
 from lockstep.core.json_output import emit
 from lockstep.core.stopping import undone_by_a_stop
 from lockstep.core.terminal import say
@@ -104,7 +104,7 @@ def _long_enough(config: Config, steps: int) -> Config:
 
 def _measured(mode: str, config: Config, given: Given, ranks: int, steps: int, folder: Path) -> Measured:
     """Raises:
-    GiveUp: the ranks ended without a word.
+    RunFailed: the ranks ended without a word.
     Stopped: somebody asked for it.
     """
     file = folder / f"{mode}.json"
@@ -116,7 +116,7 @@ def _measured(mode: str, config: Config, given: Given, ranks: int, steps: int, f
     if code in (Stopped.exit_code, Paused.exit_code):
         raise Stopped("stopped")
     if not file.exists():
-        raise GiveUp(f"mode {mode} can't be measured: its ranks ended with exit code {code}")
+        raise RunFailed(f"mode {mode} can't be measured: its ranks ended with exit code {code}")
     return Measured(**json.loads(file.read_text(encoding="utf-8")))
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.config.closeness import close
 from lockstep.config.schema import Config, Memory
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def configs(config: Config, names: str) -> dict[str, Config]:
     asked = list(known) if names == "all" else [name.strip() for name in names.split(",")]
     for name in asked:
         if name not in known:
-            near = close(name, known)
+            near = closest_match(name, known)
             said = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
             raise ConfigError(f"--modes: there is no mode {name!r}; {said}")
     return {name: known[name] for name in dict.fromkeys(["none", *asked])}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.protocols import Objective
 from lockstep.core.records import Batch
 from lockstep.models.objectives import IGNORED, Classes, ModelLoss, NextToken, Spans, Targets
@@ -167,10 +167,10 @@ class LossInHead:
         return batch
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Raises GiveUp: the model made something else of its logits than to return them."""
+        """Raises RunFailed: the model made something else of its logits than to return them."""
         sums, found = self._sums, logits_of(outputs)
         if sums is None or found.data_ptr() != sums.loss.data_ptr() or sums.loss._version != self._version:
-            raise GiveUp(
+            raise RunFailed(
                 f"{_KEY}: the model makes something of its logits (it scales or caps them, or calls its head more than "
                 "once), and here there are none; leave it out"
             )
@@ -187,7 +187,7 @@ class LossInHead:
         if targets is None:  # nobody wants a loss: a text is generated
             return cast("Tensor", forward(hidden))
         if hidden.shape[:-1] != targets.shape:
-            raise GiveUp(
+            raise RunFailed(
                 f"{_KEY}: the head is called for positions {list(hidden.shape[:-1])}, and there are targets for "
                 f"{list(targets.shape)}; leave it out"
             )

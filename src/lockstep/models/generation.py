@@ -13,7 +13,7 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.models.divided_logits import whole_logits
 from lockstep.models.outputs import logits_of
 
@@ -39,7 +39,7 @@ def generate(
         context: tokens that the model sees at most; what it was trained on.
 
     Raises:
-        GiveUp: what the model says is not finite.
+        RunFailed: what the model says is not finite.
     """
     if not prompt_ids:
         raise ValueError("the prompt is empty; give the model at least one token to go on from")
@@ -71,7 +71,7 @@ def _last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> int:
     if not torch.isfinite(logits.max()):  # the maximum is NaN if one is; -inf alone forbids a token
-        raise GiveUp("the model's logits aren't finite: its weights are damaged, or it diverged")
+        raise RunFailed("the model's logits aren't finite: its weights are damaged, or it diverged")
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):

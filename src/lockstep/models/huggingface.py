@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import HuggingFaceModel
 from lockstep.core.distribution import pip_install
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.records import DataFacts
@@ -152,7 +152,7 @@ def _weights_by_name(place: str, sketch: Any, facts: DataFacts) -> Mapping[str, 
         folder = Path(cached_file(place, "config.json")).parent
     try:
         fit = fit_weights(sketch, read_weights(folder), translate=False)
-    except (ConfigError, GiveUp):
+    except (ConfigError, RunFailed):
         return None
     rows = sketch.get_input_embeddings().weight.shape[0]
     if fit.reshaped or (fit.left and fit.missing) or (facts.vocabulary or 0) > rows:
@@ -275,7 +275,7 @@ def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: 
 def _refuse_damaged(place: str) -> None:
     try:
         refuse_damaged(Path(place))
-    except GiveUp as error:
+    except RunFailed as error:
         raise _problem("pretrained", str(error)) from error
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.models.starting_weights import slots_of
 
 if TYPE_CHECKING:
@@ -43,24 +43,24 @@ class ModelTensors:
         return {**tensors, **{other: tensors[first] for other, first in self.tied.items()}}
 
     def refuse_missing_names(self, names: Collection[str], what: str) -> None:
-        """Raises GiveUp: `names` lack some of the model's tensors.
+        """Raises RunFailed: `names` lack some of the model's tensors.
 
         Args:
             what: has these names.
         """
         missing = [name for name in self.shapes if name not in names]
         if missing:
-            raise GiveUp(
+            raise RunFailed(
                 f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors: {_listed(missing)}{_REPORT}"
             )
 
     def refuse_incomplete(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        """Raises GiveUp: `tensors` lack some of the model's, or have a parameter in another shape."""
+        """Raises RunFailed: `tensors` lack some of the model's, or have a parameter in another shape."""
         self.refuse_missing_names(tensors, what)
         self._refuse_reshaped({name: tuple(tensor.shape) for name, tensor in tensors.items()}, what)
 
     def refuse_incomplete_file(self, shapes: Mapping[str, Shape], left_out: Collection[str], what: str) -> None:
-        """Raises GiveUp: a published file lacks tensors of the model.
+        """Raises RunFailed: a published file lacks tensors of the model.
 
         The library that writes it may have renamed, split or joined tensors; then their elements must add up.
 
@@ -77,7 +77,7 @@ class ModelTensors:
         lost, found = _elements(self.shapes[name] for name in missing), _elements(shapes[name] for name in renamed)
         if missing and lost != found:
             others = f", and {found:,} elements under other names" if renamed else ""
-            raise GiveUp(
+            raise RunFailed(
                 f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors ({lost:,} elements{others}): "
                 f"{_listed(missing)}{_REPORT}"
             )
@@ -85,7 +85,7 @@ class ModelTensors:
     def _refuse_reshaped(self, shapes: Mapping[str, Shape], what: str) -> None:
         for name in self.parameters & shapes.keys():
             if shapes[name] != self.shapes[name]:
-                raise GiveUp(f"{what} have {name} as {list(shapes[name])}, not {list(self.shapes[name])}{_REPORT}")
+                raise RunFailed(f"{what} have {name} as {list(shapes[name])}, not {list(self.shapes[name])}{_REPORT}")
 
 
 _REPORT = ". This is an error in Lockstep or in the model's own code"

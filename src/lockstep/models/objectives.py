@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the one class that all batc
 
 from lockstep.config import schema
 from lockstep.core import protocols
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.importing import construct
 from lockstep.core.records import Batch, DataFacts
 from lockstep.distributed.parts import is_sharded
@@ -167,7 +167,7 @@ class Classes:
             return cross_entropy_sum(logits, _one_a_sample(targets), self.label_smoothing)
         logits = whole_logits(logits).float()
         if targets.numel() != logits.numel():
-            raise GiveUp(f"outputs are {list(logits.shape)} and targets {list(targets.shape)}, for {kind}")
+            raise RunFailed(f"outputs are {list(logits.shape)} and targets {list(targets.shape)}, for {kind}")
         targets = targets.reshape(logits.shape).to(logits.dtype)
         if kind == "regression":
             return F.mse_loss(logits, targets, reduction="sum") / self._labels
@@ -232,7 +232,7 @@ class Spans:
         inputs = batch.inputs if isinstance(batch.inputs, Mapping) else {}
         if not {"start_positions", "end_positions"} <= set(inputs):
             keys = ", ".join(inputs) or "none"
-            raise GiveUp(
+            raise RunFailed(
                 f"the inputs of a batch are {keys}; question answering needs start_positions and end_positions"
             )
         return inputs["start_positions"].reshape(-1).clamp(min=0), inputs["end_positions"].reshape(-1).clamp(min=0)
@@ -429,7 +429,7 @@ def count_targets(targets: Tensor | None) -> int:
     if targets is None:
         raise _no_targets()
     if targets.is_floating_point():
-        raise GiveUp(f"targets are {targets.dtype}; the built-in objectives take class or token numbers (int64)")
+        raise RunFailed(f"targets are {targets.dtype}; the built-in objectives take class or token numbers (int64)")
     if targets.is_cpu:
         return int(np.count_nonzero(targets.numpy() != IGNORED))
     return int((targets != IGNORED).sum())
@@ -442,7 +442,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
     arXiv:1512.00567, section 7), which is a sum over targets all the same.
     """
     if logits.shape[:-1] != targets.shape:
-        raise GiveUp(
+        raise RunFailed(
             f"outputs are {list(logits.shape)} and targets {list(targets.shape)}; one target an output is needed"
         )
     if is_sharded(logits):
@@ -456,7 +456,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
     except IndexError as error:
         valid = targets[targets != IGNORED]
         found = f"{valid.min()} to {valid.max()}"
-        raise GiveUp(
+        raise RunFailed(
             f"targets are {found}, and the model has {logits.shape[-1]} outputs, 0 to {logits.shape[-1] - 1}"
         ) from error
 
@@ -598,11 +598,11 @@ def _length(batch: Batch) -> int:
         if isinstance(batch.inputs, Mapping) and isinstance(batch.inputs.get(name), Tensor):
             length: int = batch.inputs[name].shape[1]
             return length
-    raise GiveUp("the inputs of a batch have no input_ids; question answering needs them")
+    raise RunFailed("the inputs of a batch have no input_ids; question answering needs them")
 
 
-def _no_targets() -> GiveUp:
-    return GiveUp(
+def _no_targets() -> RunFailed:
+    return RunFailed(
         "a batch has no targets, and this objective needs them: give items the key `labels` (or label, targets, "
         "target); those of a causal language model are a copy of input_ids, -100 where there is padding"
     )

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 
 
 def logits_of(outputs: object) -> Tensor:
     """Raises:
-    GiveUp: neither a tensor nor a mapping with `logits`.
+    RunFailed: neither a tensor nor a mapping with `logits`.
     """
     if isinstance(outputs, Tensor):
         return outputs
@@ -19,7 +19,7 @@ def logits_of(outputs: object) -> Tensor:
         logits: Tensor = outputs["logits"]
         return logits
     found = f"a mapping of {sorted(outputs)}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
-    raise GiveUp(
+    raise RunFailed(
         f"the model returned {found}; this objective needs logits: a tensor, or a mapping with the key `logits`. "
         "For anything else give an objective of your own (objective.kind: custom)"
     )
@@ -29,13 +29,13 @@ def part_of(outputs: object, name: str) -> Tensor:
     """A named tensor among the outputs of a transformers model.
 
     Raises:
-        GiveUp: there is none.
+        RunFailed: there is none.
     """
     found = outputs.get(name) if isinstance(outputs, Mapping) else None
     if isinstance(found, Tensor):
         return found
     made = f"a mapping of {sorted(outputs)}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
-    raise GiveUp(
+    raise RunFailed(
         f"the model returned {made}, without `{name}`; give its head the labels it wants, or give an objective of your "
         "own (objective.kind: custom)"
     )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import ModelSection
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.distributed.parts import put
 from lockstep.models.transformers_names import is_of_transformers, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
@@ -51,7 +51,7 @@ def find_start(model: nn.Module, section: ModelSection) -> Fit | None:
             raise ConfigError(f"{fit.complaint()}{_PARTIAL if fit.pairs and not section.init_partial else ''}".rstrip())
     except ConfigError as error:
         raise ConfigError([Problem("", _KEY, problem.message) for problem in error.problems]) from error
-    except GiveUp as error:
+    except RunFailed as error:
         raise ConfigError(Problem("", _KEY, str(error))) from error
     return fit
 

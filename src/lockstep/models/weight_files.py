@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.core import checksums
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 
 _IN_FOLDERS = (
     "model.safetensors",
@@ -71,7 +71,7 @@ def read_weights(place: Path) -> Weights:
 
     Raises:
         ConfigError: nothing is there, it holds no tensors, or more than tensors would have to be unpickled.
-        GiveUp: a file's bytes are not those that were written.
+        RunFailed: a file's bytes are not those that were written.
     """
     try:
         where = _found(place.expanduser())
@@ -82,7 +82,7 @@ def read_weights(place: Path) -> Weights:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Reads all files that its list of hashes names. Raises GiveUp: one's bytes are not those that were written."""
+    """Reads all files that its list of hashes names. Raises RunFailed: one's bytes are not those that were written."""
     for file in checksums.listed(folder):
         _refuse_damaged(file)
 
@@ -163,7 +163,7 @@ def _read(file: Path) -> Found:
 def _refuse_damaged(file: Path) -> None:
     fault = checksums.fault(file)
     if fault is not None:
-        raise GiveUp(
+        raise RunFailed(
             f"{file} is damaged: {fault}. Take it from a checkpoint of its run again (lockstep export RUN --to "
             f"{file.parent} --force), or, if it was changed on purpose, delete that list"
         )

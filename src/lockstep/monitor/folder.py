@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.bounded_files import MOST_JSON, read_bounded
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.local_paths import local_path
 from lockstep.monitor import history
 
@@ -69,7 +69,7 @@ class RunFolder:
 
         Raises:
             ConfigError: it is a file.
-            GiveUp: it holds something else, a finished run, or one that is under way; or it can't be written.
+            RunFailed: it holds something else, a finished run, or one that is under way; or it can't be written.
         """
         where = local_path(path) if path is not None else _free_name(recipe)
         if where.exists() and not where.is_dir():
@@ -77,14 +77,14 @@ class RunFolder:
         try:
             return cls._create(where.absolute(), again)
         except OSError as error:
-            raise GiveUp(_cannot("create the run folder", where, error)) from error
+            raise RunFailed(_cannot("create the run folder", where, error)) from error
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """A run's folder as it is. Raises GiveUp if `path` is none."""
+        """A run's folder as it is. Raises RunFailed if `path` is none."""
         where = Path(path).absolute()
         if not is_run(where):
-            raise GiveUp(f"{where} is not the folder of a run: it has no {CONFIG}")
+            raise RunFailed(f"{where} is not the folder of a run: it has no {CONFIG}")
         refuse_ways_out(where)
         return cls(where)
 
@@ -92,10 +92,10 @@ class RunFolder:
     def _create(cls, path: Path, again: bool) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         if is_finished(path) and not again:
-            raise GiveUp(f"the run in {path} is finished; give run.folder another name to train again")
+            raise RunFailed(f"the run in {path} is finished; give run.folder another name to train again")
         held = sorted(entry.name for entry in path.iterdir())
         if held and not is_run(path):
-            raise GiveUp(
+            raise RunFailed(
                 f"run folder {path} holds something else ({', '.join(held[:3])}{', ...' if held[3:] else ''}); "
                 "give run.folder the name of a new folder, or empty this one"
             )
@@ -106,23 +106,23 @@ class RunFolder:
         return cls(path, lock)
 
     def begin_anew(self) -> None:
-        """What an attempt before has left goes to earlier/N, so that no curve is two runs'. Raises GiveUp."""
+        """What an attempt before has left goes to earlier/N, so that no curve is two runs'. Raises RunFailed."""
         try:
             _put_aside(self.path)
             self.tensorboard.mkdir(exist_ok=True)
         except OSError as error:
-            raise GiveUp(_cannot("put aside what is in", self.path, error)) from error
+            raise RunFailed(_cannot("put aside what is in", self.path, error)) from error
 
     def rewind(self, step: int) -> None:
         """Takes the history back to `step`, from which the run goes on; the lines beyond go to earlier/N.
 
         Raises:
-            GiveUp: the files can't be written.
+            RunFailed: the files can't be written.
         """
         try:
             history.rewind(self.path, step, _next_aside(self.path))
         except OSError as error:
-            raise GiveUp(_cannot("rewind the history in", self.path, error)) from error
+            raise RunFailed(_cannot("rewind the history in", self.path, error)) from error
 
     @property
     def config(self) -> Path:
@@ -145,15 +145,15 @@ class RunFolder:
         return is_finished(self.path)
 
     def write_config(self, text: str) -> None:
-        """The resolved config, as YAML that can be trained from again. Raises GiveUp."""
+        """The resolved config, as YAML that can be trained from again. Raises RunFailed."""
         self._write(CONFIG, text)
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """What the run is called, and what `environment.describe()` found. Raises GiveUp."""
+        """What the run is called, and what `environment.describe()` found. Raises RunFailed."""
         self._write(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Marks the run as finished. Raises GiveUp."""
+        """Marks the run as finished. Raises RunFailed."""
         self._write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
     def remove_unbegun(self) -> None:
@@ -171,7 +171,7 @@ class RunFolder:
         try:
             write_atomically(self.path / name, text)
         except OSError as error:
-            raise GiveUp(_cannot("write", self.path / name, error)) from error
+            raise RunFailed(_cannot("write", self.path / name, error)) from error
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
@@ -193,14 +193,14 @@ def holder_of(path: str | os.PathLike[str]) -> bytes | None:
 
 
 def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The final object of the run in `path`, None if it isn't finished. Raises GiveUp if it can't be read."""
+    """The final object of the run in `path`, None if it isn't finished. Raises RunFailed if it can't be read."""
     file = Path(path) / SUMMARY
     try:
         return dict(json.loads(read_bounded(file, MOST_JSON)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise GiveUp(f"can't read {file}: {error}") from error
+        raise RunFailed(f"can't read {file}: {error}") from error
 
 
 def recipe_of(path: str | os.PathLike[str]) -> str:
@@ -258,7 +258,7 @@ def _reached(run: Path) -> Iterator[tuple[Path, int]]:
             if path.name in _FOLDERS and stat.S_ISDIR(mode):
                 yield from ((inside, _mode(inside)) for inside in path.iterdir())
     except OSError as error:
-        raise GiveUp(_cannot("read", run, error)) from error
+        raise RunFailed(_cannot("read", run, error)) from error
 
 
 def _mode(path: Path) -> int:
@@ -287,7 +287,7 @@ def _free_name(recipe: str) -> Path:
             except FileExistsError:
                 number += 1
     except OSError as error:
-        raise GiveUp(_cannot("create the run folder", (runs / name).absolute(), error)) from error
+        raise RunFailed(_cannot("create the run folder", (runs / name).absolute(), error)) from error
 
 
 def open_lock(path: Path) -> tuple[int, str | None]:
@@ -310,7 +310,7 @@ def _take_lock(path: Path) -> int | None:
     file, holder = open_lock(path)
     if holder is not None:
         os.close(file)
-        raise GiveUp(f"the run in {path} is under way ({holder}); give run.folder another name")
+        raise RunFailed(f"the run in {path} is under way ({holder}); give run.folder another name")
     os.ftruncate(file, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0)

@@ -12,12 +12,12 @@ import os
 from pathlib import Path
 
 from lockstep.core.bounded_files import MOST_JSON, read_bounded
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.open_files import is_behind, is_missing
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, LOCK, LOGS, TENSORBOARD, open_lock, write_atomically
 
 
-class FolderTaken(GiveUp):
+class FolderTaken(RunFailed):
     """The run's folder is another run's now."""
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from lockstep import __version__
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.secrets import hidden_setting, hidden_variable, without_secrets
 from lockstep.monitor import figures, page
 from lockstep.monitor.charts import Chart
@@ -53,18 +53,18 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     """Writes RUN/report.html, or `output`, and returns where it is. What is damaged in the run is said in it.
 
     Raises:
-        GiveUp: `run` is no run, or the system won't let a file be read or written.
+        RunFailed: `run` is no run, or the system won't let a file be read or written.
     """
     folder = Path(os.path.abspath(run))
     target = Path(os.path.abspath(output or folder / REPORT))
     try:
         text = compose(read(_checked(folder)))
     except OSError as error:
-        raise GiveUp(f"can't read {error.filename or folder}: {error.strerror or error}") from error
+        raise RunFailed(f"can't read {error.filename or folder}: {error.strerror or error}") from error
     try:
         write_atomically(target, text)
     except OSError as error:
-        raise GiveUp(f"can't write {target}: {error.strerror or error}") from error
+        raise RunFailed(f"can't write {target}: {error.strerror or error}") from error
     return target
 
 
@@ -88,18 +88,18 @@ def compose(recorded: Recorded) -> str:
 
 
 def _checked(folder: Path) -> Path:
-    """The folder of a run; otherwise GiveUp, with the run that may have been meant."""
+    """The folder of a run; otherwise RunFailed, with the run that may have been meant."""
     if is_run(folder):
         refuse_ways_out(folder)
         return folder
     if not folder.exists():
-        raise GiveUp(f"there is no folder {folder}")
+        raise RunFailed(f"there is no folder {folder}")
     if not folder.is_dir():
         near = f"; its run is {folder.parent}" if is_run(folder.parent) else ""
-        raise GiveUp(f"{folder} is a file, not the folder of a run{near}")
+        raise RunFailed(f"{folder} is a file, not the folder of a run{near}")
     runs = sorted((entry for entry in folder.iterdir() if is_run(entry)), key=lambda entry: entry.stat().st_mtime)
     near = f"; the newest runs in it are {', '.join(str(entry) for entry in runs[-_NEAR_RUNS:])}" if runs else ""
-    raise GiveUp(f"{folder} is not the folder of a run: it has no {CONFIG}{near}")
+    raise RunFailed(f"{folder} is not the folder of a run: it has no {CONFIG}{near}")
 
 
 # --- the top --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,12 +70,12 @@ def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, An
     """What has changed in them, if anything.
 
     Raises:
-        GiveUp: there are not as many groups.
+        RunFailed: there are not as many groups.
     """
     if not groups:
         return
     if len(groups) != len(optimizer.param_groups):
-        raise GiveUp(
+        raise RunFailed(
             f"the saved optimizer has {len(groups)} parameter groups, this one {len(optimizer.param_groups)}; "
             f"make it from the same groups"
         )
@@ -93,7 +93,7 @@ def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
     """Copies the state in; tensors that exist stay where they are, so that whoever holds them goes on with them.
 
     Raises:
-        GiveUp: other parameters than the optimizer's, or other shapes; then nothing has been changed.
+        RunFailed: other parameters than the optimizer's, or other shapes; then nothing has been changed.
     """
     named = named_parameters(optimizer)
     _check_names(set(parameters), {name for name, _ in named})
@@ -119,7 +119,7 @@ def _check_names(saved: set[str], wanted: set[str]) -> None:
     if saved == wanted:
         return
     parts = [_some("lacks", wanted - saved), _some("also has", saved - wanted)]
-    raise GiveUp(f"the saved optimizer state is of another model: it {' and '.join(filter(None, parts))}")
+    raise RunFailed(f"the saved optimizer state is of another model: it {' and '.join(filter(None, parts))}")
 
 
 def _some(verb: str, names: Iterable[str]) -> str:
@@ -133,9 +133,9 @@ def _check_shapes(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) 
         if not isinstance(value, Tensor):
             continue
         if entry not in saved:
-            raise GiveUp(f"the saved optimizer state of {name} has no {entry}: it is another optimizer's")
+            raise RunFailed(f"the saved optimizer state of {name} has no {entry}: it is another optimizer's")
         if value.shape != saved[entry].shape:
-            raise GiveUp(f"{name}: {entry} is {_shape(value)} here, but {_shape(saved[entry])} in the saved state")
+            raise RunFailed(f"{name}: {entry} is {_shape(value)} here, but {_shape(saved[entry])} in the saved state")
 
 
 def _shape(tensor: Tensor) -> str:

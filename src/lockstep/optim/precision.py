@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.schema import FSDPPrecision, LossScale
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.optim.kernels import scale_update
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -121,12 +121,12 @@ class LossScaler:
         """Goes on from `state`; from an empty one (saved in another precision), from the beginning.
 
         Raises:
-            GiveUp: the state holds something else.
+            RunFailed: the state holds something else.
         """
         if not self.enabled or not state:
             return
         if set(state) != {"scale", "streak"}:
-            raise GiveUp(f"the loss scale's state should hold scale and streak, but holds {', '.join(state)}")
+            raise RunFailed(f"the loss scale's state should hold scale and streak, but holds {', '.join(state)}")
         if isinstance(self._scale, Tensor) and isinstance(self._streak, Tensor):
             self._scale = torch.full_like(self._scale, state["scale"])
             self._streak = torch.full_like(self._streak, int(state["streak"]))

@@ -63,7 +63,7 @@ def verify(
 
     Raises:
         ConfigError: something asked for can't be had, or there is no such strategy.
-        GiveUp: the single process failed.
+        RunFailed: the single process failed.
     """
     refuse_import_of_script()
     given = Given(

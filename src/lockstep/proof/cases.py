@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lockstep.config.closeness import close
 from lockstep.config.schema import Config, FSDPPrecision, Parallel, Schedule
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
@@ -92,7 +92,7 @@ def chosen(names: str | Sequence[str]) -> list[str]:
 
 
 def _unknown(name: str) -> str:
-    near = close(name, VARIANTS)
+    near = closest_match(name, VARIANTS)
     return f"there is no strategy {name!r}; " + (
         f"did you mean {near}?" if near else f"there are {', '.join(VARIANTS)}"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import ConfigError, Distrust, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import say
 from lockstep.monitor.folder import write_atomically
@@ -52,7 +52,7 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     if arguments.json:
         emit([row.as_json() for row in rows])
     if any(row.passed is False for row in rows):
-        return Distrust.exit_code
+        return VerificationError.exit_code
     return 0 if any(row.passed for row in rows) else ConfigError.exit_code
 
 
@@ -107,5 +107,5 @@ def _write(told: Told, said_of_all: str, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, compose(told, said_of_all, said(told.precision)))
     except OSError as error:
-        raise GiveUp(f"can't write {path}: {error.strerror or error}") from error
+        raise RunFailed(f"can't write {path}: {error.strerror or error}") from error
     return path

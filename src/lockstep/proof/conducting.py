@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Config
-from lockstep.core.errors import ConfigError, Failure, GiveUp, Paused, Stopped
+from lockstep.core.errors import ConfigError, Failure, Paused, RunFailed, Stopped
 from lockstep.core.stopping import undone_by_a_stop
 from lockstep.launch.local import launch
 from lockstep.proof.cases import Case, Proof
@@ -77,7 +77,7 @@ def conduct(
 ) -> Outcome:
     """Raises:
     ConfigError: the single process can't be run as asked.
-    GiveUp: it failed.
+    RunFailed: it failed.
     Stopped: somebody asked for it.
     """
     with _folder() as folder:
@@ -89,7 +89,7 @@ def conduct(
             raise ConfigError(f"the single process, which all others are compared with, can't be run: {_why(folder)}")
         if code:
             why = _why(folder) or f"exit code {code}"
-            raise GiveUp(f"the single process, which all others are compared with, failed: {why}")
+            raise RunFailed(f"the single process, which all others are compared with, failed: {why}")
         notes = json.loads((folder / _NOTES).read_text())
         rows: dict[int, Row] = {}
         for one in proof.refused:
@@ -134,7 +134,7 @@ def _on_ranks(orders: Orders) -> dict[int, Row]:
             crashed = left.pop(0)
             rows[crashed.number] = _crashed(orders, crashed, code)
         elif left:
-            raise GiveUp(f"the ranks ended, and left nothing of {left[0].strategy}")
+            raise RunFailed(f"the ranks ended, and left nothing of {left[0].strategy}")
     return rows
 
 

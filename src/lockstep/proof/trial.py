@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.data.digests import MODULUS, digest
 from lockstep.data.fetching import Request, fetch
 from lockstep.models.weight_files import read_weights
@@ -166,7 +166,7 @@ class Comparison:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             try:
                 place = publish(self._session, weights, Path(folder))
-            except GiveUp as failure:
+            except RunFailed as failure:
                 return Published(said=str(failure))
             expected = read_weights(self._folder / place.relative_to(folder))
             measure = self._in_rates(self.evidence.summed_rate, len(self._seen))

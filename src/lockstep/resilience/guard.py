@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.records import Verdict
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Patience:
         self.discarded, self._in_a_row = state["discarded"], state["in_a_row"]
 
     def see(self, found: Verdict, step: int) -> None:
-        """Raises GiveUp at the limit."""
+        """Raises RunFailed at the limit."""
         if found is Verdict.KEPT:
             self._in_a_row = 0
             return
@@ -64,7 +64,7 @@ class Patience:
         if self._in_a_row < self._limit:
             return
         advice = "a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 are what helps most often"
-        raise GiveUp(
+        raise RunFailed(
             f"step {step}: {self._limit} updates in a row had a loss or gradient that was not finite, so the model "
             f"has not changed since step {step - self._limit}; {advice}"
         )

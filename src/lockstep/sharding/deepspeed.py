@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.distribution import pip_install
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import FlatShard
 from lockstep.sharding.buffers import SharedBuffers
@@ -262,7 +262,7 @@ class DividedByDeepSpeed:
             group["lr"] = rate * group["lr_scale"]
         self._engine.step()
         if not self._engine.was_step_applied():
-            raise GiveUp("DeepSpeed has left out an update that all ranks had judged to be good")
+            raise RunFailed("DeepSpeed has left out an update that all ranks had judged to be good")
 
     def _forget(self) -> None:
         """The gradients, and that there was a backward. `engine.micro_steps` counts steps that were made: none was."""
@@ -368,7 +368,7 @@ class DividedByDeepSpeed:
             if self._counts:
                 step = saved.step(name)
                 if steps.setdefault(part.group, step) != step:
-                    raise GiveUp(
+                    raise RunFailed(
                         f"{name} has had {step:g} updates, and others beside it {steps[part.group]:g}: "
                         f"DeepSpeed counts for all parameters of a group together; go on under ddp or fsdp"
                     )
@@ -441,11 +441,11 @@ class _Saved:
 
     def tensor(self, key: str, *shapes: torch.Size) -> Tensor:
         if key not in self._tensors:
-            raise GiveUp(f"the saved state has no {key.removeprefix(_MODEL)}")
+            raise RunFailed(f"the saved state has no {key.removeprefix(_MODEL)}")
         found = cast("Tensor", self._tensors[key])
         if found.shape not in shapes:
             name = key.removeprefix(_MODEL)
-            raise GiveUp(f"{name} is {list(shapes[0])} here, but {list(found.shape)} in the saved state")
+            raise RunFailed(f"{name} is {list(shapes[0])} here, but {list(found.shape)} in the saved state")
         return found
 
     def entry(self, entry: str, name: str, part: _Part) -> Tensor | None:
@@ -453,7 +453,7 @@ class _Saved:
         key = f"{_OPTIMIZER}{entry}.{name}"
         if key not in self._tensors:
             if any(other.startswith(_OPTIMIZER) and other.endswith(f".{name}") for other in self._tensors):
-                raise GiveUp(f"the saved optimizer state of {name} has no {entry}: it is another optimizer's")
+                raise RunFailed(f"the saved optimizer state of {name} has no {entry}: it is another optimizer's")
             return None
         return self.tensor(key, part.shape, part.memory.shape)
 

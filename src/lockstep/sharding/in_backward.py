@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, trainable_parameters
 from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights
 
@@ -72,10 +72,10 @@ class UpdatedInBackward:
         """Was made in the backward.
 
         Raises:
-            GiveUp: it should have been discarded. On a GPU the host waits to learn it.
+            RunFailed: it should have been discarded. On a GPU the host waits to learn it.
         """
         if not bool(keep):
-            raise GiveUp(
+            raise RunFailed(
                 "a gradient is not finite, and under optim.in_backward it has been applied: the model is spoiled. Go "
                 "on from the last checkpoint with optim.in_backward: false, which discards such updates"
             )

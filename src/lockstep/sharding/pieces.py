@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import FlatShard, bits
 
@@ -129,7 +129,7 @@ class Pieces:
         """This rank's, and of the others that they hold something. All ranks together.
 
         Raises:
-            GiveUp: an optimizer's groups have come to differ.
+            RunFailed: an optimizer's groups have come to differ.
         """
         if not self.several:
             return state
@@ -138,7 +138,7 @@ class Pieces:
         tensors: dict[str, Any] = dict(state.tensors)
         values: dict[str, Any] = {"optimizer": {}, "groups": state.values["groups"], "tied": {}}
         if any(of_rank["groups"] != state.values["groups"] for _, of_rank in everywhere):
-            raise GiveUp(
+            raise RunFailed(
                 "the optimizer keeps something in its groups that differs between the stages of the pipeline, each of "
                 "which has seen its own gradients alone: it can't be saved, nor is this the single process's run; take "
                 "another strategy"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.parts import gathered, is_sharded
 
@@ -40,7 +40,7 @@ def live_state(model: nn.Module, optimizer: Optimizer, shown: Fit = _as_it_is) -
         shown: what is held of optimizer state, as a part of what it is a part of.
 
     Raises:
-        GiveUp: something keeps state that is neither a tensor nor plain.
+        RunFailed: something keeps state that is neither a tensor nor plain.
     """
     tensors, tied = of_model(model)
     parameters = {name for name, _ in model.named_parameters()}
@@ -129,7 +129,7 @@ def of_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     first_names: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
-            raise GiveUp(f"the model's {name} is a {type(value).__name__}: only tensors can be saved")
+            raise RunFailed(f"the model's {name} is a {type(value).__name__}: only tensors can be saved")
         first = first_names.setdefault(id(value), name)
         if first == name:
             tensors[name] = value
@@ -140,7 +140,7 @@ def of_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _saved(state: TrainingState, name: str) -> Tensor:
     if name not in state.tensors:
-        raise GiveUp(f"the saved state has no {name.removeprefix(_MODEL)}")
+        raise RunFailed(f"the saved state has no {name.removeprefix(_MODEL)}")
     return cast("Tensor", state.tensors[name])
 
 
@@ -157,4 +157,4 @@ def _plain(what: str, value: object) -> object:
         return [_plain(what, part) for part in value]
     if isinstance(value, Mapping):
         return {str(key): _plain(what, part) for key, part in value.items()}
-    raise GiveUp(f"{what} is a {type(value).__name__}: it can't be saved; tensors, numbers and texts can")
+    raise RunFailed(f"{what} is a {type(value).__name__}: it can't be saved; tensors, numbers and texts can")

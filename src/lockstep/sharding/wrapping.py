@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lockstep.config.closeness import close
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
     there = {kind for _, kind in found}
     lacking = [kind for kind in classes if kind not in there]
     if lacking:
-        near = [one for one in (close(kind, sorted(there)) for kind in lacking) if one]
+        near = [one for one in (closest_match(kind, sorted(there)) for kind in lacking) if one]
         have = f"did you mean {' and '.join(near)}?" if near else f"it has {', '.join(sorted(there)[:12])}"
         raise ConfigError(
             Problem("", "parallel.fsdp.wrap", f"the model has no module of class {', '.join(lacking)}; {have}")

@@ -53,7 +53,7 @@ def checkpoints(
 
     Raises:
         ConfigError: what is saved there is another run's.
-        GiveUp: none of the checkpoints there can be read.
+        RunFailed: none of the checkpoints there can be read.
     """
     made = Checkpoints(session, LocalStorage(local_path(folder).absolute()), {})
     for note in made.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
@@ -98,7 +98,7 @@ def train(
     Raises:
         ConfigError: something asked for can't be had; says all that is wrong.
         Paused: a signal asked for it; all is saved.
-        GiveUp: the run failed.
+        RunFailed: the run failed.
     """
     refuse_import_of_script()
     given = Given(

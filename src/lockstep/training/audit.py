@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.errors import Distrust
+from lockstep.core.errors import VerificationError
 from lockstep.data.digests import MODULUS, digest
 from lockstep.data.order import Order
 from lockstep.training.ledger import OrderFacts, Segment, segments_in
@@ -57,7 +57,7 @@ def audit(state: Mapping[str, Any], samples: int) -> Audit:
     """Of the state in a checkpoint's manifest, whose progress is `samples`.
 
     Raises:
-        Distrust: it has no ledger, or none that makes sense.
+        VerificationError: it has no ledger, or none that makes sense.
     """
     segments = _segments(state)
     expected = tuple(expected_digest(one.order, one.first, one.last) for one in segments)
@@ -94,17 +94,17 @@ def expected_digest(order: OrderFacts, first: int, last: int) -> int:
 def _segments(state: Mapping[str, Any]) -> list[Segment]:
     found = state.get("ledger")
     if not found:
-        raise Distrust("it has no ledger: nothing says which samples it was trained on")
+        raise VerificationError("it has no ledger: nothing says which samples it was trained on")
     try:
         segments = segments_in(found)
     except (TypeError, KeyError) as error:
-        raise Distrust(f"its ledger can't be read: {error}") from None
+        raise VerificationError(f"its ledger can't be read: {error}") from None
     for number, one in enumerate(segments):
         if not _makes_sense(one):
-            raise Distrust(f"its ledger makes no sense: segment {number} is {one}")
+            raise VerificationError(f"its ledger makes no sense: segment {number} is {one}")
     claimed = sum(one.last - one.first for one in segments)
     if claimed > MOST_SAMPLES:
-        raise Distrust(f"its ledger names {claimed:,} samples, and an audit computes {MOST_SAMPLES:,} at most")
+        raise VerificationError(f"its ledger names {claimed:,} samples, and an audit computes {MOST_SAMPLES:,} at most")
     return segments
 
 

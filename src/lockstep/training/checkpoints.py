@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import Loaded, load_newest, set_back
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.reading import by_step
 from lockstep.checkpoint.retention import Retention, is_better
@@ -30,7 +30,7 @@ from lockstep.checkpoint.saving import Identity, Moment, Saver, name_of, reason_
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.config.known_runs import id_of_run
 from lockstep.config.writing import to_public
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.out_of_memory import mark
 from lockstep.core.peers import blames_a_peer
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
@@ -140,13 +140,13 @@ class Checkpoints:
 
         Raises:
             ConfigError: it is another run's, or not all ranks see the same folder.
-            GiveUp: none can be read, or the one that was asked for isn't there; or nothing can be written there.
+            RunFailed: none can be read, or the one that was asked for isn't there; or nothing can be written there.
         """
         try:
             return self._begin(resume)
         except OSError as error:
             where = error.filename or self._storage.place
-            raise GiveUp(f"checkpoints can't be kept in {where}: {error.strerror or error}") from error
+            raise RunFailed(f"checkpoints can't be kept in {where}: {error.strerror or error}") from error
 
     def _begin(self, resume: Resume) -> list[str]:
         self._refuse_unknown_best()
@@ -164,7 +164,7 @@ class Checkpoints:
                 self._go_on(found, resume, notes)
                 identity = found.manifest.run if resume.origin is None else identity
             elif resume.step is not None or resume.origin is not None:
-                raise GiveUp(f"there is no checkpoint in {origin.place}")
+                raise RunFailed(f"there is no checkpoint in {origin.place}")
         run = self.run = cast("str", self._axis.broadcast(identity))
         self._own(run)
         written = finite(to_public(self._session.rooms.config))
@@ -216,15 +216,15 @@ class Checkpoints:
     def _load(self, origin: Storage, resume: Resume, check: Callable[[Manifest], None]) -> Loaded | None:
         try:
             return load_newest(origin, self._axis, self._session.state(), resume.step, check)
-        except GiveUp as error:
+        except RunFailed as error:
             if resume.origin is not None:
                 raise
-            raise GiveUp(f"{error}\n--fresh begins anew (in Python: fresh=True)") from error
+            raise RunFailed(f"{error}\n--fresh begins anew (in Python: fresh=True)") from error
 
     def _refuse_changes(self, resume: Resume, unusable: Mapping[int, str], manifest: Manifest) -> None:
         check_state(manifest)
         if manifest.step in unusable:
-            raise Damaged(MANIFEST, unusable[manifest.step])
+            raise CorruptCheckpoint(MANIFEST, unusable[manifest.step])
         differences = changes(manifest.config, manifest.state, self._session)
         if differences and not resume.accept_changes:
             shown = "".join(f"\n  {one}" for one in differences)
@@ -273,7 +273,9 @@ class Checkpoints:
         """Two runs that save to one place would take each other's drafts for leftovers."""
         free = self._storage.claim() if self._axis.rank == 0 else None
         if not self._axis.broadcast(free):
-            raise GiveUp(f"another run saves to {self._storage.place}; give checkpoint.folder another one, or end it")
+            raise RunFailed(
+                f"another run saves to {self._storage.place}; give checkpoint.folder another one, or end it"
+            )
         if self._axis.rank == 0:
             self._storage.sweep()
         self._axis.barrier()
@@ -551,7 +553,7 @@ class Checkpoints:
         if step is None or step == self._session.progress.steps:
             return
         found = load_newest(self._storage, self._axis, self._session.state(), step, check_state)
-        assert found is not None, "a checkpoint of a given step is there, or GiveUp is raised"
+        assert found is not None, "a checkpoint of a given step is there, or RunFailed is raised"
         self._session.restore(found.state)
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.reading import by_step, read_manifest
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.json_output import emit
@@ -195,7 +195,7 @@ def _readable(storage: LocalStorage, name: str) -> Manifest | None:
     """None: it is damaged; the run says so, and goes on from one before."""
     try:
         return read_manifest(storage, name)
-    except Damaged:
+    except CorruptCheckpoint:
         return None
 
 

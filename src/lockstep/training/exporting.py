@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, Wanted, by_step, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
-from lockstep.core.errors import ConfigError, Failure, GiveUp
+from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.starting_weights import fit_weights
 from lockstep.models.transformers_names import is_of_transformers
@@ -73,7 +73,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
 
     Raises:
         ConfigError: what is asked can't be, something is there already, or code isn't trusted.
-        GiveUp: no checkpoint can be read, or the disk is full.
+        RunFailed: no checkpoint can be read, or the disk is full.
     """
     place = find(run)
     step = _step(place, arguments)
@@ -92,7 +92,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     except Failure:
         raise
     except Exception as error:  # torch and safetensors have exceptions of their own for a full disk
-        raise GiveUp(f"{target} could not be written: {_cause(error)}") from error
+        raise RunFailed(f"{target} could not be written: {_cause(error)}") from error
     return Exported(
         checkpoint=place.folder / taken.name,
         step=taken.manifest.step,
@@ -145,9 +145,9 @@ def _config_of(place: Place) -> Loaded:
     for step in sorted(names, reverse=True):
         try:
             return _config_in(read_manifest(place.storage, names[step]), place.folder / names[step] / MANIFEST)
-        except Damaged as fault:
+        except CorruptCheckpoint as fault:
             faults.append(f"\n  {names[step]}: {fault}")
-    raise GiveUp(f"{place.folder} has no checkpoint that can be used:{''.join(faults)}")
+    raise RunFailed(f"{place.folder} has no checkpoint that can be used:{''.join(faults)}")
 
 
 def _config_in(manifest: Manifest, file: Path) -> Loaded:
@@ -183,14 +183,14 @@ def _take(storage: Storage, step: int | None) -> _Taken:
             with storage.reading(name):
                 manifest = read_manifest(storage, name)
                 return _Taken(name, manifest, _read(storage, name, manifest), _tied(manifest), broken)
-        except Damaged as fault:
+        except CorruptCheckpoint as fault:
             broken[name] = str(fault)
     shown = "".join(f"\n  {name}: {why}" for name, why in broken.items())
-    raise GiveUp(f"{storage.place} has no checkpoint that can be used:{shown}")
+    raise RunFailed(f"{storage.place} has no checkpoint that can be used:{shown}")
 
 
 def _read(storage: Storage, name: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Raises Damaged."""
+    """Raises CorruptCheckpoint."""
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(_MODEL)}
     memory = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
     with Reader(storage, name, manifest) as reader:
@@ -285,7 +285,7 @@ def _model(taken: _Taken, config: Config, trust_remote_code: bool) -> nn.Module:
         raise ConfigError(_not_of_transformers(f"a {type(model).__name__}"))
     fit = fit_weights(model, Weights(Path(taken.name), taken.tensors))
     if not fit.whole:
-        raise GiveUp(fit.complaint().rstrip())
+        raise RunFailed(fit.complaint().rstrip())
     fit.put()
     return cast("nn.Module", model)
 

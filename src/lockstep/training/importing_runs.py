@@ -16,7 +16,7 @@ import torch
 
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config, Parallel
-from lockstep.core.errors import ConfigError, GiveUp, Problem
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.models.starting_weights import fit_weights
 from lockstep.models.weight_files import Weights
@@ -55,7 +55,7 @@ class Begun:
 def import_run(source: Path, folder: Path, config: Config, recipe: str, *, trust_remote_code: bool = False) -> Begun:
     """Raises:
     ConfigError: it can't be read, isn't Adam's, doesn't fit the config's model; or something is in the folder.
-    GiveUp: the folder can't be written.
+    RunFailed: the folder can't be written.
     """
     if is_run(folder) or (folder.exists() and any(folder.iterdir())):
         raise ConfigError(f"{folder} isn't empty; give a new folder for the run")
@@ -107,7 +107,7 @@ def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:
         checkpoints.save()
         for report in checkpoints.finish():
             if report.failure is not None:
-                raise GiveUp(f"{folder}: the checkpoint could not be written: {report.failure}")
+                raise RunFailed(f"{folder}: the checkpoint could not be written: {report.failure}")
         place.write_config(recorded(config, checkpoints.run))
         place.write_environment({**environment, "run": checkpoints.run})
     finally:

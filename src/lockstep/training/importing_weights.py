@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.models.weight_files import Weights, read_weights, readable
 from lockstep.models.zero_files import is_zero, read_zero
 from lockstep.training.weights import FILE, save_tensors
@@ -48,7 +48,7 @@ def import_weights(source: Path, folder: Path, force: bool = False) -> Imported:
 
     Raises:
         ConfigError: it isn't there, holds no tensors by name or more than tensors; or the target exists.
-        GiveUp: the target can't be written.
+        RunFailed: the target can't be written.
     """
     target = folder / FILE
     if target.exists() and not force:
@@ -60,7 +60,7 @@ def import_weights(source: Path, folder: Path, force: bool = False) -> Imported:
     try:
         save_tensors(found.tensors, target)
     except Exception as error:  # safetensors has an exception of its own for a full disk
-        raise GiveUp(f"{target} could not be written: {error}") from error
+        raise RunFailed(f"{target} could not be written: {error}") from error
     return Imported(target, len(found.tensors), found.skipped, of)
 
 

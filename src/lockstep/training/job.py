@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
-from lockstep.core.errors import Failure, GiveUp
+from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.ranks import names_a_rank
@@ -50,7 +50,7 @@ from lockstep.training.given import Given
 from lockstep.training.introduction import run_facts
 from lockstep.training.out_of_memory import Setting, explain, setting_of
 from lockstep.training.ownership import run_folder_for
-from lockstep.training.run import Results, Unsaved, run
+from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.session import Session
 from lockstep.training.spare_folder import save_elsewhere
 from lockstep.training.text import codec_of, sample
@@ -117,8 +117,8 @@ def run_job(job: Job) -> Finished:
                 drain = _Drain(session, monitors, log)
                 try:
                     results = run(session, monitors, checkpoints, drain)
-                except Unsaved as failure:
-                    raise GiveUp(f"{failure}; {_keep(session, checkpoints, folder, held)}") from failure
+                except SaveFailed as failure:
+                    raise RunFailed(f"{failure}; {_keep(session, checkpoints, folder, held)}") from failure
                 if job.config.evaluation.prompt is not None:
                     journal.text("sample", sample(session, job.config.evaluation.prompt))
                 drain.show(results.progress.steps)
@@ -130,7 +130,7 @@ def run_job(job: Job) -> Finished:
 @contextmanager
 def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterator[Callable[[], Path]]:
     """While the block runs, what somebody deletes of the run's folder is made again. Yields what returns the folder, on
-    the first rank, and raises GiveUp if it is another run's by now."""
+    the first rank, and raises RunFailed if it is another run's by now."""
     if session.rooms.world.rank != 0:
         with looking(streams.reopen):
             yield lambda: folder
@@ -317,14 +317,14 @@ def _leave(
 
 
 def _on_first_rank(world: World, act: Callable[[], object], saved: str) -> None:
-    """Acts there; if that fails, all ranks raise the same GiveUp, which adds what is saved."""
-    failure: GiveUp | None = None
+    """Acts there; if that fails, all ranks raise the same RunFailed, which adds what is saved."""
+    failure: RunFailed | None = None
     if world.rank == 0:
         try:
             act()
-        except GiveUp as error:
-            failure = GiveUp(f"{error}; {saved}")
-    failure = cast("GiveUp | None", world.axis.broadcast(failure))
+        except RunFailed as error:
+            failure = RunFailed(f"{error}; {saved}")
+    failure = cast("RunFailed | None", world.axis.broadcast(failure))
     if failure is not None:
         raise failure
 
@@ -335,7 +335,7 @@ def whole_weights(session: Session) -> dict[str, Tensor]:
 
 
 def publish(session: Session, weights: Mapping[str, Tensor], folder: Path) -> Path:
-    """Writes the gathered weights as a run leaves them. Returns where. Raises GiveUp: as `save_weights`."""
+    """Writes the gathered weights as a run leaves them. Returns where. Raises RunFailed: as `save_weights`."""
     rooms = session.rooms
     return save_weights(rooms.sharding.bare, rooms.tensors, weights, folder, tokenizer_of(rooms.config))
 
@@ -355,7 +355,7 @@ def _keep_weights(session: Session, held: Callable[[], Path]) -> str:
         try:
             place = publish(session, weights, held())
             said = f"its weights are in {place}"
-        except GiveUp as error:
+        except RunFailed as error:
             said = f"neither could its weights: {error}"
     return str(session.rooms.world.axis.broadcast(said))
 
@@ -364,5 +364,5 @@ def _report(folder: Path) -> None:
     """A page that can't be written is no reason to fail a run that is done."""
     try:
         write_report(folder)
-    except GiveUp as failure:
+    except RunFailed as failure:
         _log.warning("%s", failure)

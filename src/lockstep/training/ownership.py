@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.reading import by_step, read_manifest
 from lockstep.config.known_runs import id_of_run
@@ -98,7 +98,7 @@ def _newest(storage: LocalStorage) -> Manifest | None:
     for _, name in sorted(by_step(storage.names()).items(), reverse=True):
         try:
             return read_manifest(storage, name)
-        except Damaged:
+        except CorruptCheckpoint:
             continue
     return None
 

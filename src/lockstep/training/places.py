@@ -19,7 +19,7 @@ from lockstep.checkpoint.inspection import aside_in, is_checkpoint
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import by_step
 from lockstep.config.known_runs import id_of_run
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_ways_out
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def at_rest(run: Path) -> Iterator[None]:
     """While the block runs, nobody trains this run.
 
     Raises:
-        GiveUp: it is under way.
+        RunFailed: it is under way.
     """
     try:
         handle = os.open(run / LOCK, os.O_RDWR | os.O_NOFOLLOW)
@@ -150,7 +150,7 @@ def _take(handle: int, run: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
-        raise GiveUp(
+        raise RunFailed(
             f"the run in {run} is under way ({holder}) and prunes by itself; --dry-run tells what would go"
         ) from None
     except OSError:  # a file system that can't lock: as when a run is started

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from lockstep.core.errors import GiveUp, Paused
+from lockstep.core.errors import Paused, RunFailed
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.resilience.signals import run_signals
 from lockstep.training.checkpoints import Checkpoints
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Monitor
 
 
-class Unsaved(GiveUp):
+class SaveFailed(RunFailed):
     """The last save failed; the model is as it was trained."""
 
 
@@ -57,13 +57,13 @@ def run(
 
     Raises:
         Paused: somebody asked for it; all ranks stop at the same update, and it is saved.
-        Unsaved: the last save failed.
+        SaveFailed: the last save failed.
     """
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at = -1
     evaluation = Due(session.rooms.config.evaluation.every, Request.EVALUATE, session.rooms.plan.epoch_samples)
-    with run_signals(shown=session.rooms.world.rank == 0) as signals, rescuing(session, Unsaved):
+    with run_signals(shown=session.rooms.world.rank == 0) as signals, rescuing(session, SaveFailed):
         before = session.progress
         for report in steps(session):
             last = report
@@ -109,7 +109,7 @@ def _finish(monitor: Monitor, checkpoints: Checkpoints) -> None:
     _tell(monitor, restored)
     ended = restored or ended
     if ended and ended[-1].failure is not None:
-        raise Unsaved(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")
+        raise SaveFailed(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")
 
 
 def _tell(monitor: Monitor, ended: Iterable[SaveReport]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from lockstep.checkpoint.manifest import Damaged, Manifest
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.core.progress import Progress
 from lockstep.training.ledger import Segment, segments_in
@@ -47,7 +47,7 @@ class _State(BaseModel):
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises Damaged unless a run can go on from what the manifest says, tensors aside."""
+    """Raises CorruptCheckpoint unless a run can go on from what the manifest says, tensors aside."""
     try:
         _State.model_validate_json(json.dumps(manifest.state), strict=True)
         progress = Progress(**manifest.state["progress"])
@@ -55,12 +55,12 @@ def check_state(manifest: Manifest) -> None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))[:200]
-        raise Damaged(MANIFEST, f"its state makes no sense: {place}: {first['msg'][:200]}") from None
+        raise CorruptCheckpoint(MANIFEST, f"its state makes no sense: {place}: {first['msg'][:200]}") from None
     except TypeError as error:  # a field too many
-        raise Damaged(MANIFEST, f"its state makes no sense: {error}") from None
+        raise CorruptCheckpoint(MANIFEST, f"its state makes no sense: {error}") from None
     said = Progress(manifest.step, manifest.samples, manifest.tokens)
     if progress != said:
-        raise Damaged(MANIFEST, f"its state contradicts it: {progress} there, {said} here")
+        raise CorruptCheckpoint(MANIFEST, f"its state contradicts it: {progress} there, {said} here")
 
 
 def epoch_samples_in(manifest: Manifest) -> int:

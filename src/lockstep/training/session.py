@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import GiveUp, OtherRankFailed, Stopped
+from lockstep.core.errors import PeerFailed, RunFailed, Stopped
 from lockstep.core.out_of_memory import mark
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
@@ -304,7 +304,7 @@ class Session:
             return
         self.fails_together = True
         if self._failure is None:
-            self._failure = OtherRankFailed(f"another rank has no data for the update after step {report.step}")
+            self._failure = PeerFailed(f"another rank has no data for the update after step {report.step}")
 
     @property
     def is_updating(self) -> bool:
@@ -355,7 +355,7 @@ class Session:
 
         def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
             if not had_one_gradient(slots, self.rooms.world.axis.size):
-                raise GiveUp(ranks_differ(progress.steps - 1))
+                raise RunFailed(ranks_differ(progress.steps - 1))
             found = verdict(keep, scaled=self.rooms.scaler.enabled)
             self.patience.see(found, progress.steps)
             digest, settled, failed = tallies_in(slots)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.config.known_runs import recorded
-from lockstep.core.errors import GiveUp
+from lockstep.core.errors import RunFailed
 from lockstep.monitor.folder import CHECKPOINTS, RunFolder
 
 if TYPE_CHECKING:
@@ -71,6 +71,6 @@ def _describe(place: Path, config: Config, checkpoints: Checkpoints) -> bool:
         folder.write_config(recorded(here, checkpoints.run))
         folder.write_environment({**checkpoints.environment, "run": checkpoints.run})
         LocalStorage(place / CHECKPOINTS).set_owner(Owner(checkpoints.run, str(place), place.name))
-    except (GiveUp, OSError):
+    except (RunFailed, OSError):
         return False
     return True

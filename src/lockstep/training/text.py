@@ -6,7 +6,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,7 +70,7 @@ def sample(session: Session, prompt: str) -> str:
     )
     try:
         return prompt + codec.decode(list(tokens))
-    except GiveUp as failure:  # no reason to fail a run that is done
+    except RunFailed as failure:  # no reason to fail a run that is done
         return f"{prompt}: {failure}"
     finally:
         model.train(was_training)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.approval import approved
 from lockstep.core import checksums
-from lockstep.core.errors import ConfigError, GiveUp
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.monitor.folder import is_finished
 from lockstep.training.publishing import whole_file, whole_folder
 
@@ -47,7 +47,7 @@ def save_weights(
         tokenizer: folder or hub name of the one whose tokens the model knows.
 
     Raises:
-        GiveUp: the tensors aren't all of the model's, the disk is full, or not ours to write on.
+        RunFailed: the tensors aren't all of the model's, the disk is full, or not ours to write on.
     """
     from lockstep.models.transformers_names import is_of_transformers
 
@@ -58,10 +58,10 @@ def save_weights(
             save_for_transformers(model, expected, tensors, target, tokenizer)
         else:
             save_tensors(tensors, target)
-    except GiveUp:
+    except RunFailed:
         raise
     except Exception as error:  # safetensors has an exception of its own for a full disk
-        raise GiveUp(f"{target}: the trained weights could not be written: {error}") from error
+        raise RunFailed(f"{target}: the trained weights could not be written: {error}") from error
     return target
 
 
@@ -70,7 +70,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     Raises:
         ConfigError: the run left none.
-        GiveUp: the file is damaged, or of another model.
+        RunFailed: the file is damaged, or of another model.
     """
     from lockstep.models.starting_weights import fit_weights
     from lockstep.models.weight_files import holds_weights, read_weights
@@ -89,7 +89,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         if not fit.whole:
             raise ConfigError(fit.complaint().rstrip())
     except ConfigError as error:
-        raise GiveUp(f"{place}: these are not the weights of the run's model: {error}") from error
+        raise RunFailed(f"{place}: these are not the weights of the run's model: {error}") from error
     fit.put()
 
 
@@ -130,7 +130,7 @@ def save_for_transformers(
         model, expected, tensors: as of `save_weights`.
 
     Raises:
-        GiveUp: what transformers has written isn't all of the model.
+        RunFailed: what transformers has written isn't all of the model.
     """
     from lockstep.models.transformers_names import never_written, own_classes, quiet
 

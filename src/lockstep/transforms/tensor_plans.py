@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.config.closeness import close
 from lockstep.config.schema import TensorParallel
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.pieces import nearest_divisors
 from lockstep.transforms.tensor_experts import number_of_experts
@@ -89,7 +89,7 @@ def _known(style: str, key: str, of: str) -> str:
     word = _SAME_AS.get(style, style)
     if word in STYLES:
         return word
-    near = close(style, STYLES)
+    near = closest_match(style, STYLES)
     meant = f"did you mean {near}?" if near else f"there are {', '.join(STYLES)}"
     raise ConfigError(Problem("", key, f"{of}: there is no style {style!r}; {meant}"))
 
@@ -138,7 +138,7 @@ def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             generic = dict.fromkeys(re.sub(r"\.\d+", ".*", name) for name in names)
-            near = close(pattern, generic)
+            near = closest_match(pattern, generic)
             meant = f"did you mean {near}?" if near else f"there are {', '.join(list(generic)[:8])}"
             raise ConfigError(Problem("", f"{KEY}.plan", f"no module of the model is called {pattern}; {meant}"))
         found |= dict.fromkeys(matching, style)
