@@ -17,7 +17,7 @@ from lockstep.config.known_runs import RunConfig
 from lockstep.config.loading import validate
 from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.importing import locate
+from lockstep.core.extensions import locate
 from lockstep.core.secrets import is_hidden
 
 if TYPE_CHECKING:

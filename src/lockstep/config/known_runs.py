@@ -23,7 +23,7 @@ from lockstep.config.schema import Config
 from lockstep.config.writing import hidden_in, plain_yaml, to_public
 from lockstep.core import user_state
 from lockstep.core.bounded_files import MOST_JSON, read_bounded
-from lockstep.core.importing import locate
+from lockstep.core.extensions import locate
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"

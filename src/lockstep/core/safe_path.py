@@ -3,7 +3,7 @@
     python -m lockstep         puts the working folder first: its yaml.py would be imported in place of PyYAML
     a spawned interpreter      does the same, before anything that it was told to run
 
-`core.importing` imports users' own modules from there all the same, once a config names them: it appends the folder to
+`core.extensions` imports users' own modules from there all the same, once a config names them: it appends the folder to
 the path's end.
 
 This module is imported while the path isn't safe yet, so it imports nothing but what Python has imported already. What

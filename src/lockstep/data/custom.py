@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from lockstep.config.schema import CustomData
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.importing import construct, import_target, source_file
+from lockstep.core.extensions import construct, import_target, source_file
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise
@@ -39,7 +39,7 @@ _ROWS_TO_KNOW_BY = 16  # items that a fingerprint looks at
 
 def open_custom(section: CustomData) -> Source:
     """Raises ConfigError: what the section names can't be imported or called, or is no map-style Dataset."""
-    dataset = construct(section.target, section.arguments)
+    dataset = construct("sources", section.target, section.arguments)
     collate = import_target(section.collate) if section.collate else None
     if collate is not None and not callable(collate):
         raise ConfigError(f"{section.collate} is a {type(collate).__name__}, not a function that collates items")

@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.config.schema import CustomModel
 from lockstep.core.errors import ConfigError
-from lockstep.core.importing import construct
+from lockstep.core.extensions import construct
 from lockstep.models.initialization import shapes_alone
 
 
@@ -14,7 +14,7 @@ def construct_custom(section: CustomModel) -> nn.Module:
     """Raises:
     ConfigError: it can't be imported or called, or it is no module.
     """
-    module = construct(section.target, section.arguments)
+    module = construct("models", section.target, section.arguments)
     if isinstance(module, nn.Module):
         return module
     raise ConfigError(f"model.target {section.target} gave a {type(module).__name__}, not a torch.nn.Module")

@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the one class that all batc
 from lockstep.config import schema
 from lockstep.core import protocols
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.importing import construct
+from lockstep.core.extensions import construct
 from lockstep.core.records import Batch, DataFacts
 from lockstep.distributed.parts import is_sharded
 from lockstep.models.divided_logits import divided_cross_entropy_sum, whole_logits
@@ -337,7 +337,7 @@ def build_objective(
         raise _problem("objective.kind", "`given` takes an objective handed over in Python, and none was")
     if objective.kind == "custom":
         assert objective.target is not None
-        return adapt_objective(construct(objective.target, objective.arguments))
+        return adapt_objective(construct("objectives", objective.target, objective.arguments))
     kind = _kind(objective, model, facts, head)
     if objective.arguments:
         raise _problem("objective.arguments", f"these belong to `kind: custom`; {kind} takes none")

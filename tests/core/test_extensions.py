@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.importing import construct, import_target, source_file
+from lockstep.core.extensions import construct, import_target, load, registered, source_file
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_file_imports_its_neighbours(written):
     assert import_target(f"{path}:value") == 5
 
 
-def test_what_is_wrong_is_said(written):
+def test_errors_state_the_target_and_the_nearest_name(written):
     path = written("nets.py", "class Network:\n    def __init__(self, width): raise ValueError('too wide')\n")
     raising = written("raising.py", "import math\nmath.sqrt(-1)\n")
     broken = written("broken.py", "def f(:\n")
@@ -61,8 +61,48 @@ def test_what_is_wrong_is_said(written):
         with pytest.raises(ConfigError, match=message):
             import_target(target)
     with pytest.raises(ConfigError, match=r"Network\(width=9\) raised ValueError: too wide \(.*nets.py:2\)"):
-        construct(f"{path}:Network", {"width": 9})
+        construct("models", f"{path}:Network", {"width": 9})
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'widht'|missing a required argument: 'width'"):
-        construct(f"{path}:Network", {"widht": 9})
+        construct("models", f"{path}:Network", {"widht": 9})
     with pytest.raises(ConfigError, match="is a float, not a class or function"):
-        construct("math:pi", {})
+        construct("models", "math:pi", {})
+
+
+@pytest.fixture
+def package(written, tmp_path):
+    """Return a function that installs a package whose entry points are `declared`."""
+    sys.path.insert(0, str(tmp_path))
+
+    def install(name: str, declared: str) -> None:
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(declared)
+
+    return install
+
+
+def test_entry_points(written, package):
+    written("messages_for_test.py", "class Message:\n    def __init__(self, to): self.to = to\n")
+    package("messages", "[lockstep.monitors]\nmessage = messages_for_test:Message\nbroken = nowhere_at_all:x\n")
+    assert registered("monitors") == {"message": "messages_for_test:Message", "broken": "nowhere_at_all:x"}
+    assert load("monitors", "message") is load("monitors", "messages_for_test:Message")
+    assert construct("monitors", "message", {"to": "me"}).to == "me"
+    for name, message in [
+        (
+            "mesage",
+            r"monitors\[0\]: 'mesage' is not registered in lockstep.monitors \(there are tensorboard, broken, "
+            r"message\); did you mean message\?; write package.module:Name .*entry-points.\"lockstep.monitors",
+        ),
+        ("tensorbord", r"did you mean tensorboard\?"),
+        ("broken", "broken: importing nowhere_at_all:x raised ModuleNotFoundError"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load("monitors", name, key="monitors[0]", builtin=("tensorboard",))
+    with pytest.raises(ConfigError, match=r"'message' is not registered in lockstep.transforms; write"):
+        load("transforms", "message")
+    with pytest.raises(ConfigError, match=r"monitors\[0\]: message can't take arguments"):
+        construct("monitors", "message", {"form": 1}, key="monitors[0]")
+    package("others", "[lockstep.monitors]\nmessage = pathlib:Path\n")
+    with pytest.raises(ConfigError, match=r"registered more than once .*: messages_for_test:Message, pathlib:Path"):
+        load("monitors", "message")

@@ -1,0 +1,261 @@
+"""Users' code and installed packages' extensions, by the name that a config or a call gives.
+
+    package.module:Name     as Python imports it; the working directory is on the path
+    path/to/file.py:Name    a file; its folder is on the path, so that it can import its neighbors
+    name                    an entry point of the group `lockstep.KIND` that an installed package declares
+
+    load(kind, name)                    the object
+    construct(kind, name, arguments)    the object called with the arguments
+
+An installed package registers an extension in its pyproject.toml:
+
+    [project.entry-points."lockstep.monitors"]
+    slack = "my_package.slack:SlackMonitor"
+
+Every failure is a ConfigError that states where to look.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.core.closest import closest_match
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.out_of_memory import ran_out
+
+KINDS = (
+    "launchers",
+    "models",
+    "monitors",
+    "objectives",
+    "optimizers",
+    "sources",
+    "storage",
+    "strategies",
+    "transforms",
+)
+_FORM = "write package.module:Name or path/to/file.py:Name"
+
+
+def load(kind: str, name: str, *, key: str = "", builtin: Iterable[str] = ()) -> Any:
+    """Return the object that `name` stands for; only what is asked for is imported.
+
+    Args:
+        kind: one of `KINDS`.
+        name: `module:Name`, `file.py:Name`, or a name registered as an entry point of the group `lockstep.KIND`.
+        key: the config key that holds the name; errors state it.
+        builtin: names that the caller resolves itself; errors list them beside the registered ones.
+
+    Raises:
+        ConfigError: nothing has that name, two packages register it, or its code raises while it is imported.
+    """
+    assert kind in KINDS, kind
+    with _errors_state(key):
+        return import_target(name) if ":" in name else _entry_point(kind, name, tuple(builtin))
+
+
+def registered(kind: str) -> dict[str, str]:
+    """Return what installed packages register as extensions of this kind: name -> `module:Name`."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry.value for entry in entry_points(group=f"lockstep.{kind}")}
+
+
+def construct(kind: str, name: str, arguments: Mapping[str, Any], *, key: str = "", builtin: Iterable[str] = ()) -> Any:
+    """Return what the class or function `name` returns when it is called with `arguments`.
+
+    Args:
+        kind, name, key, builtin: as for `load`.
+        arguments: passed as keyword arguments.
+
+    Raises:
+        ConfigError: as `load`; it is not callable; the arguments do not fit; or the call raises.
+    """
+    function = load(kind, name, key=key, builtin=builtin)
+    with _errors_state(key):
+        return _call(name, function, arguments)
+
+
+def import_target(target: str) -> object:
+    """Return the object that `target` names, as `module:Name` or `file.py:Name`; a file runs once per process.
+
+    Raises:
+        ConfigError: malformed, missing file or module, missing name, or code that raises while it is imported.
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise ConfigError(f"{target!r} does not say what to take from where; {_FORM}")
+    value: object = _import_file(place, target) if place.endswith(".py") else _import_module(place, target)
+    for part in name.split("."):
+        value = _attribute(value, part, target)
+    return value
+
+
+def locate(target: str) -> str:
+    """Return the path of the code that `target` names, without importing it; empty if it can't be found."""
+    place, _, _ = target.rpartition(":")
+    if place.endswith(".py"):
+        return str(Path(place).expanduser().resolve())
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(place.split(".")[0], [*sys.path, str(Path.cwd())])
+    except (ImportError, ValueError, OSError):
+        return ""
+    if spec is None:
+        return ""
+    return str(Path(spec.origin or next(iter(spec.submodule_search_locations or ("",)))).resolve())
+
+
+def source_file(thing: object) -> Path | None:
+    """Return the file that defines the class or function (or the class of the object), if there is one."""
+    try:
+        path = inspect.getsourcefile(thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing))
+    except TypeError:  # builtins, and classes typed in at a prompt
+        return None
+    return Path(path) if path else None
+
+
+@contextmanager
+def _errors_state(key: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        if not key:
+            raise
+        raise ConfigError(Problem("", key, str(error))) from error.__cause__
+
+
+def _entry_point(kind: str, name: str, builtin: tuple[str, ...]) -> object:
+    from importlib.metadata import entry_points
+
+    entries = {entry.value: entry for entry in entry_points(group=f"lockstep.{kind}", name=name)}
+    if len(entries) > 1:
+        raise ConfigError(
+            f"{name} is registered more than once in lockstep.{kind}: {', '.join(sorted(entries))}; {_FORM}"
+        )
+    for target, entry in entries.items():
+        try:
+            return entry.load()
+        except Exception as error:
+            raise ConfigError(f"{name}: importing {target} raised {_describe(error)}") from error
+    known = [*builtin, *sorted(registered(kind))]
+    near = closest_match(name, known)
+    guess = f"; did you mean {near}?" if near else ""
+    names = f" (there are {', '.join(known)})" if known else ""
+    raise ConfigError(
+        f"{name!r} is not registered in lockstep.{kind}{names}{guess}; {_FORM}, or install a package that declares it "
+        f'under [project.entry-points."lockstep.{kind}"]'
+    )
+
+
+def _call(name: str, function: object, arguments: Mapping[str, Any]) -> object:
+    if not callable(function):
+        raise ConfigError(f"{name} is a {type(function).__name__}, not a class or function that can be called")
+    _check_arguments(name, function, arguments)
+    try:
+        return function(**arguments)
+    except Exception as error:
+        if ran_out(error):
+            raise
+        call = ", ".join(f"{argument}={value!r}" for argument, value in arguments.items())
+        raise ConfigError(f"{name}({call}) raised {_describe(error)}") from error
+
+
+def _import_module(name: str, target: str) -> ModuleType:
+    _importable_from(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"{target}: there is no module {error.name}, neither installed nor in {Path.cwd()}; "
+                "a file is named by its path: path/to/file.py:Name"
+            ) from error
+        raise ConfigError(f"{target}: importing {name} raised {_describe(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"{target}: importing {name} raised {_describe(error)}") from error
+
+
+def _import_file(place: str, target: str) -> ModuleType:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{target}: there is no file {path}{_like(path)}")
+    _importable_from(path.parent)
+    name = _module_name(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{target}: running {path.name} raised {_describe(error)}") from error
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the file's stem, under which another process can import it too (and unpickle what it defines); if
+    another module has that name, one that can't collide."""
+    loaded = sys.modules.get(path.stem)
+    spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(path.stem)
+    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
+        return path.stem
+    return f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+
+
+def _importable_from(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # last, so that no user's file can hide a module of Python's
+
+
+def _like(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent} either"
+    near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.py")], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _attribute(owner: object, name: str, target: str) -> object:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        pass
+    public = [known for known in dir(owner) if not known.startswith("_")]
+    near = difflib.get_close_matches(name, public, n=1)
+    where = getattr(owner, "__file__", None) or getattr(owner, "__name__", repr(owner))
+    raise ConfigError(f"{target}: {where} has no {name}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _check_arguments(target: str, function: Any, arguments: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{target} can't take arguments {dict(arguments)}: {error}; it takes {signature}") from error
+
+
+def _describe(error: BaseException) -> str:
+    """Return the error's type, its message, and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError):
+        place = f" ({error.filename}:{error.lineno})"
+        return f"{type(error).__name__}: {error.msg}{place}"
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
