@@ -36,7 +36,7 @@ from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
 from lockstep.config.schema import Config
 from lockstep.core.protocols import Source
-from lockstep.data.order import Indices, Order
+from lockstep.data.order import Indices, SampleOrder
 from lockstep.data.sources import open_source
 from lockstep.models.build import build_model
 from lockstep.optim.groups import parameter_groups
@@ -289,7 +289,7 @@ def train(name: str, steps: int) -> dict[str, float]:
     source = open_source(config.data.train, task=None, tokenizer=None)
     torch.manual_seed(config.run.seed)
     model = Timed(build_model(config.model, source.facts, config.run.seed))
-    order = Order(source.facts.samples, config.run.seed).indices(0, np.arange(steps * config.batch.global_size))
+    order = SampleOrder(source.facts.samples, config.run.seed).indices(0, np.arange(steps * config.batch.global_size))
     with tempfile.TemporaryDirectory() as folder:
         UNDER_TORCHRUN[name](Task(config, Gathered(source, order), model, steps, folder))
     times = model.times

@@ -13,7 +13,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch, GlobalBatch
 from lockstep.data.loader import evaluation_batches
-from lockstep.data.order import Order
+from lockstep.data.order import SampleOrder
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_an_epoch_is_the_keyed_order_cut_into_global_batches(samples, global_siz
     updates = taken(loader, 2 * per_epoch)
     for epoch in range(2):
         mine = updates[epoch * per_epoch : (epoch + 1) * per_epoch]
-        expected = Order(samples, 42).indices(epoch, np.arange(loader.epoch_samples)).tolist()
+        expected = SampleOrder(samples, 42).indices(epoch, np.arange(loader.epoch_samples)).tolist()
         assert [index for update in mine for index in samples_of(update)] == expected
         assert {update.epoch for update in mine} == {epoch}
         assert all(update.samples == global_size for update in mine[:-1])
@@ -90,14 +90,14 @@ def test_a_resumed_run_goes_on_inside_an_epoch():
 
 
 def test_a_cursor_between_updates_goes_on_with_the_next_sample():
-    order = Order(50, 42).indices(0, np.arange(50)).tolist()
+    order = SampleOrder(50, 42).indices(0, np.arange(50)).tolist()
     (update,) = taken(make_loader(IndexSource(50), 10), 1, Progress(3, 7, 0))
     assert samples_of(update) == order[7:17]
 
 
 def test_large_global_batches_and_sets_longer_than_a_block():
     source = IndexSource(20_000)
-    order = Order(20_000, 42).indices(0, np.arange(20_000)).tolist()
+    order = SampleOrder(20_000, 42).indices(0, np.arange(20_000)).tolist()
     assert [index for update in taken(make_loader(source, 9000), 3) for index in samples_of(update)] == order
     assert [index for update in taken(make_loader(source, 16), 1250) for index in samples_of(update)] == order
 

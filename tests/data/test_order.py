@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import Order
+from lockstep.data.order import SampleOrder
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
-    return Order(samples, seed).indices(epoch, np.arange(samples))
+    return SampleOrder(samples, seed).indices(epoch, np.arange(samples))
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
@@ -18,7 +18,7 @@ def test_every_sample_comes_up_once_an_epoch(samples: int, seed: int, epoch: int
 @given(st.integers(1, 2**60), st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**60), min_size=1, max_size=50))
 def test_positions_of_huge_sets_stay_inside_and_apart(samples: int, seed: int, numbers: list[int]) -> None:
     positions = np.array(sorted({number % samples for number in numbers}))
-    indices = Order(samples, seed).indices(0, positions)
+    indices = SampleOrder(samples, seed).indices(0, positions)
     assert indices.dtype == np.int64
     assert indices.min() >= 0
     assert indices.max() < samples
@@ -26,9 +26,9 @@ def test_positions_of_huge_sets_stay_inside_and_apart(samples: int, seed: int, n
 
 
 def test_the_order_never_changes() -> None:
-    assert Order(10, 42).indices(0, np.arange(10)).tolist() == [5, 2, 7, 6, 0, 9, 4, 1, 8, 3]
-    assert Order(10, 42).indices(1, np.arange(10)).tolist() == [5, 3, 8, 2, 0, 7, 1, 4, 6, 9]
-    assert Order(1_000_003, 7).indices(3, np.array([0, 1, 999_999, 1_000_002])).tolist() == [
+    assert SampleOrder(10, 42).indices(0, np.arange(10)).tolist() == [5, 2, 7, 6, 0, 9, 4, 1, 8, 3]
+    assert SampleOrder(10, 42).indices(1, np.arange(10)).tolist() == [5, 3, 8, 2, 0, 7, 1, 4, 6, 9]
+    assert SampleOrder(1_000_003, 7).indices(3, np.array([0, 1, 999_999, 1_000_002])).tolist() == [
         208824,
         660048,
         722348,
@@ -39,7 +39,7 @@ def test_the_order_never_changes() -> None:
 @given(st.integers(2, 500), st.data())
 def test_a_position_is_the_same_alone_and_among_others(samples: int, data: st.DataObject) -> None:
     position = data.draw(st.integers(0, samples - 1))
-    alone = Order(samples, 5).indices(2, np.array([position]))
+    alone = SampleOrder(samples, 5).indices(2, np.array([position]))
     assert alone[0] == epoch_order(samples, 5, 2)[position]
 
 
@@ -71,4 +71,4 @@ def test_seeds_and_epochs_give_other_orders() -> None:
 
 
 def test_unshuffled_is_the_identity() -> None:
-    assert Order(7, 42, shuffle=False).indices(3, np.arange(7)).tolist() == list(range(7))
+    assert SampleOrder(7, 42, shuffle=False).indices(3, np.arange(7)).tolist() == list(range(7))

@@ -16,7 +16,7 @@ from kit.commands import processes_of_group
 from kit.worlds import served
 
 from lockstep.core.records import Batch
-from lockstep.data.fetching import Request, Workers, fetch_all
+from lockstep.data.fetching import FetchRequest, Workers, fetch_all
 
 METHODS = ("fork", "forkserver", "spawn")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -60,7 +60,7 @@ def _rank(source: Slow, method: str, folder: Path) -> None:
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0  # seconds that workers have to end by themselves
-    requests = (Request(np.array([index]), False, 0, None) for index in range(10**6))
+    requests = (FetchRequest(np.array([index]), False, 0, None) for index in range(10**6))
     batches = fetch_all(source, requests, Workers(number=2, prefetch=2, pin=False, key=0))  # type: ignore[arg-type]
     (folder / "ready").touch()
     for _ in batches:

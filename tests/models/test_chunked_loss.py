@@ -20,8 +20,8 @@ from lockstep.config.schema import TransformerModel
 from lockstep.core.records import Batch, DataFacts
 from lockstep.measuring.peak import peak_of
 from lockstep.models.build import build_model
-from lockstep.models.chunked_loss import LossInHead, Shape, chunked_cross_entropy, in_head
-from lockstep.models.objectives import FunctionObjective, NextToken, Targets, cross_entropy_sum
+from lockstep.models.chunked_loss import ChunkedHeadLoss, LossShape, chunk_head_loss, chunked_cross_entropy
+from lockstep.models.objectives import FunctionObjective, NextTokenLoss, TargetLoss, cross_entropy_sum
 
 CPU = torch.device("cpu")
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
@@ -37,7 +37,7 @@ def test_it_is_the_cross_entropy_of_all_at_once(smoothing: float, biased: bool, 
     targets = torch.randint(0, 50, (37,), generator=draws).index_fill_(0, torch.tensor([0, 9, 36]), -100)
     logits = F.linear(hidden, weight, bias)
     expected = cross_entropy_sum(logits, targets, smoothing)
-    found = chunked_cross_entropy(hidden, weight, bias, targets, Shape(chunk, smoothing))
+    found = chunked_cross_entropy(hidden, weight, bias, targets, LossShape(chunk, smoothing))
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert found.plain.item() == pytest.approx(cross_entropy_sum(logits, targets).item(), rel=1e-6)
     assert found.right.item() == (logits.argmax(-1) == targets).sum().item()
@@ -50,7 +50,7 @@ def test_it_is_the_cross_entropy_of_all_at_once(smoothing: float, biased: bool, 
 
 def test_a_frozen_head_and_no_targets() -> None:
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
-    found = chunked_cross_entropy(hidden, weight, None, torch.full((6,), -100), Shape(4, 0.0))
+    found = chunked_cross_entropy(hidden, weight, None, torch.full((6,), -100), LossShape(4, 0.0))
     found.loss.backward()
     assert found.loss.item() == 0.0
     assert hidden.grad is not None
@@ -74,9 +74,9 @@ def test_all_logits_are_never_there() -> None:
     for vocabulary in (500, 4500):
         for name in peaks:
             model = model_of(vocabulary)
-            objective: Any = NextToken()
+            objective: Any = NextTokenLoss()
             if name == "chunked":
-                objective = in_head(objective, model, 64)
+                objective = chunk_head_loss(objective, model, 64)
                 objective.show(batch)
             peaks[name].append(peak_of(partial(step, model, objective, batch), CPU))
     all_logits, head = 1024 * 4000 * 4, 4000 * 16 * 4
@@ -131,7 +131,7 @@ class Twice(Scaling):
 def test_a_model_that_changes_its_logits_is_found_out(make: type[Scaling]) -> None:
     model, tokens = make(), torch.randint(0, 9, (2, 3))
     batch = Batch({"tokens": tokens}, tokens, 2, 6)
-    objective = in_head(NextToken(), model, 4)
+    objective = chunk_head_loss(NextTokenLoss(), model, 4)
     objective.show(batch)
     with pytest.raises(lockstep.RunFailed, match=r"memory\.loss_chunk: the model makes something of its logits"):
         objective.loss_sum(model(tokens), batch)
@@ -140,21 +140,21 @@ def test_a_model_that_changes_its_logits_is_found_out(make: type[Scaling]) -> No
 def test_logits_without_a_loss_are_logits() -> None:
     model, tokens = model_of(50), torch.randint(0, 50, (2, 3))
     expected = copy.deepcopy(model)(tokens)
-    assert isinstance(in_head(NextToken(), model, 4), LossInHead)
+    assert isinstance(chunk_head_loss(NextTokenLoss(), model, 4), ChunkedHeadLoss)
     assert torch.equal(model(tokens), expected)
 
 
 @pytest.mark.parametrize(
     ("objective", "model", "said"),
     [
-        (Targets(language=False), model_of(9), "this objective is of one class a sample"),
+        (TargetLoss(language=False), model_of(9), "this objective is of one class a sample"),
         (FunctionObjective(lambda batch: 1, lambda outputs, batch: outputs), model_of(9), "this objective is your own"),
-        (NextToken(), nn.Linear(2, 2), "of a Linear it isn't known which linear makes the logits"),
+        (NextTokenLoss(), nn.Linear(2, 2), "of a Linear it isn't known which linear makes the logits"),
     ],
 )
 def test_what_it_is_not_for_is_refused(objective: Any, model: nn.Module, said: str) -> None:
     with pytest.raises(lockstep.ConfigError) as refusal:
-        in_head(objective, model, 4)
+        chunk_head_loss(objective, model, 4)
     assert str(refusal.value).startswith("memory.loss_chunk: ")
     assert said in str(refusal.value)
 

@@ -16,8 +16,8 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import Batch, DataFacts
 from lockstep.models.objectives import (
     FunctionObjective,
-    NextToken,
-    Targets,
+    NextTokenLoss,
+    TargetLoss,
     adapt_objective,
     build_objective,
     count_targets,
@@ -41,18 +41,18 @@ def _random(samples, seed, classes_only):
 
 
 OBJECTIVES = [
-    pytest.param(NextToken(), id="next-token"),
-    pytest.param(NextToken(shift=True), id="next-token-shifted"),
-    pytest.param(NextToken(label_smoothing=0.1), id="smoothed"),
-    pytest.param(Targets(language=True), id="masked-lm"),
-    pytest.param(Targets(language=True, label_smoothing=0.2), id="seq2seq"),
-    pytest.param(Targets(language=False), id="classification"),
-    pytest.param(Targets(language=False, label_smoothing=0.1), id="classification-smoothed"),
+    pytest.param(NextTokenLoss(), id="next-token"),
+    pytest.param(NextTokenLoss(shift=True), id="next-token-shifted"),
+    pytest.param(NextTokenLoss(label_smoothing=0.1), id="smoothed"),
+    pytest.param(TargetLoss(language=True), id="masked-lm"),
+    pytest.param(TargetLoss(language=True, label_smoothing=0.2), id="seq2seq"),
+    pytest.param(TargetLoss(language=False), id="classification"),
+    pytest.param(TargetLoss(language=False, label_smoothing=0.1), id="classification-smoothed"),
 ]
 
 
 def _one_a_sample(objective) -> bool:
-    return isinstance(objective, Targets) and not objective.language
+    return isinstance(objective, TargetLoss) and not objective.language
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -92,39 +92,41 @@ def test_ignored_positions_count_nothing_and_get_no_gradient():
     targets = torch.full((2, T), -100)
     targets[0, 3] = 2
     batch = Batch({}, targets, 2, 10)
-    assert NextToken().count(batch) == 1
-    (gradient,) = torch.autograd.grad(NextToken().loss_sum(logits, batch), logits)
+    assert NextTokenLoss().count(batch) == 1
+    (gradient,) = torch.autograd.grad(NextTokenLoss().loss_sum(logits, batch), logits)
     assert gradient.abs().sum(-1).count_nonzero() == 1
     nothing = Batch({}, torch.full((2, T), -100), 2, 10)
-    assert NextToken().count(nothing) == 0
-    assert NextToken().loss_sum(logits, nothing) == 0
+    assert NextTokenLoss().count(nothing) == 0
+    assert NextTokenLoss().loss_sum(logits, nothing) == 0
 
 
 def test_the_loss_is_fp32_whatever_the_outputs():
     logits, targets = _random(4, 1, False)
     rough = logits.bfloat16()
-    loss = NextToken().loss_sum(rough, _batch(logits, targets)[1])
+    loss = NextTokenLoss().loss_sum(rough, _batch(logits, targets)[1])
     assert loss.dtype is torch.float32
-    torch.testing.assert_close(loss, NextToken().loss_sum(rough.float(), _batch(logits, targets)[1]), rtol=0, atol=0)
+    torch.testing.assert_close(
+        loss, NextTokenLoss().loss_sum(rough.float(), _batch(logits, targets)[1]), rtol=0, atol=0
+    )
 
 
 def test_outputs_may_be_a_mapping_with_logits():
     logits, targets = _random(4, 1, True)
     batch = _batch(logits, targets)[1]
-    assert Targets(language=False).loss_sum({"logits": logits}, batch) == Targets(language=False).loss_sum(
+    assert TargetLoss(language=False).loss_sum({"logits": logits}, batch) == TargetLoss(language=False).loss_sum(
         logits, batch
     )
     with pytest.raises(RunFailed, match=r"mapping of \['hidden'\].*needs logits"):
-        Targets(language=False).loss_sum({"hidden": logits}, batch)
+        TargetLoss(language=False).loss_sum({"hidden": logits}, batch)
     with pytest.raises(RunFailed, match="a tuple"):
-        Targets(language=False).loss_sum((logits,), batch)
+        TargetLoss(language=False).loss_sum((logits,), batch)
 
 
 def test_metrics_by_hand():
     targets = torch.tensor([[0, 1, -100]])
     logits = torch.zeros(1, 3, 4)
     logits[0, 0, 0] = 1.0
-    objective = NextToken(bytes_per_token=2.0)
+    objective = NextTokenLoss(bytes_per_token=2.0)
     batch = Batch({}, targets, 1, 3)
     sums = {name: float(value) for name, value in objective.metric_sums(logits, batch).items()}
     metrics = objective.metrics(float(objective.loss_sum(logits, batch)), 2, sums)
@@ -138,7 +140,7 @@ def test_perplexity_is_of_the_plain_loss_under_label_smoothing():
     logits, targets = _random(4, 1, False)
     batch = _batch(logits, targets)[1]
     found = []
-    for objective in (NextToken(), NextToken(label_smoothing=0.3)):
+    for objective in (NextTokenLoss(), NextTokenLoss(label_smoothing=0.3)):
         sums = {name: float(value) for name, value in objective.metric_sums(logits, batch).items()}
         found.append(objective.metrics(float(objective.loss_sum(logits, batch)), objective.count(batch), sums))
     assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"])
@@ -146,17 +148,17 @@ def test_perplexity_is_of_the_plain_loss_under_label_smoothing():
 
 
 def test_an_empty_evaluation_is_nan_and_a_lost_model_has_infinite_perplexity():
-    assert math.isnan(Targets(language=False).metrics(0.0, 0.0, {"right": 0.0})["loss"])
-    assert NextToken().metrics(1e6, 1.0, {"right": 0.0})["perplexity"] == math.inf
+    assert math.isnan(TargetLoss(language=False).metrics(0.0, 0.0, {"right": 0.0})["loss"])
+    assert NextTokenLoss().metrics(1e6, 1.0, {"right": 0.0})["perplexity"] == math.inf
 
 
 def test_what_does_not_go_together_is_told():
     batch = Batch({}, torch.tensor([0, 7]), 2, 2)
     with pytest.raises(RunFailed, match="targets are 0 to 7, and the model has 3 outputs, 0 to 2"):
-        Targets(language=False).loss_sum(torch.zeros(2, 3), batch)
+        TargetLoss(language=False).loss_sum(torch.zeros(2, 3), batch)
     with pytest.raises(RunFailed, match=r"outputs are \[2, 5, 3\] and targets \[2\]"):
-        Targets(language=False).loss_sum(torch.zeros(2, 5, 3), batch)
-    for objective in (NextToken(shift=True), NextToken(), Targets(language=True)):
+        TargetLoss(language=False).loss_sum(torch.zeros(2, 5, 3), batch)
+    for objective in (NextTokenLoss(shift=True), NextTokenLoss(), TargetLoss(language=True)):
         with pytest.raises(RunFailed, match=r"a batch has no targets, .* `labels`"):
             objective.count(Batch({}, None, 2, 2))
 
@@ -179,15 +181,15 @@ def _huggingface(task, **architecture):
 @pytest.mark.parametrize(
     ("model", "facts", "expected"),
     [
-        (TRANSFORMER, DataFacts(1, 1, vocabulary=2), (NextToken, True)),
-        (schema.TextClassifierModel(kind="text-classifier"), DataFacts(1, 1), (Targets, False)),
-        (schema.ImageClassifierModel(kind="image-classifier"), DataFacts(1, 1), (Targets, False)),
-        (_huggingface("causal-lm"), DataFacts(1, 1), (NextToken, True)),
-        (_huggingface("masked-lm"), DataFacts(1, 1), (Targets, True)),
-        (_huggingface("seq2seq"), DataFacts(1, 1), (Targets, True)),
-        (_huggingface("sequence-classification"), DataFacts(1, 1), (Targets, False)),
-        (CUSTOM, DataFacts(1, 1, vocabulary=9, classes=3), (Targets, False)),
-        (CUSTOM, DataFacts(1, 1, vocabulary=9), (NextToken, True)),
+        (TRANSFORMER, DataFacts(1, 1, vocabulary=2), (NextTokenLoss, True)),
+        (schema.TextClassifierModel(kind="text-classifier"), DataFacts(1, 1), (TargetLoss, False)),
+        (schema.ImageClassifierModel(kind="image-classifier"), DataFacts(1, 1), (TargetLoss, False)),
+        (_huggingface("causal-lm"), DataFacts(1, 1), (NextTokenLoss, True)),
+        (_huggingface("masked-lm"), DataFacts(1, 1), (TargetLoss, True)),
+        (_huggingface("seq2seq"), DataFacts(1, 1), (TargetLoss, True)),
+        (_huggingface("sequence-classification"), DataFacts(1, 1), (TargetLoss, False)),
+        (CUSTOM, DataFacts(1, 1, vocabulary=9, classes=3), (TargetLoss, False)),
+        (CUSTOM, DataFacts(1, 1, vocabulary=9), (NextTokenLoss, True)),
     ],
 )
 def test_auto_is_what_the_model_is_made_for(model, facts, expected):

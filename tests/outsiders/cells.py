@@ -34,7 +34,7 @@ from kit.worlds import in_world
 from outsiders import families, own
 
 import lockstep
-from lockstep.models.transformers_names import is_of_transformers, quiet
+from lockstep.models.transformers_models import is_transformers_model, quiet
 from lockstep.models.weight_files import read_weights
 from lockstep.training.job import publish, whole_weights
 
@@ -206,7 +206,7 @@ def _published(session: Any, folder: Path) -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         where = publish(session, weights, Path(place))
         tensors = {name: tensor.clone() for name, tensor in read_weights(where).tensors.items()}
-        if folder.name == "single" and is_of_transformers(session.rooms.sharding.bare):
+        if folder.name == "single" and is_transformers_model(session.rooms.sharding.bare):
             _refuse_missing(session, where, weights)
     return {name: tensor.float().numpy() for name, tensor in tensors.items() if not tensor.is_complex()}
 

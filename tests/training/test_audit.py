@@ -19,7 +19,7 @@ from lockstep.checkpoint.reading import by_step, read_manifest
 from lockstep.core.errors import VerificationError
 from lockstep.core.progress import Progress
 from lockstep.data.digests import MODULUS, digest
-from lockstep.data.order import Order
+from lockstep.data.order import SampleOrder
 from lockstep.training.audit import Audit, audit, expected_digest
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.ledger import Ledger, OrderFacts
@@ -96,7 +96,7 @@ def swapped_sample(session: Any) -> None:
     """One sample of one epoch is another one."""
 
     class Other:
-        def __init__(self, order: Order) -> None:
+        def __init__(self, order: SampleOrder) -> None:
             self._order = order
 
         def indices(self, epoch: int, positions: np.ndarray) -> np.ndarray:
@@ -230,7 +230,7 @@ def test_the_expected_digest_is_the_sum_over_single_samples(
     total = 0
     for cursor in range(first, last):
         epoch, position = divmod(cursor, epoch_samples)
-        total += digest(epoch, Order(40, 3, shuffle=shuffle).indices(epoch, np.array([position])))
+        total += digest(epoch, SampleOrder(40, 3, shuffle=shuffle).indices(epoch, np.array([position])))
     assert expected_digest(order, first, last) == total % MODULUS
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
-from lockstep.models.objectives import Targets
+from lockstep.models.objectives import TargetLoss
 from lockstep.training.run import run
 
 SIZES = {"held-out": 11, "tiny": 2, "large": 37}
@@ -86,7 +86,7 @@ class _Noting:
 def _steps_of_evaluations(folder: Path, every: str | None, at_end: bool = True) -> list[int]:
     monitor = _Noting()
     config = small.config(evaluation={"every": every, "at_end": at_end})
-    with lockstep.session(config, objective=Targets(language=False)) as session:
+    with lockstep.session(config, objective=TargetLoss(language=False)) as session:
         checkpoints = lockstep.checkpoints(session, folder)
         results = run(session, monitor, checkpoints, lambda report: ())
     assert results.progress.steps == 8

@@ -45,7 +45,7 @@ from lockstep.data.unreadable import explained, named
 _UNTIL_HEARD_S = 1.0
 
 
-class Request(NamedTuple):
+class FetchRequest(NamedTuple):
     """One micro-batch to fetch.
 
     Attributes:
@@ -72,7 +72,7 @@ class Workers:
     key: int
 
 
-def fetch_all(source: Source, requests: Iterable[Request], workers: Workers) -> Iterator[Batch]:
+def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
     """A batch for each request.
 
     Raises:
@@ -83,7 +83,7 @@ def fetch_all(source: Source, requests: Iterable[Request], workers: Workers) -> 
     return _from_workers(source, requests, workers)
 
 
-def fetch(source: Source, request: Request) -> Batch:
+def fetch(source: Source, request: FetchRequest) -> Batch:
     """The batch that `request` asks for."""
     try:
         batch = _fetch(source, request)
@@ -94,11 +94,11 @@ def fetch(source: Source, request: Request) -> Batch:
     return replace(batch, samples=0, tokens=0) if request.filler else batch
 
 
-def _fetch_some(source: Source, request: Request, indices: Indices) -> Batch:
+def _fetch_some(source: Source, request: FetchRequest, indices: Indices) -> Batch:
     return _fetch(source, request._replace(indices=indices))
 
 
-def _fetch(source: Source, request: Request) -> Batch:
+def _fetch(source: Source, request: FetchRequest) -> Batch:
     if request.generator_key is None:
         return source.fetch(request.indices)
     noise.use_epoch(request.epoch_key)
@@ -109,8 +109,8 @@ def _fetch(source: Source, request: Request) -> Batch:
 # --- workers ----------------------------------------------------------------------------------------------------
 
 
-def _from_workers(source: Source, requests: Iterable[Request], workers: Workers) -> Iterator[Batch]:
-    asked: deque[Request] = deque()
+def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
+    asked: deque[FetchRequest] = deque()
     answerer = _Answers(source, workers.number)
     loader = DataLoader(
         answerer,
@@ -203,14 +203,14 @@ def _context() -> BaseContext:
 # --- requests and answers ---------------------------------------------------------------------------------------
 
 
-def _remembered(requests: Iterable[Request], asked: deque[Request]) -> Iterator[Request]:
+def _remembered(requests: Iterable[FetchRequest], asked: deque[FetchRequest]) -> Iterator[FetchRequest]:
     """The DataLoader takes requests ahead of what it delivers; in between they are in `asked`."""
     for request in requests:
         asked.append(request)
         yield request
 
 
-def _death(error: Exception, busy: Sequence[Request], before: Kills) -> RunFailed:
+def _death(error: Exception, busy: Sequence[FetchRequest], before: Kills) -> RunFailed:
     """
     Args:
         before: what the kernel had counted when the workers were started.
@@ -237,7 +237,7 @@ _FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
 class _AtWork(NamedTuple):
     """A set of workers: what it is busy with, and what the kernel had counted when it was started."""
 
-    busy: Callable[[], list[Request]]
+    busy: Callable[[], list[FetchRequest]]
     before: Kills
 
 
@@ -281,7 +281,7 @@ class _Answers(Dataset[Any]):
         # the first index of what each worker is at, in memory that outlives the worker; -1: nothing
         self._busy = torch.full((workers,), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
-    def __getitems__(self, request: Request) -> Mapping[str, Any]:
+    def __getitems__(self, request: FetchRequest) -> Mapping[str, Any]:
         worker = get_worker_info()
         assert worker is not None
         self._busy[worker.id] = int(request.indices[0])
@@ -296,7 +296,7 @@ class _Answers(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("requests are answered whole")
 
-    def busy_with(self, asked: Iterable[Request]) -> list[Request]:
+    def busy_with(self, asked: Iterable[FetchRequest]) -> list[FetchRequest]:
         firsts = set(self._busy.tolist())
         return [request for request in asked if int(request.indices[0]) in firsts]
 

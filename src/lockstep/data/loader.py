@@ -25,8 +25,8 @@ from lockstep.core.progress import Progress
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, GlobalBatch
 from lockstep.data.digests import digests
-from lockstep.data.fetching import Request, Workers, fetch, fetch_all
-from lockstep.data.order import Order
+from lockstep.data.fetching import FetchRequest, Workers, fetch, fetch_all
+from lockstep.data.order import SampleOrder
 from lockstep.data.transfer import to_device
 from lockstep.plan.batch import BatchPlan, micro_ranges
 
@@ -37,7 +37,7 @@ _BLOCK = 4096  # positions whose order is computed at a time: 0.04 us each; a ba
 class _Share:
     """This rank's part of an update, before it is fetched."""
 
-    requests: list[Request]
+    requests: list[FetchRequest]
     samples: int
     epoch: int
     cursor: int
@@ -76,7 +76,7 @@ class TrainingLoader:
         self._batch = batch
         self._rank = rank
         self._seed = seed
-        self._order = Order(samples, seed, shuffle=shuffle)
+        self._order = SampleOrder(samples, seed, shuffle=shuffle)
         self._options = options
         self._device = device
         self._count = count
@@ -161,7 +161,7 @@ class TrainingLoader:
         for row, digest in zip(indices, digests(epoch, indices, own), strict=True):
             cursor += size
             requests = [
-                Request(row[start:stop], filler, epoch_key, self._generator_key(step, owner, first + micro))
+                FetchRequest(row[start:stop], filler, epoch_key, self._generator_key(step, owner, first + micro))
                 for micro, (start, stop, filler) in enumerate(cuts)
             ]
             yield _Share(requests, size, epoch, cursor, step, digest)
@@ -184,7 +184,7 @@ def evaluation_batches(
     """
     samples = _epoch_samples(source.facts.samples, 1, drop_last=False)
     requests = (
-        Request(
+        FetchRequest(
             np.arange(start, stop) if stop > start else np.zeros(1, np.int64),
             stop == start,
             key(0, "evaluation"),

@@ -33,7 +33,7 @@ _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31))
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-class Order:
+class SampleOrder:
     """The order in which the samples of each epoch are used.
 
     Attributes:

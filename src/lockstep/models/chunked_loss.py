@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.protocols import Objective
 from lockstep.core.records import Batch
-from lockstep.models.objectives import IGNORED, Classes, ModelLoss, NextToken, Spans, Targets
+from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, NextTokenLoss, SpanLoss, TargetLoss
 from lockstep.models.outputs import logits_of
 from lockstep.models.transformer import Transformer
 
@@ -44,7 +44,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LossShape:
     """How a loss is computed.
 
     Attributes:
@@ -56,7 +56,9 @@ class Shape:
     smoothing: float
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: Shape) -> Sums:
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: LossShape
+) -> Sums:
     """What `cross_entropy_sum(hidden weight' + bias, targets)` is. hidden [N, W], weight [V, W], targets [N].
 
     Products are made in autocast's precision where it is on, losses in fp32.
@@ -72,7 +74,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, t
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: Shape
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: LossShape
     ) -> tuple[Tensor, Tensor, Tensor]:
         zero = torch.zeros((), device=hidden.device)
         loss, plain, right = zero.clone(), zero.clone(), torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -141,7 +143,7 @@ def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
 # --- in a model ---------------------------------------------------------------------------------------------------
 
 
-class LossInHead:
+class ChunkedHeadLoss:
     """A cross-entropy objective whose loss the model's head computes. Acts as the objective that it stands for.
 
     Args:
@@ -150,9 +152,9 @@ class LossInHead:
         chunk: positions at a time.
     """
 
-    def __init__(self, objective: NextToken | Targets, head: nn.Linear, chunk: int) -> None:
+    def __init__(self, objective: NextTokenLoss | TargetLoss, head: nn.Linear, chunk: int) -> None:
         self._objective = objective
-        self._shape = Shape(chunk, objective.label_smoothing)
+        self._shape = LossShape(chunk, objective.label_smoothing)
         self._targets: Tensor | None = None
         self._sums: Sums | None = None
         self._version = 0
@@ -198,14 +200,17 @@ class LossInHead:
         return self._sums.loss
 
 
-def in_head(objective: Objective, model: nn.Module, chunk: int) -> LossInHead:
+def chunk_head_loss(objective: Objective, model: nn.Module, chunk: int) -> ChunkedHeadLoss:
     """Moves the loss into the model's head.
 
     Raises:
         ConfigError: the objective is no cross-entropy of tokens, or the model has no head that is known.
     """
-    if not isinstance(objective, NextToken | Targets) or not objective.language:
-        ours, of_samples = isinstance(objective, Spans | ModelLoss), isinstance(objective, Targets | Classes)
+    if not isinstance(objective, NextTokenLoss | TargetLoss) or not objective.language:
+        ours, of_samples = (
+            isinstance(objective, SpanLoss | ModelLoss),
+            isinstance(objective, TargetLoss | ClassifierLoss),
+        )
         kind = "of one class a sample" if of_samples else "that of the model's head" if ours else "your own"
         raise _refused(
             f"computes a cross-entropy of tokens a few positions at a time, and this objective is {kind}; leave it out"
@@ -216,7 +221,7 @@ def in_head(objective: Objective, model: nn.Module, chunk: int) -> LossInHead:
             f"of a {type(model).__name__} it isn't known which linear makes the logits; it is for kind transformer and "
             "language models of the transformers library"
         )
-    return LossInHead(objective, head, chunk)
+    return ChunkedHeadLoss(objective, head, chunk)
 
 
 def _output_embeddings(model: nn.Module) -> object:

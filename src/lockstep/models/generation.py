@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import RunFailed
-from lockstep.models.divided_logits import whole_logits
 from lockstep.models.outputs import logits_of
+from lockstep.models.vocab_parallel_loss import full_logits
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def _last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     was_training = model.training
     model.eval()
     try:
-        return whole_logits(logits_of(model(**inputs)))[0, -1].float().cpu()
+        return full_logits(logits_of(model(**inputs)))[0, -1].float().cpu()
     finally:
         model.train(was_training)
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lockstep.core.records import Batch
-from lockstep.models.transformers_names import is_of_transformers
+from lockstep.models.transformers_models import is_transformers_model
 
 Kind = Literal[
     "next-token",
@@ -109,7 +109,7 @@ class Head:
 
 def head_of(module: nn.Module | None) -> Head | None:
     """None: it is no model of the transformers library."""
-    if module is None or not is_of_transformers(module):
+    if module is None or not is_transformers_model(module):
         return None
     model: Any = module
     labels = _kind(model)

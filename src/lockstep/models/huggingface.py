@@ -48,9 +48,9 @@ from lockstep.models.blank import Blank, is_unset, parameters_without_values, re
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.config_keys import check_keys, override, taken
 from lockstep.models.initialization import generators_keyed, reset_modules
-from lockstep.models.starting_weights import fit_weights
-from lockstep.models.transformers_names import quiet
+from lockstep.models.transformers_models import quiet
 from lockstep.models.weight_files import read_weights, refuse_damaged
+from lockstep.models.weight_matching import match_weights
 
 _LOG = logging.getLogger(__name__)
 _AUTO_CLASSES = {
@@ -151,7 +151,7 @@ def _weights_by_name(place: str, sketch: Any, facts: DataFacts) -> Mapping[str, 
     if not folder.is_dir():
         folder = Path(cached_file(place, "config.json")).parent
     try:
-        fit = fit_weights(sketch, read_weights(folder), translate=False)
+        fit = match_weights(sketch, read_weights(folder), translate=False)
     except (ConfigError, RunFailed):
         return None
     rows = sketch.get_input_embeddings().weight.shape[0]

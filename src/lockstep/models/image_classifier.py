@@ -29,7 +29,7 @@ class ImageClassifier(nn.Module):
     def __init__(self, section: ImageClassifierModel, classes: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, section.width, 3, padding=1)
-        self.blocks = nn.ModuleList(ConvBlock(section.width) for _ in range(section.layers))
+        self.blocks = nn.ModuleList(ImageConvBlock(section.width) for _ in range(section.layers))
         self.norm = group_norm(section.width)
         self.dropout = nn.Dropout(section.dropout)
         self.head = nn.Linear(2 * section.width, classes)
@@ -44,7 +44,7 @@ class ImageClassifier(nn.Module):
         return logits
 
 
-class ConvBlock(nn.Module):
+class ImageConvBlock(nn.Module):
     """x [B, W, height, width] -> the same shape."""
 
     def __init__(self, width: int) -> None:

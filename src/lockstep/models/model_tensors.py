@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lockstep.core.errors import RunFailed
-from lockstep.models.starting_weights import slots_of
+from lockstep.models.weight_matching import slots_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -34,9 +34,9 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import construct
 from lockstep.core.records import Batch, DataFacts
 from lockstep.distributed.parts import is_sharded
-from lockstep.models.divided_logits import divided_cross_entropy_sum, whole_logits
 from lockstep.models.heads import Head
 from lockstep.models.outputs import logits_of, part_of
+from lockstep.models.vocab_parallel_loss import full_logits, vocab_parallel_cross_entropy_sum
 
 IGNORED = -100
 """The target of a position that is to be no target: padding, a prompt."""
@@ -53,7 +53,7 @@ _OF_TASKS = {
 """Kinds of objectives by tasks of a transformers model; of others they have the same name."""
 
 
-class NextToken:
+class NextTokenLoss:
     """Each position's target is the token after it.
 
     Args:
@@ -81,9 +81,9 @@ class NextToken:
         """Of each position that has logits; -100 for none."""
         return F.pad(batch.targets[:, 1:], (0, 1), value=IGNORED) if self._shift else batch.targets
 
-    def aligned(self) -> NextToken:
+    def aligned(self) -> NextTokenLoss:
         """The same, of batches whose targets are what `targets_of` makes of them."""
-        return NextToken(label_smoothing=self.label_smoothing, bytes_per_token=self._bytes_per_token)
+        return NextTokenLoss(label_smoothing=self.label_smoothing, bytes_per_token=self._bytes_per_token)
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
         return cross_entropy_sum(*self._aligned(outputs, batch), self.label_smoothing)
@@ -99,7 +99,7 @@ class NextToken:
         return (logits[:, :-1], batch.targets[:, 1:]) if self._shift else (logits, batch.targets)
 
 
-class Targets:
+class TargetLoss:
     """Targets at their own positions: hidden tokens, a text that the decoder has seen up to there, a sample's class.
 
     Args:
@@ -120,7 +120,7 @@ class Targets:
         targets: Tensor = batch.targets
         return targets
 
-    def aligned(self) -> Targets:
+    def aligned(self) -> TargetLoss:
         """Itself: they are at their own positions."""
         return self
 
@@ -136,7 +136,7 @@ class Targets:
         return {"loss": _mean(loss_sum, count), "accuracy": _mean(sums["right"], count)}
 
 
-class Classes:
+class ClassifierLoss:
     """What a classifier of the transformers library is compared with: a class, several classes, or numbers.
 
     Which of them is what the library makes of it: `problem`, or else numbers if there is one output, a class if targets
@@ -165,7 +165,7 @@ class Classes:
         kind = self._kind(targets)
         if kind == "single_label_classification":
             return cross_entropy_sum(logits, _one_a_sample(targets), self.label_smoothing)
-        logits = whole_logits(logits).float()
+        logits = full_logits(logits).float()
         if targets.numel() != logits.numel():
             raise RunFailed(f"outputs are {list(logits.shape)} and targets {list(targets.shape)}, for {kind}")
         targets = targets.reshape(logits.shape).to(logits.dtype)
@@ -174,7 +174,7 @@ class Classes:
         return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / self._labels
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        logits, targets = whole_logits(logits_of(outputs)), batch.targets
+        logits, targets = full_logits(logits_of(outputs)), batch.targets
         match self._kind(targets):
             case "single_label_classification":
                 return _metric_sums(logits, _one_a_sample(targets), self.label_smoothing)
@@ -202,7 +202,7 @@ class Classes:
         return kind
 
 
-class Spans:
+class SpanLoss:
     """Where an answer begins and ends: `start_positions` and `end_positions` [samples] among the inputs. One that lies
     behind the sequence is none."""
 
@@ -344,18 +344,18 @@ def build_objective(
     smoothing = objective.label_smoothing
     match kind:
         case "next-token":
-            return NextToken(shift=aligned, label_smoothing=smoothing, bytes_per_token=facts.bytes_per_token)
+            return NextTokenLoss(shift=aligned, label_smoothing=smoothing, bytes_per_token=facts.bytes_per_token)
         case "classification" if head is not None:
-            return Classes(head.config.num_labels, head.config.problem_type, smoothing)
+            return ClassifierLoss(head.config.num_labels, head.config.problem_type, smoothing)
         case "masked-lm" | "seq2seq":
-            return Targets(language=True, label_smoothing=smoothing)
+            return TargetLoss(language=True, label_smoothing=smoothing)
         case "classification" | "token-classification" | "multiple-choice":
-            return Targets(language=False, label_smoothing=smoothing)
+            return TargetLoss(language=False, label_smoothing=smoothing)
     if smoothing:
         why = f"{smoothing:g} is for one class or token a target, and this objective is {kind!r}; leave it out"
         raise _problem("objective.label_smoothing", why)
     if kind == "question-answering":
-        return Spans()
+        return SpanLoss()
     assert head is not None, "the loss of a model is that of one of the transformers library"
     return _model_loss(head)
 
@@ -393,7 +393,7 @@ def adapt_objective(objective: object) -> protocols.Objective:
     Raises:
         ConfigError: none of these, or a loss module that takes the mean.
     """
-    if isinstance(objective, FunctionObjective | NextToken | Targets):
+    if isinstance(objective, FunctionObjective | NextTokenLoss | TargetLoss):
         return objective
     if isinstance(objective, CountsAndLosses) and not inspect.isclass(objective):
         given = ("metric_sums", "metrics", "decomposes")
@@ -446,7 +446,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
             f"outputs are {list(logits.shape)} and targets {list(targets.shape)}; one target an output is needed"
         )
     if is_sharded(logits):
-        return divided_cross_entropy_sum(logits, targets, label_smoothing, IGNORED)
+        return vocab_parallel_cross_entropy_sum(logits, targets, label_smoothing, IGNORED)
     if logits.dim() > 2:
         logits, targets = logits.flatten(0, -2), targets.flatten()
     if logits.dtype is not torch.float32:
@@ -561,7 +561,7 @@ def _kind_of_data(facts: DataFacts) -> str:
 def _metric_sums(logits: Tensor, targets: Tensor, label_smoothing: float) -> dict[str, Tensor]:
     """Right answers; under label smoothing also the plain loss, which perplexity and bits per byte are made of. Divided
     logits are put together for it."""
-    logits = whole_logits(logits)
+    logits = full_logits(logits)
     sums = {"right": (logits.argmax(-1) == targets).sum()}  # -100 is never the argmax
     if label_smoothing:
         sums["plain_loss"] = cross_entropy_sum(logits, targets)

@@ -33,7 +33,7 @@ class TextClassifier(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, section.width)
         self.stem = nn.Conv1d(section.width, section.width, section.kernel, stride=2)
-        self.blocks = nn.ModuleList(ConvBlock(section.width, section.kernel) for _ in range(section.layers))
+        self.blocks = nn.ModuleList(TextConvBlock(section.width, section.kernel) for _ in range(section.layers))
         self.norm = nn.LayerNorm(section.width)
         self.dropout = nn.Dropout(section.dropout)
         self.head = nn.Linear(2 * section.width, classes)
@@ -58,7 +58,7 @@ class TextClassifier(nn.Module):
         return F.gelu(self.stem(padded)).transpose(1, 2)
 
 
-class ConvBlock(nn.Module):
+class TextConvBlock(nn.Module):
     """x [B, T, W], valid [B, T, 1] -> [B, T, W]."""
 
     def __init__(self, width: int, kernel: int) -> None:

@@ -21,7 +21,7 @@ from lockstep.optim.fused import FusedAdam, FusedSGD, Groups
 from lockstep.optim.groups import facts_of
 from lockstep.optim.lion import Lion
 from lockstep.optim.own_settings import settle
-from lockstep.optim.stepping import Selecting, Waiting, refuse_closures
+from lockstep.optim.stepping import DeviceGatedOptimizer, HostGatedOptimizer, refuse_closures
 from lockstep.plan.grouping import is_hidden_matrix
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tup
         raise ConfigError(f"an optimizer must be a torch.optim.Optimizer, not a {type(torch_optimizer).__name__}")
     refuse_closures(type(torch_optimizer))
     used = settle(torch_optimizer, optim)
-    return Waiting(torch_optimizer, saves_groups=True), used
+    return HostGatedOptimizer(torch_optimizer, saves_groups=True), used
 
 
-class Both:
+class CombinedOptimizer:
     """Two optimizers, each over its own parameters, as one."""
 
     def __init__(self, first: Optimizer, second: Optimizer) -> None:
@@ -141,12 +141,12 @@ def _sgd(optim: Optim, groups: Groups) -> Optimizer:
 
 
 def _lion(optim: Optim, groups: Groups) -> Optimizer:
-    return Selecting(Lion(groups, optim.betas))
+    return DeviceGatedOptimizer(Lion(groups, optim.betas))
 
 
 def _adafactor(optim: Optim, groups: Groups) -> Optimizer:
     """Shazeer & Stern 2018, arXiv:1804.04235. It counts steps with the host, so it can't be selected on a GPU."""
-    return Waiting(torch.optim.Adafactor(groups), saves_groups=False)
+    return HostGatedOptimizer(torch.optim.Adafactor(groups), saves_groups=False)
 
 
 def _muon(optim: Optim, groups: Groups) -> Optimizer:
@@ -161,7 +161,7 @@ def _muon(optim: Optim, groups: Groups) -> Optimizer:
     for group in muon.param_groups:  # at once, so that a first update can be discarded on a GPU
         for parameter in group["params"]:
             muon.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return Both(Selecting(muon), _adamw(optim, rest)) if rest else Selecting(muon)
+    return CombinedOptimizer(DeviceGatedOptimizer(muon), _adamw(optim, rest)) if rest else DeviceGatedOptimizer(muon)
 
 
 def _split(groups: Groups) -> tuple[Groups, Groups]:

@@ -17,7 +17,7 @@ from lockstep.optim.discard import decided, step_if, take_gradients
 from lockstep.optim.named_state import changed_groups, group_state, load_group_state, load_named_state, named_state
 
 
-class Selecting:
+class DeviceGatedOptimizer:
     """For optimizers whose whole state is tensors on the parameters' device, there from the start. On a GPU the host
     doesn't wait to learn whether an update is kept."""
 
@@ -50,7 +50,7 @@ class Selecting:
         return [*parameters, *(value for parameter in parameters for value in self._torch.state[parameter].values())]
 
 
-class Waiting:
+class HostGatedOptimizer:
     """For optimizers that keep counts with the host, or anything at all. On a GPU the host waits for each update to
     learn whether it is kept.
 

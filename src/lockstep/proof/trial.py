@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.errors import RunFailed
 from lockstep.data.digests import MODULUS, digest
-from lockstep.data.fetching import Request, fetch
+from lockstep.data.fetching import FetchRequest, fetch
 from lockstep.models.weight_files import read_weights
 from lockstep.proof.comparing import Measure, Pairs, compare, compare_published, write
 from lockstep.proof.evidence import Compared, Evidence, Published, Seen, Step
@@ -92,7 +92,7 @@ def by_design(session: Session) -> list[str]:
 def _draws(source: Source) -> bool:
     """Whether samples differ where only the random numbers do; a source that may draw need not."""
     some = np.arange(min(_TRIED, source.facts.samples))
-    one, other = (fetch(source, Request(some, False, 0, seed)) for seed in (1, 2))
+    one, other = (fetch(source, FetchRequest(some, False, 0, seed)) for seed in (1, 2))
     return not _equal((one.inputs, one.targets), (other.inputs, other.targets))
 
 

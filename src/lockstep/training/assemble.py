@@ -25,10 +25,10 @@ from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
 from lockstep.models.facts import parameter_facts
 from lockstep.models.model_tensors import model_tensors
-from lockstep.models.objectives import Classes, NextToken, Targets, coupling
+from lockstep.models.objectives import ClassifierLoss, NextTokenLoss, TargetLoss, coupling
 from lockstep.models.parameters import refuse_parameters
-from lockstep.models.starting_weights import find_start
 from lockstep.models.transformer import Transformer
+from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.precision import LossScaler, needs_loss_scale, resolve_compute, set_tf32
 from lockstep.plan.plan import Machine, make_plan, resolve_strategy
 from lockstep.plan.schedule import learning_rate
@@ -77,7 +77,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     refuse_parameters(model)
     refuse_unknown_names(model, config.model.inputs)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
-    start = find_start(model, config.model)
+    start = match_initial_weights(model, config.model)
     if blank is None and start is not None:
         start.put()
     objective, source, evaluation = make_objective(config, (source, evaluation), given, model)
@@ -282,7 +282,9 @@ def _refuse_for_parts(config: Config, given: Given, objective: Objective) -> Non
         raise ConfigError(
             Problem("", "parallel.tensor", f"{why}; name one in optim.name, or leave parallel.tensor out")
         )
-    if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, NextToken | Targets | Classes):
+    if config.parallel.tensor_parallel.loss_parallel and not isinstance(
+        objective, NextTokenLoss | TargetLoss | ClassifierLoss
+    ):
         why = "true, but an objective of your own takes whole logits; write false"
         raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.core.errors import VerificationError
 from lockstep.data.digests import MODULUS, digest
-from lockstep.data.order import Order
+from lockstep.data.order import SampleOrder
 from lockstep.training.ledger import OrderFacts, Segment, segments_in
 
 MOST_SAMPLES = 2**36  # to recompute in an audit: about an hour
@@ -78,7 +78,7 @@ def audit(state: Mapping[str, Any], samples: int) -> Audit:
 
 def expected_digest(order: OrderFacts, first: int, last: int) -> int:
     """Of samples `first` up to `last` of a run in this order."""
-    drawn = Order(order.samples, order.seed, shuffle=order.shuffle)
+    drawn = SampleOrder(order.samples, order.seed, shuffle=order.shuffle)
     total = 0
     while first < last:
         epoch, position = divmod(first, order.epoch_samples)

@@ -16,8 +16,8 @@ from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
 from lockstep.distributed.rng import KeyedDraws
 from lockstep.engine.eager import Eager, call
 from lockstep.engine.numbered import Numbered
-from lockstep.models.chunked_loss import LossInHead, in_head
-from lockstep.models.objectives import ModelLoss, NextToken, Targets
+from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss
+from lockstep.models.objectives import ModelLoss, NextTokenLoss, TargetLoss
 from lockstep.monitor.journal import Journal, recording
 from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.sharding.invariant import Invariant
@@ -46,13 +46,13 @@ def computed_objective(config: Config, mesh: Mesh, model: nn.Module, objective: 
         )
         raise ConfigError(Problem("", "parallel.pipeline", why))
     if mesh.context > 1:
-        if not isinstance(objective, NextToken | Targets) or not objective.language or _has_two_sequences(model):
+        if not isinstance(objective, NextTokenLoss | TargetLoss) or not objective.language or _has_two_sequences(model):
             kind = "two sequences" if _has_two_sequences(model) else "an objective that isn't of tokens"
             why = f"{mesh.context} divides a sequence of tokens that all have targets, and here is {kind}; leave it out"
             raise ConfigError(Problem("", "parallel.context", why))
         objective = objective.aligned()
     if config.memory.loss_chunk is not None:
-        objective = in_head(objective, model, config.memory.loss_chunk)
+        objective = chunk_head_loss(objective, model, config.memory.loss_chunk)
     return objective
 
 
@@ -90,7 +90,7 @@ def engine_and_vote(
     if place.ring is not None:
         return _in_context(parts, place.ring, told, objective, sharding), consensus
     _rehearse_plan(parts, told, sharding.bare, [lambda batch: call(sharding.bare, batch.inputs)])
-    prepare: Any = {"prepare": objective.show} if isinstance(objective, LossInHead) else {}
+    prepare: Any = {"prepare": objective.show} if isinstance(objective, ChunkedHeadLoss) else {}
     if not isinstance(sharding, Invariant):
         part = place.coordinates["tensor"] if config.parallel.tensor_parallel.sequence_parallel else 0
         draws = KeyedDraws(config.run.seed, place.share, world.device, part)
@@ -131,7 +131,9 @@ def _rehearse_plan(
     )
     batch = next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device))
     batches = [batch]
-    if isinstance(told, NextToken | Targets) and told.language:  # long sequences may not fit where matrices are whole
+    if (
+        isinstance(told, NextTokenLoss | TargetLoss) and told.language
+    ):  # long sequences may not fit where matrices are whole
         batches.insert(0, beginning(batch, told.targets_of(batch).shape[1], _REHEARSED))
     with unheard():
         for forward in forwards:
@@ -139,7 +141,7 @@ def _rehearse_plan(
 
 
 def _in_context(parts: Parts, ring: Ring, objective: Objective, computed: Objective, sharding: Sharding) -> InContext:
-    assert isinstance(objective, NextToken | Targets), "others were refused"
+    assert isinstance(objective, NextTokenLoss | TargetLoss), "others were refused"
     world, config = parts.world, parts.config
     if world.device.type == "cuda" and not config.run.allow_untested:
         why = f"{ring.size} was never tested on GPUs; --allow-untested tries it"
@@ -147,7 +149,7 @@ def _in_context(parts: Parts, ring: Ring, objective: Objective, computed: Object
     from lockstep.engine.in_context import Divider, InContext
 
     divider = Divider(sharding.bare, ring, objective.targets_of)
-    prepare = divider if not isinstance(computed, LossInHead) else _after(divider, computed.show)
+    prepare = divider if not isinstance(computed, ChunkedHeadLoss) else _after(divider, computed.show)
     eager = Eager(
         sharding,
         computed,

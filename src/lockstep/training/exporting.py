@@ -24,9 +24,9 @@ from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.models.model_tensors import model_tensors
-from lockstep.models.starting_weights import fit_weights
-from lockstep.models.transformers_names import is_of_transformers
+from lockstep.models.transformers_models import is_transformers_model
 from lockstep.models.weight_files import Weights
+from lockstep.models.weight_matching import match_weights
 from lockstep.training.given import Given
 from lockstep.training.places import Place, find
 from lockstep.training.publishing import whole_file
@@ -281,9 +281,9 @@ def _cause(error: BaseException) -> str:
 def _model(taken: _Taken, config: Config, trust_remote_code: bool) -> nn.Module:
     given = Given(trust_remote_code=trust_remote_code)
     model: Any = make_model(config, facts_of_data(config, given), given)
-    if not is_of_transformers(model):
+    if not is_transformers_model(model):
         raise ConfigError(_not_of_transformers(f"a {type(model).__name__}"))
-    fit = fit_weights(model, Weights(Path(taken.name), taken.tensors))
+    fit = match_weights(model, Weights(Path(taken.name), taken.tensors))
     if not fit.whole:
         raise RunFailed(fit.complaint().rstrip())
     fit.put()

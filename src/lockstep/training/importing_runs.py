@@ -18,8 +18,8 @@ from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config, Parallel
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.models.starting_weights import fit_weights
 from lockstep.models.weight_files import Weights
+from lockstep.models.weight_matching import match_weights
 from lockstep.models.zero_files import ZeroCheckpoint, read_zero
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import RunFolder, is_run
@@ -74,7 +74,7 @@ def import_run(source: Path, folder: Path, config: Config, recipe: str, *, trust
 
 def _put(session: Session, found: ZeroCheckpoint) -> None:
     bare = session.rooms.sharding.bare
-    fit = fit_weights(bare, Weights(found.place, found.tensors), translate=False)
+    fit = match_weights(bare, Weights(found.place, found.tensors), translate=False)
     if not fit.whole:
         raise ConfigError(fit.complaint().rstrip())
     fit.put()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
     from lockstep.engine.cutting import Cut
     from lockstep.models.blank import Blank
-    from lockstep.models.starting_weights import Fit
+    from lockstep.models.weight_matching import WeightMatch
     from lockstep.plan.grouping import Grouping
     from lockstep.plan.plan import Plan
 
@@ -113,7 +113,7 @@ class Parts:
     model: nn.Module
     optimizer_of: OptimizerOf
     blank: Blank | None
-    start: Fit | None
+    start: WeightMatch | None
     place: Place
     blocks: Sequence[str]
     names: Sequence[str]

@@ -26,7 +26,7 @@ from lockstep.data.tasks import OWN
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.freezing import freeze
 from lockstep.models.heads import Head, head_of, preparation
-from lockstep.models.objectives import ModelLoss, NextToken, adapt_objective, build_objective, repeats_inputs
+from lockstep.models.objectives import ModelLoss, NextTokenLoss, adapt_objective, build_objective, repeats_inputs
 from lockstep.training.checked_objective import CheckedObjective
 from lockstep.training.given import Given, not_given
 
@@ -102,7 +102,7 @@ def make_objective(
     train, evaluation = sources
     head = head_of(model)
     objective = _objective(config, train.facts, given, model, head, aligned=False)
-    if isinstance(objective, NextToken) and _users_objective(config, given) is None:
+    if isinstance(objective, NextTokenLoss) and _users_objective(config, given) is None:
         aligned = _aligned(config, config.data.train, train, head)
         for name, source in evaluation.items():
             if _aligned(config, config.data.evaluation[name], source, head) is not aligned:

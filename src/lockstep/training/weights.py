@@ -49,12 +49,12 @@ def save_weights(
     Raises:
         RunFailed: the tensors aren't all of the model's, the disk is full, or not ours to write on.
     """
-    from lockstep.models.transformers_names import is_of_transformers
+    from lockstep.models.transformers_models import is_transformers_model
 
-    target = folder / MODEL if is_of_transformers(model) else folder / MODEL / FILE
+    target = folder / MODEL if is_transformers_model(model) else folder / MODEL / FILE
     expected.refuse_incomplete(tensors, f"{target}: nothing was published: the gathered weights")
     try:
-        if is_of_transformers(model):
+        if is_transformers_model(model):
             save_for_transformers(model, expected, tensors, target, tokenizer)
         else:
             save_tensors(tensors, target)
@@ -72,8 +72,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         ConfigError: the run left none.
         RunFailed: the file is damaged, or of another model.
     """
-    from lockstep.models.starting_weights import fit_weights
     from lockstep.models.weight_files import holds_weights, read_weights
+    from lockstep.models.weight_matching import match_weights
 
     place = folder / MODEL
     if not holds_weights(place):
@@ -85,7 +85,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             f"finish it (lockstep train {folder}), or {export}"
         )
     try:
-        fit = fit_weights(model, read_weights(place))
+        fit = match_weights(model, read_weights(place))
         if not fit.whole:
             raise ConfigError(fit.complaint().rstrip())
     except ConfigError as error:
@@ -95,7 +95,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers on the CPU, tied ones once under their first name."""
-    from lockstep.models.starting_weights import slots_of
+    from lockstep.models.weight_matching import slots_of
 
     return {slot.name: slot.tensor.detach().cpu() for slot in slots_of(model)}
 
@@ -132,7 +132,7 @@ def save_for_transformers(
     Raises:
         RunFailed: what transformers has written isn't all of the model.
     """
-    from lockstep.models.transformers_names import never_written, own_classes, quiet
+    from lockstep.models.transformers_models import never_written, own_classes, quiet
 
     with whole_folder(target) as partial, quiet(), own_classes(model):
         model.save_pretrained(partial, state_dict=expected.with_tied_names(tensors))

@@ -6,7 +6,7 @@
     body.0.bias                               <----  model.body.0.bias                      behind one prefix for all
 
 Wrappers are those of DistributedDataParallel and torch.compile. Where names of a model of transformers don't fit, the
-library is asked for what it calls them (`transformers_names`).
+library is asked for what it calls them (`transformers_models`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import ModelSection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.distributed.parts import put
-from lockstep.models.transformers_names import is_of_transformers, translated
+from lockstep.models.transformers_models import is_transformers_model, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
 
 _KEY = "model.init_from"
@@ -34,7 +34,7 @@ _PARALLEL = "module."
 _SHOWN = 6
 
 
-def find_start(model: nn.Module, section: ModelSection) -> Fit | None:
+def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatch | None:
     """What `init_from` names, if it names any, and where in the whole model it goes. Changes nothing.
 
     Args:
@@ -46,7 +46,7 @@ def find_start(model: nn.Module, section: ModelSection) -> Fit | None:
     if section.init_from is None:
         return None
     try:
-        fit = fit_weights(model, read_weights(Path(section.init_from)))
+        fit = match_weights(model, read_weights(Path(section.init_from)))
         if not fit.whole and not (section.init_partial and fit.pairs):
             raise ConfigError(f"{fit.complaint()}{_PARTIAL if fit.pairs and not section.init_partial else ''}".rstrip())
     except ConfigError as error:
@@ -89,7 +89,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class WeightMatch:
     """How weights go with a model.
 
     Attributes:
@@ -168,7 +168,7 @@ class Fit:
         return "\n  ".join(lines) + "\n"
 
 
-def fit_weights(model: nn.Module, weights: Weights, *, translate: bool = True) -> Fit:
+def match_weights(model: nn.Module, weights: Weights, *, translate: bool = True) -> WeightMatch:
     """Which tensor goes where. Changes nothing.
 
     Args:
@@ -178,13 +178,13 @@ def fit_weights(model: nn.Module, weights: Weights, *, translate: bool = True) -
         ConfigError: a tied parameter has two values in the file, or a tensor can't be had in the model's dtype.
     """
     fit = _fit(slots_of(model), weights)
-    if fit.whole or not translate or not is_of_transformers(model):
+    if fit.whole or not translate or not is_transformers_model(model):
         return fit
     own = translated(model, weights.tensors)
     return fit if own is None else _fit(slots_of(model), Weights(weights.place, own))
 
 
-def _fit(slots: Sequence[Slot], weights: Weights) -> Fit:
+def _fit(slots: Sequence[Slot], weights: Weights) -> WeightMatch:
     mine = [name for slot in slots for name in slot.names]
     theirs, prefix = _spelt(mine, weights.tensors)
     pairs, missing, reshaped = [], [], []
@@ -199,7 +199,7 @@ def _fit(slots: Sequence[Slot], weights: Weights) -> Fit:
             pairs.append((slot, found[0]))
     taken = set(theirs.values())
     left = {readable(name): weights.tensors[name] for name in sorted(weights.tensors) if name not in taken}
-    return Fit(weights.place, pairs, missing, reshaped, left, prefix)
+    return WeightMatch(weights.place, pairs, missing, reshaped, left, prefix)
 
 
 def _check(place: Path, slot: Slot, found: Sequence[Tensor]) -> None:

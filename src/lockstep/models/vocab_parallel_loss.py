@@ -34,7 +34,7 @@ class _Columns(NamedTuple):
     group: dist.ProcessGroup
 
 
-def divided_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float, ignored: int) -> Tensor:
+def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float, ignored: int) -> Tensor:
     """As `objectives.cross_entropy_sum`, which see.
 
     Args:
@@ -51,7 +51,7 @@ def divided_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: 
     return found
 
 
-def whole_logits(logits: Tensor) -> Tensor:
+def full_logits(logits: Tensor) -> Tensor:
     """Put together on each rank, if they are divided."""
     return gathered(logits) if is_sharded(logits) else logits
 

@@ -23,8 +23,8 @@ from torch import nn
 import lockstep
 from lockstep.config.schema import CustomModel
 from lockstep.core.errors import ConfigError
-from lockstep.models.starting_weights import find_start
 from lockstep.models.weight_files import read_weights
+from lockstep.models.weight_matching import match_initial_weights
 from lockstep.training.introduction import run_facts
 
 
@@ -42,7 +42,9 @@ def made(seed: int, kind: type[nn.Module] = small.WithBatchNorm) -> nn.Module:
 
 
 def started(model: nn.Module, place: Path | str, partial: bool = False) -> tuple[str, ...]:
-    fit = find_start(model, CustomModel(kind="custom", target="a:b", init_from=str(place), init_partial=partial))
+    fit = match_initial_weights(
+        model, CustomModel(kind="custom", target="a:b", init_from=str(place), init_partial=partial)
+    )
     assert fit is not None
     fit.put()
     return fit.notes()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lockstep.models.initialization import generators_keyed
 
 
-def is_of_transformers(module: nn.Module) -> bool:
+def is_transformers_model(module: nn.Module) -> bool:
     """Whether it is one of the library's models; told without importing it."""
     if "transformers.modeling_utils" not in sys.modules:
         return False
