@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 RANKS ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ "$$gpus" -gt 0 ] && echo $$gpus || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check drill format clean
+.PHONY: help install train test check docs drill format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,7 +24,11 @@ install: .venv/.installed  ## sets up .venv with the command `lockstep`
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) --editable '.[digits,hf,deepspeed,dev]'
+	$(PIP) --editable '.[digits,hf,deepspeed,dev,docs]'
+	@touch $@
+
+.venv/.installed-docs: .venv/.installed
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 train: .venv/.installed  ## trains the default recipe: on every GPU, or on 2 CPU ranks
@@ -34,12 +38,17 @@ test: .venv/.installed-dev  ## passes the whole suite
 	@$(BIN)/python -m compileall -q src tests  # hundreds of processes would, where Python may not write bytecode
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: .venv/.installed-dev  ## format, lint, types, floors, tests
+check: .venv/.installed-dev  ## format, lint, types, layers, prose, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/prose.py
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+docs: .venv/.installed-docs  ## builds the documentation site into build/site; a warning fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "build/site/index.html"
 
 drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour; nothing may be lost
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill --timeout 1800

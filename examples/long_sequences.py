@@ -1,4 +1,4 @@
-"""A model of one's own whose sequences are divided over two ranks: python examples/long_sequences.py"""
+"""Context parallelism for a custom model, with each sequence split over two ranks: python examples/long_sequences.py"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTH, TOKENS, WIDTH = 512, 32, 32
 
 
 def places(tokens: Tensor) -> Tensor:
-    return lockstep.positions(tokens.shape[1], tokens.device)  # in place of torch.arange(tokens.shape[1])
+    return lockstep.positions(tokens.shape[1], tokens.device)  # instead of torch.arange(tokens.shape[1])
 
 
 class Reader(nn.Module):

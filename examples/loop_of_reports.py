@@ -1,4 +1,4 @@
-"""The loop as a generator: a report an update, and the loop decides when it has seen enough."""
+"""The training loop as a generator: it yields one report per update, and you decide when to stop."""
 
 from __future__ import annotations
 

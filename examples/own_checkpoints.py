@@ -1,4 +1,4 @@
-"""A loop of one's own that saves, and goes on where it was: end it however you like, and start it again.
+"""A custom loop that saves checkpoints and resumes: stop it at any point, and start it again.
 
 python examples/own_checkpoints.py FOLDER
 """
@@ -15,13 +15,13 @@ import lockstep
 CONFIG = {"batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"steps": 200}}
 
 dice = random.Random(7)
-lockstep.register_generator("dice", dice)  # what your code draws from goes on too
+lockstep.register_generator("dice", dice)  # your generator's state is saved and restored too
 
 with lockstep.session(CONFIG, model=Curve, dataset=points(), objective=SquaredError()) as session:
     checkpoints = lockstep.checkpoints(session, sys.argv[1])
     for report in lockstep.steps(session):
         if report.step % 50 == 0:
-            checkpoints.save()  # returns at once; the loop trains on while it is written
+            checkpoints.save()  # returns at once; training continues during the write
     checkpoints.save()
-    checkpoints.finish()  # the last one is on the disk
+    checkpoints.finish()  # waits until the last checkpoint is on disk
     lockstep.print_once(f"update {session.progress.steps}, drawn {dice.random():.3f}")

@@ -1,4 +1,4 @@
-"""The rooms of a run under a loop of one's own; on several ranks as it stands, under torchrun.
+"""A custom training loop. The same file runs on several ranks under torchrun.
 
 python examples/own_loop.py
 torchrun --nproc-per-node 2 examples/own_loop.py

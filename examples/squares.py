@@ -1,4 +1,4 @@
-"""A model and a dataset of one's own, for a config (`squares.yaml`) or for Python: a curve is learnt from points.
+"""A custom model, objective and dataset, used from a config (`squares.yaml`) or from Python: fit a curve to points.
 
 x in [-2, 2]  -->  Curve  -->  x squared
 """
@@ -13,7 +13,7 @@ from lockstep import log
 
 
 class Curve(nn.Module):
-    """A number in, a number out."""
+    """A network with one hidden layer: x [B, 1] -> y [B, 1]."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Curve(nn.Module):
 
 
 class SquaredError:
-    """What to train for: how many targets a batch has, and the sum of their losses."""
+    """The objective: the number of targets in a batch, and the sum of their losses."""
 
     decomposes = True
 
@@ -39,6 +39,6 @@ class SquaredError:
 
 
 def points(number: int = 1000) -> TensorDataset:
-    """Each sample is (input, target); the target comes last."""
+    """Return a dataset of (input, target) pairs."""
     x = torch.linspace(-2, 2, number).unsqueeze(1)
     return TensorDataset(x, x.square())

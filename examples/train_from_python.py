@@ -1,4 +1,4 @@
-"""A whole run from Python, on as many processes as asked for: python examples/train_from_python.py [RANKS]"""
+"""A complete run from Python, on any number of processes: python examples/train_from_python.py [RANKS]"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether every strategy trains one's own model as one process does: python examples/verify_own_model.py [RANKS ...]"""
+"""Check every strategy against a single process on a custom model: python examples/verify_own_model.py [RANKS ...]"""
 
 from __future__ import annotations
 

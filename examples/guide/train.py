@@ -1,4 +1,4 @@
-"""A language model under ddp, fsdp or deepspeed: what a guide's script does, over the library.
+"""Train a language model under ddp, fsdp or deepspeed, with the arguments that training scripts usually have.
 
 torchrun --nproc-per-node 2 train.py --mode fsdp --model_name gpt2 --output_dir out
 """
@@ -21,15 +21,15 @@ DATA = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=CONFIGS, required=True)
-    parser.add_argument("--config", help="a YAML, or for deepspeed its own JSON; by default of the folder configs")
-    parser.add_argument("--model_name", default="gpt2", help="a causal language model of the hub, or its folder")
-    parser.add_argument("--output_dir", help="by default a new one under runs")
+    parser.add_argument("--config", help="a YAML, or for deepspeed its own JSON; by default from the folder configs")
+    parser.add_argument("--model_name", default="gpt2", help="a causal language model: hub name or folder")
+    parser.add_argument("--output_dir", help="by default a new folder under runs")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
 
 def config(asked: argparse.Namespace) -> dict[str, Any]:
-    """The file's settings under those of the command line; what a DeepSpeed JSON can't say comes from here."""
+    """Merge the command line over the file, and add what a DeepSpeed JSON can't contain: model, data, length."""
     file = asked.config or Path(__file__).parent / "configs" / CONFIGS[asked.mode]
     values: dict[str, Any] = lockstep.import_config(file)
     values["model"] = {"kind": "huggingface", "task": "causal-lm", "pretrained": asked.model_name}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On every machine, the same command: scripts/many_nodes.sh ddp|fsdp|deepspeed [arguments of train.py]
+# Run the same command on every machine: scripts/many_nodes.sh ddp|fsdp|deepspeed [arguments of train.py]
 # Settings: NODES (machines), HEAD (host:port of one of them, such as node0:29500), RANKS (processes on this machine, by
 # default 2), RUN_ID (the same on all; by default guide), MODEL_NAME, OUTPUT_DIR (seen by all), CONFIG, SEED
 set -euo pipefail

@@ -12,7 +12,7 @@ shift
 guide=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 output=${OUTPUT_DIR:-runs/guide-$mode}
 
-if [[ $mode == deepspeed ]]; then # its JSON becomes a config, which is laid over one that has a model and data
+if [[ $mode == deepspeed ]]; then # import the JSON as a config, and merge it over one that has a model and data
     imported=$(mktemp --suffix .yaml)
     trap 'rm -f "$imported"' EXIT
     lockstep config import "${CONFIG:-$guide/configs/deepspeed.json}" --to "$imported" --force

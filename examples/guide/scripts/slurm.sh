@@ -5,7 +5,7 @@
 #SBATCH --cpus-per-task=16
 #SBATCH --output=guide-%j.log
 # sbatch --gpus-per-node=8 --export=ALL,RANKS=8 scripts/slurm.sh fsdp [arguments of train.py], from the folder examples/guide
-# Settings as of many_nodes.sh; machines and their meeting place come from Slurm. PORT: by default 29500
+# Settings: those of many_nodes.sh, except that Slurm provides NODES, HEAD and RUN_ID; PORT (by default 29500)
 set -euo pipefail
 
 scripts=${SCRIPTS:-${SLURM_SUBMIT_DIR:?to be started by sbatch}/scripts}

@@ -49,7 +49,13 @@ def verify(
     process has threads or uses CUDA, by pickling: then define it at the top of a module.
 
     Args:
-        config, model, dataset, collate, objective, optimizer, schedule: as of `lockstep.train`.
+        config: as of `lockstep.train`.
+        model: as of `lockstep.train`.
+        dataset: as of `lockstep.train`.
+        collate: as of `lockstep.train`.
+        objective: as of `lockstep.train`.
+        optimizer: as of `lockstep.train`.
+        schedule: as of `lockstep.train`.
         strategies: names, or `all`.
         ranks: on how many, one number or several.
         steps: updates of each run.

@@ -83,8 +83,8 @@ def checkpoint_activations(
         mode: as `memory.activation_checkpointing.mode` of a config: full, selective, segments, budget, adaptive.
         segments: of mode segments: into how many each list of blocks is cut; of a Sequential, all of its children.
         budget: of mode budget: share of what all would hold that may be kept.
-        threshold, look_every: of mode adaptive: share of a rank's memory, and calls of `look()` from one look to the
-            next.
+        threshold: of mode adaptive: share of a rank's memory.
+        look_every: of mode adaptive: calls of `look()` from one look to the next.
 
     A second call is for other modules, which lie in none of the first's.
 

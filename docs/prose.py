@@ -1,0 +1,123 @@
+"""Checks the prose of README, docs, recipes and examples: python docs/prose.py [FILE ...]
+
+    rules       docs/prose.toml: words with what to write instead, and the longest sentence
+    spelling    codespell, with American spelling
+
+In Markdown, code is left out, and so is what stands between <!-- NAME --> and <!-- /NAME -->: it has other sources.
+In Python, comments and docstrings are read; in YAML and shell scripts, comments; in YAML also `description`.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RULES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_NOT_PROSE = re.compile(
+    r"^```.*?^```$|<!-- ([\w-]+) -->\n.*?<!-- (?:/|end of )\1 -->|<!--.*?-->|``[^`]+``|`[^`]*`|\]\([^)]*\)|^#+ ",
+    re.DOTALL | re.MULTILINE,
+)
+_BLOCK_END = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*|>]|\d+\.|!!!)\s?)|^#.*$", re.MULTILINE)
+
+
+def files() -> list[Path]:
+    """Return the files whose prose is checked."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [page for page in pages if page.relative_to(ROOT).as_posix() not in RULES["pending"]]
+    code = [file for folder in ("recipes", "examples") for file in sorted((ROOT / folder).rglob("*"))]
+    return pages + [file for file in code if file.suffix in (".py", ".yaml", ".sh")]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print each problem with its file and line; return 1 if there is one."""
+    checked = [Path(name).resolve() for name in arguments] or files()
+    lines = [problem for file in checked for problem in problems(file)]
+    print("\n".join([*lines, *misspelled(checked)]), end="\n" if lines else "")
+    return int(bool(lines or misspelled(checked)))
+
+
+def problems(file: Path) -> Iterator[str]:
+    """Yield what the rules find in a file, as `FILE:LINE: what`."""
+    text = prose(file)
+    name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+    flat = text.replace("\n", " ")
+    for pattern, instead in RULES["words"].items():
+        for match in re.finditer(pattern, flat, re.IGNORECASE):
+            line = text.count("\n", 0, match.start()) + 1
+            yield f"{name}:{line}: {match[0]!r}: write {instead}"
+    if file.suffix == ".md":
+        for start, sentence in sentences(text):
+            words = len(re.findall(r"\w[\w'’.-]*", sentence))
+            if words > RULES["longest_sentence"]:
+                yield f"{name}:{text.count(chr(10), 0, start) + 1}: a sentence of {words} words: split it"
+
+
+def sentences(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the sentences of paragraphs and list items, with where each starts; tables are left out."""
+    position = 0
+    for block in [*_BLOCK_END.finditer(text), None]:
+        end = block.start() if block else len(text)
+        paragraph = text[position:end]
+        if not paragraph.lstrip().startswith("|"):
+            for sentence in re.finditer(r"\S.*?(?:[.!?:;](?=\s)|\Z)", paragraph, re.DOTALL):
+                yield position + sentence.start(), sentence[0]
+        position = block.end() if block else end
+
+
+def prose(file: Path) -> str:
+    """Return the file's text with everything that isn't prose replaced by spaces, so that lines keep their numbers."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        return _NOT_PROSE.sub(lambda code: _blank(code[0]), text)
+    spans = list(_python(text) if file.suffix == ".py" else _comments(text))
+    kept = [_blank(text)]
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    for (row, column), (end_row, end_column) in spans:
+        start, end = starts[row - 1] + column, starts[end_row - 1] + end_column
+        kept[0] = kept[0][:start] + re.sub(r"`[^`]*`", lambda code: _blank(code[0]), text[start:end]) + kept[0][end:]
+    return kept[0]
+
+
+def _blank(text: str) -> str:
+    """A word stays where code was, so that what is before and behind it doesn't become one phrase."""
+    blank = re.sub(r"[^\n]", " ", text)
+    return "x" + blank[1:] if text.startswith("`") and not text.startswith("```") else blank
+
+
+def _python(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start, token.end
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+
+
+def _comments(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := re.search(r"(?:^|\s)#(?!!| yaml-language-server|SBATCH).*|^description:.*", line):
+            yield (number, match.start()), (number, match.end())
+
+
+def misspelled(checked: Sequence[Path]) -> list[str]:
+    """Return codespell's findings; none where it isn't installed."""
+    dictionaries = "clear,rare,en-GB_to_en-US"
+    command = [sys.executable, "-m", "codespell_lib", "--builtin", dictionaries, *map(str, checked)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [line.removeprefix(f"{ROOT}/") for line in ran.stdout.splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
