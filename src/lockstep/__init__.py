@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.sequences import positions as positions
     from lockstep.launch.torchrun import exit_with as exit_with
     from lockstep.models.facts import count_parameters as count_parameters
-    from lockstep.monitor import journal as log
+    from lockstep.monitor import metric_log as log
     from lockstep.proof.api import verify as verify
     from lockstep.training.activation_checkpointing import checkpoint_activations as checkpoint_activations
     from lockstep.training.api import checkpoints as checkpoints
@@ -86,7 +86,7 @@ def __getattr__(name: str) -> "Any":
     import importlib
 
     if name == "log":
-        return importlib.import_module("lockstep.monitor.journal")
+        return importlib.import_module("lockstep.monitor.metric_log")
     if name in _HOMES:
         _refuse_other_systems()
         return getattr(importlib.import_module(_HOMES[name]), name)

@@ -18,16 +18,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from monitor_feed import FACTS, report
+from kit.reports import FACTS, report
 
+from lockstep.core import formatting
 from lockstep.core.errors import Stopped
 from lockstep.core.records import EvaluationReport, Verdict
-from lockstep.monitor import figures
 from lockstep.monitor.console import Console
-from lockstep.monitor.journal import Logged
 from lockstep.monitor.live import LiveDisplay, Status, rows
-from lockstep.monitor.monitors import Monitors
-from lockstep.monitor.watchers import EpochReport
+from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.monitors import EpochReport, Monitors
 
 EVALUATION = EvaluationReport("held-out", 30, {"accuracy": 0.9722, "bits_per_byte": 2.19, "loss": 1.518}, 1234, 0.5)
 
@@ -127,7 +126,7 @@ def test_epochs_and_what_user_code_logs_are_printed() -> None:
     console.start(FACTS)
     console.see(report(1))
     console.epoch(EpochReport(0, 1, 2.5, 64, 75.0, True))
-    console.journal(1, Logged({"hits": 0.25}, {}, {"sample": "def f():\n    pass", "long": "x" * 2000}))
+    console.logged(1, Logged({"hits": 0.25}, {}, {"sample": "def f():\n    pass", "long": "x" * 2000}))
     console.see(report(30))
     text = stream.getvalue()
     assert "step 1: epoch 1 done: mean loss 2.5, 1 min 15 s\n" in text
@@ -165,7 +164,7 @@ def test_signs_that_the_stream_can_not_write_are_replaced() -> None:
 RUN = """
 import sys
 sys.path.insert(0, {tests!r})
-from monitor_feed import FACTS, report
+from kit.reports import FACTS, report
 from lockstep.monitor.console import Console
 from lockstep.monitor.monitors import Monitors
 monitors = Monitors([Console(1, {progress!r})])
@@ -179,7 +178,7 @@ sys.stderr.write("survived")
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
-    code = RUN.format(tests=os.path.dirname(__file__), progress="plain")
+    code = RUN.format(tests=os.path.dirname(os.path.dirname(__file__)), progress="plain")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         assert run.stdout is not None
         assert run.stderr is not None
@@ -315,7 +314,7 @@ def test_a_log_has_what_is_printed_and_none_of_the_drawings(tmp_path: Path) -> N
 
 
 def test_a_terminal_that_hangs_up_does_not_end_the_run() -> None:
-    code = RUN.format(tests=os.path.dirname(__file__), progress="auto")
+    code = RUN.format(tests=os.path.dirname(os.path.dirname(__file__)), progress="auto")
     reader, writer = pty.openpty()
     with subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE) as run:
         assert run.stderr is not None
@@ -357,7 +356,7 @@ def test_rows_are_never_wider_than_the_terminal(step: int, steps: int, width: in
     [(0, "0"), (0.25, "0.25"), (999, "999"), (999.6, "1.00k"), (12_345, "12.3k"), (1.234e6, "1.23M"), (99.96, "100")],
 )
 def test_short(number: float, text: str) -> None:
-    assert figures.short(number) == text
+    assert formatting.short(number) == text
 
 
 @pytest.mark.parametrize(
@@ -365,16 +364,16 @@ def test_short(number: float, text: str) -> None:
     [(0.534, "0.53 s"), (12.34, "12.3 s"), (59.99, "1 min 00 s"), (3725, "1 h 02 min"), (1e5, "1 d 03 h")],
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert figures.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (13.2, "0:14"), (3725, "1:02:05"), (1e5, "1d 03:46")])
 def test_clock(seconds: float, text: str) -> None:
-    assert figures.clock(seconds) == text
+    assert formatting.clock(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("number", "text"), [(2.34567, "2.346"), (1.23456e-5, "1.23e-05"), (float("nan"), "nan"), (0, "0")]
 )
 def test_value(number: float, text: str) -> None:
-    assert figures.value(number) == text
+    assert formatting.value(number) == text

@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from monitor_feed import FACTS, report
+from kit.reports import FACTS, report
 
 from lockstep.core.records import EvaluationReport, Verdict
 from lockstep.monitor import jsonl
 from lockstep.monitor.events import EventLog
-from lockstep.monitor.journal import Journal, merge
-from lockstep.monitor.watchers import EpochReport
+from lockstep.monitor.metric_log import MetricLog, merge
+from lockstep.monitor.monitors import EpochReport
 
 
 def _lines(path: Path) -> list[dict[str, object]]:
@@ -92,14 +92,14 @@ def test_discarded_updates_are_written_whatever_their_step(tmp_path: Path) -> No
 
 
 def test_evaluations_epochs_and_logged_values_have_lines_of_their_own(tmp_path: Path) -> None:
-    journal = Journal()
-    journal.mean("hits", 3, 4)
-    journal.text("sample", "def \udc80")
-    journal.histogram("logits", torch.tensor([1.0, 1.0, -2.0]))
+    metric_log = MetricLog()
+    metric_log.mean("hits", 3, 4)
+    metric_log.text("sample", "def \udc80")
+    metric_log.histogram("logits", torch.tensor([1.0, 1.0, -2.0]))
     log = EventLog(tmp_path / "metrics.jsonl", every=10)
     log.evaluated(EvaluationReport("held-out", 10, {"loss": 2.0, "bits_per_byte": math.inf, "step": 5.0}, 99, 0.5))
     log.epoch(EpochReport(0, 12, 1.5, 768, 3.5, True))
-    log.journal(20, merge([journal.drain()]))
+    log.logged(20, merge([metric_log.drain()]))
     log.finish(None)
     evaluation, epoch, logged = _lines(tmp_path / "events.jsonl")
     assert evaluation == {

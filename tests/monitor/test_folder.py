@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from monitor_feed import FACTS, report
+from kit.reports import FACTS, report
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.progress import Progress

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from monitor_feed import FACTS, report
+from kit.reports import FACTS, report
 
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization, peak_flops
 

@@ -7,15 +7,14 @@ import time
 from collections.abc import Iterable
 
 import pytest
-from monitor_feed import FACTS, report
+from kit.reports import FACTS, report
 
 from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport, Verdict
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
-from lockstep.monitor.journal import Logged
-from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.monitors import EpochReport, Monitors, NextReport
 from lockstep.monitor.tensorboard import TensorBoard
-from lockstep.monitor.watchers import EpochReport, Look
 
 
 class Recorder:
@@ -32,8 +31,8 @@ class Recorder:
     def start(self, facts: RunFacts) -> None:
         self.calls.append("start")
 
-    def next_look(self) -> Look:
-        return Look(self.steps[-1] + self.every - self.steps[-1] % self.every, math.inf)
+    def next_report(self) -> NextReport:
+        return NextReport(self.steps[-1] + self.every - self.steps[-1] % self.every, math.inf)
 
     def see(self, report: StepReport) -> Iterable[Request]:
         if report.step == self.fails_at:
@@ -48,8 +47,8 @@ class Recorder:
     def epoch(self, report: EpochReport) -> None:
         self.epochs.append(report)
 
-    def journal(self, step: int, logged: Logged) -> None:
-        self.calls.append(f"journal {step}")
+    def logged(self, step: int, logged: Logged) -> None:
+        self.calls.append(f"logged {step}")
 
     def finish(self, error: BaseException | None) -> None:
         self.calls.append(f"finish {error}")
@@ -81,8 +80,8 @@ def test_discarded_updates_are_always_shown() -> None:
 
 def test_a_watcher_can_wait_for_a_second() -> None:
     class Clock(Recorder):
-        def next_look(self) -> Look:
-            return Look(math.inf, 0.95 if self.steps[-1] < 10 else math.inf)
+        def next_report(self) -> NextReport:
+            return NextReport(math.inf, 0.95 if self.steps[-1] < 10 else math.inf)
 
     watcher = Clock()
     monitors = Monitors([watcher])
@@ -152,7 +151,7 @@ def test_an_interrupt_goes_through() -> None:
 
 def test_epochs_add_up_the_kept_updates_of_all_steps() -> None:
     watcher = Recorder(every=math.inf)
-    watcher.next_look = lambda: Look(math.inf, math.inf)  # type: ignore[method-assign]
+    watcher.next_report = lambda: NextReport(math.inf, math.inf)  # type: ignore[method-assign]
     monitors = Monitors([watcher])
     monitors.start(FACTS.__class__(**{**_fields(FACTS), "epoch_samples": 192}))
     losses = {1: 3.0, 2: 2.0, 3: math.nan, 4: 5.0, 5: 6.0, 6: 10.0}

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from monitor_feed import FACTS, report
+from kit.reports import FACTS, report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.core.records import EvaluationReport, Verdict
-from lockstep.monitor.journal import Journal, merge
+from lockstep.monitor.metric_log import MetricLog, merge
+from lockstep.monitor.monitors import EpochReport
 from lockstep.monitor.tensorboard import TensorBoard
-from lockstep.monitor.watchers import EpochReport
 
 
 def _read(folder: Path) -> EventAccumulator:
@@ -61,14 +61,14 @@ def test_at_most_ten_points_a_second_but_every_discarded_update(tmp_path: Path) 
 
 
 def test_evaluations_epochs_histograms_and_texts(tmp_path: Path) -> None:
-    journal = Journal()
-    journal.scalar("mine", 3.0)
-    journal.histogram("weights", torch.tensor([-1.0, 0.5, 0.5, 2.0]))
-    journal.text("sample", "def f(): …")
+    metric_log = MetricLog()
+    metric_log.scalar("mine", 3.0)
+    metric_log.histogram("weights", torch.tensor([-1.0, 0.5, 0.5, 2.0]))
+    metric_log.text("sample", "def f(): …")
     board = TensorBoard(tmp_path, every=10)
     board.evaluated(EvaluationReport("held-out", 10, {"bits_per_byte": 2.5}, 99, 0.5))
     board.epoch(EpochReport(0, 12, 1.5, 768, 3.5, True))
-    board.journal(20, merge([journal.drain()]))
+    board.logged(20, merge([metric_log.drain()]))
     board.finish(None)
     events = _read(tmp_path)
     assert _scalars(events, "evaluation/held-out/bits_per_byte") == [(10, 2.5)]
@@ -85,10 +85,10 @@ def test_evaluations_epochs_histograms_and_texts(tmp_path: Path) -> None:
 
 
 def test_an_empty_histogram_is_readable(tmp_path: Path) -> None:
-    journal = Journal()
-    journal.histogram("weights", torch.tensor([math.nan]))
+    metric_log = MetricLog()
+    metric_log.histogram("weights", torch.tensor([math.nan]))
     board = TensorBoard(tmp_path, every=10)
-    board.journal(20, merge([journal.drain()]))
+    board.logged(20, merge([metric_log.drain()]))
     board.finish(None)
     (histogram,) = _read(tmp_path).Histograms("weights")
     assert histogram.histogram_value.num == 0

@@ -13,8 +13,8 @@ from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.terminal import plain, plain_line
 from lockstep.monitor.console import Console
-from lockstep.monitor.journal import Logged
 from lockstep.monitor.live import LiveDisplay, Status
+from lockstep.monitor.metric_log import Logged
 
 ESC = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e\x7f"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m\x0d\u202e\x7f"
@@ -101,7 +101,7 @@ def test_failures() -> None:
 def test_what_a_run_shows() -> None:
     stream = io.StringIO()
     console = Console(1, "none", stream)
-    console.journal(1, Logged({f"value{ESC}": 1.0}, {}, {f"name{ESC}\nstep 9: saved": f"{ESC}\nsecond line"}))
+    console.logged(1, Logged({f"value{ESC}": 1.0}, {}, {f"name{ESC}\nstep 9: saved": f"{ESC}\nsecond line"}))
     shown = stream.getvalue()
     assert not _steers(shown)
     assert "\nstep 9: saved" not in shown

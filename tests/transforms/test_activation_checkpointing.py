@@ -253,15 +253,15 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 
 def test_what_a_block_logs_is_heard_once() -> None:
-    from lockstep.monitor.journal import Journal, recording
+    from lockstep.monitor.metric_log import MetricLog, recording
     from lockstep.training.engines import unheard
 
     model = Stack()
     options = ActivationCheckpointing(mode="full")
     transform(model, [RecomputeBlocks(options, repeated_blocks(model), unheard)], CPU)
-    with recording(Journal()) as journal:
+    with recording(MetricLog()) as log:
         gradients(model)
-        assert journal.drain().means["seen"] == (3.0, 3.0)
+        assert log.drain().means["seen"] == (3.0, 3.0)
 
 
 def test_it_comes_before_compiling() -> None:

@@ -13,7 +13,7 @@ import yaml
 from lockstep.checkpoint.inspection import Aside, Found, Pruned, Verified, age
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.config.wording import yaml_like
-from lockstep.monitor import figures
+from lockstep.core import formatting
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.comparing import Apart, Comparison
@@ -38,7 +38,7 @@ def listed(folder: Path, found: Sequence[Found], why: Mapping[int, Sequence[str]
         str(folder),
         *(_table([("step", "samples", "written", "size", "stays as", "metrics"), *rows], ">>>><<") if rows else ()),
         *(f"{one.name} is damaged: {one.damage}" for one in found if one.damage is not None),
-        *(f"put aside: {one.name}, {figures.size(one.size)}" for one in aside),
+        *(f"put aside: {one.name}, {formatting.size(one.size)}" for one in aside),
     ]
 
 
@@ -66,7 +66,7 @@ def _row(manifest: Manifest, why: Sequence[str]) -> tuple[str, ...]:
         f"{manifest.step:,}",
         f"{manifest.samples:,}",
         _ago(manifest),
-        figures.size(manifest.size),
+        formatting.size(manifest.size),
         ", ".join(why) or "(may go)",
         _metrics(manifest.metrics),
     )
@@ -100,7 +100,7 @@ def shown(path: Path, manifest: Manifest, *, tensors: bool) -> Lines:
                 "tokens": f"{manifest.tokens:,}",
                 "written": f"{manifest.written} ({_ago(manifest)})",
                 "ranks": str(manifest.ranks),
-                "size": f"{figures.size(manifest.size)} in {_number(len(manifest.files), 'file')}",
+                "size": f"{formatting.size(manifest.size)} in {_number(len(manifest.files), 'file')}",
                 "metrics": _metrics(manifest.metrics) or "none at this step",
                 "versions": _versions(manifest.environment) or "not known",
             }
@@ -156,13 +156,13 @@ def _tensors_in_total(manifest: Manifest) -> str:
     sizes: dict[str, list[int]] = {}
     for name, entry in manifest.tensors.items():
         sizes.setdefault(name.partition(".")[0], []).append(entry.size)
-    parts = ", ".join(f"{part} {len(of)} ({figures.size(sum(of))})" for part, of in sizes.items())
+    parts = ", ".join(f"{part} {len(of)} ({formatting.size(sum(of))})" for part, of in sizes.items())
     return f"{len(manifest.tensors)}: {parts}" if parts else "none"
 
 
 def _tensor_table(manifest: Manifest) -> Lines:
     rows = [
-        (name, entry.dtype, str(list(entry.shape)), figures.size(entry.size))
+        (name, entry.dtype, str(list(entry.shape)), formatting.size(entry.size))
         for name, entry in manifest.tensors.items()
     ]
     return _table(rows, "<<<>")
@@ -174,7 +174,7 @@ def _tensor_table(manifest: Manifest) -> Lines:
 def verified(one: Verified) -> str:
     if one.fault is not None:
         return f"{one.name}  damaged: {one.fault}"
-    return f"{one.name}  whole: {figures.size(one.size)} in {figures.duration(one.seconds)}"
+    return f"{one.name}  whole: {formatting.size(one.size)} in {formatting.duration(one.seconds)}"
 
 
 def distrusted(folder: Path, faults: Sequence[Verified], number: int) -> str:
@@ -280,7 +280,7 @@ def _first(title: str, items: Sequence[str]) -> Lines:
 def _apart(one: Apart) -> str:
     far = [f"{one.differing:,} of {one.elements:,} elements"]
     if one.absolute is not None and one.relative is not None:
-        far.append(f"by {figures.value(one.absolute)} at most ({figures.value(one.relative)} of the value)")
+        far.append(f"by {formatting.value(one.absolute)} at most ({formatting.value(one.relative)} of the value)")
     if one.not_finite:
         far.append(f"{one.not_finite:,} not finite")
     return f"{one.name}: {', '.join(far)}"
@@ -302,9 +302,9 @@ def pruned(found: Pruned, aside: Mapping[str, int], *, dry: bool) -> Lines:
     verb = "would delete" if dry else "deleted"
     trusted = f"; {found.trusted} is whole" if found.trusted is not None else ""
     return [
-        *(f"{verb} {name}, {figures.size(size)}" for name, size in gone.items()),
+        *(f"{verb} {name}, {formatting.size(size)}" for name, size in gone.items()),
         *(f"{name} needn't stay, but is being read" for name in found.read),
-        f"{verb} {len(gone) or 'none'} ({figures.size(sum(gone.values()))}); {len(found.stay)} stay{trusted}",
+        f"{verb} {len(gone) or 'none'} ({formatting.size(sum(gone.values()))}); {len(found.stay)} stay{trusted}",
     ]
 
 
@@ -353,12 +353,12 @@ def _metrics(metrics: Mapping[str, float | None]) -> str:
     for name, value in metrics.items():
         evaluation, _, metric = name.rpartition(".")
         by_set.setdefault(evaluation, {})[metric] = value
-    return "; ".join(f"{evaluation}: {figures.metrics(values)}" for evaluation, values in by_set.items())
+    return "; ".join(f"{evaluation}: {formatting.metrics(values)}" for evaluation, values in by_set.items())
 
 
 def _ago(manifest: Manifest) -> str:
     seconds = age(manifest, time.time())
-    return manifest.written if seconds is None else f"{figures.duration(seconds)} ago"
+    return manifest.written if seconds is None else f"{formatting.duration(seconds)} ago"
 
 
 def _number(number: int, of: str) -> str:

@@ -18,7 +18,7 @@ def run(words: Sequence[str]) -> int:
     asked = parser.parse_args(words)
 
     from lockstep.monitor.folder import is_finished
-    from lockstep.monitor.report import write_report
+    from lockstep.report import write_report
 
     written = write_report(asked.run, asked.output)
     say(written)

@@ -20,7 +20,7 @@ from typing import TextIO, cast
 
 from lockstep.core.open_files import append_to, copy_rest, is_missing, reopened
 from lockstep.core.secrets import masked, secrets_in
-from lockstep.monitor.folder import holder_of
+from lockstep.monitor.folder import lock_holder
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")
 _REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")
@@ -109,11 +109,11 @@ class _OpenLog:
         self._path = path
         self._handles = handles
         self._run = path.parent.parent
-        self._holder = holder_of(self._run)
+        self._holder = lock_holder(self._run)
 
     def reopen(self) -> None:
         """Raises OSError."""
-        if not is_missing(self._path) or not self._path.parent.is_dir() or holder_of(self._run) != self._holder:
+        if not is_missing(self._path) or not self._path.parent.is_dir() or lock_holder(self._run) != self._holder:
             return  # the first rank makes the folder, unless it is another run's
         old = os.dup(self._handles[0])
         try:

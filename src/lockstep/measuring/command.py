@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
+from lockstep.core.formatting import size
 from lockstep.core.json_output import emit
 from lockstep.core.stopping import undone_by_a_stop
 from lockstep.core.terminal import say
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
-from lockstep.monitor.figures import size
 from lockstep.training.given import Given, refuse_given
 from lockstep.training.job import imports_ahead
 

@@ -4,7 +4,7 @@
     (every step, <= 1 us)  +--> EventLog       metrics.jsonl, for programs
                            +--> TensorBoard    curves, for eyes
                            +--> a user's own
-    user code: log.mean(...) ---> Journal, on every rank ---> merged ---> the same watchers
+    user code: log.mean(...) ---> MetricLog, on every rank ---> merged ---> the same watchers
 
 Nothing in here reaches into the loop; a watcher that fails is dropped and the run goes on.
 """

@@ -13,14 +13,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TextIO
 
+from lockstep.core import formatting
 from lockstep.core.errors import Stopped
 from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
-from lockstep.monitor import figures
-from lockstep.monitor.journal import Logged
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
-from lockstep.monitor.watchers import EpochReport, Look
+from lockstep.monitor.metric_log import Logged
+from lockstep.monitor.monitors import EpochReport, NextReport
 from lockstep.plan.batch import BatchPlan
 
 Progress = Literal["auto", "live", "plain", "none"]
@@ -66,15 +66,15 @@ class Console:
             self._output.print(line)
         self._output.start()
 
-    def next_look(self) -> Look:
+    def next_report(self) -> NextReport:
         if self._progress == "none" or self._last is None:
-            return Look(math.inf, math.inf)
+            return NextReport(math.inf, math.inf)
         if self._progress == "live":
-            return Look(math.inf, self._draw_at)
+            return NextReport(math.inf, self._draw_at)
         if self._last.seconds < self._quiet_until:
-            return Look(math.inf, self._quiet_until)
+            return NextReport(math.inf, self._quiet_until)
         step = self._last.step
-        return Look(step + self._every - step % self._every, self._quiet_until + _LATE_SECONDS)
+        return NextReport(step + self._every - step % self._every, self._quiet_until + _LATE_SECONDS)
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._last = report
@@ -90,8 +90,10 @@ class Console:
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
         self._throughput.pause(report.step, report.seconds)
         self._evaluations[report.name] = report
-        how = f"({report.samples:,} samples in {figures.duration(report.seconds)})"
-        self._output.print(f"step {report.step:,}: evaluation {report.name}: {figures.metrics(report.metrics)} {how}")
+        how = f"({report.samples:,} samples in {formatting.duration(report.seconds)})"
+        self._output.print(
+            f"step {report.step:,}: evaluation {report.name}: {formatting.metrics(report.metrics)} {how}"
+        )
         return ()
 
     def saved(self, report: SaveReport) -> None:
@@ -99,18 +101,18 @@ class Console:
         if report.failure is not None:
             self._output.print(f"{step}: NOT saved: {report.failure}; {_after_failure(report)}")
             return
-        how = f"{figures.size(report.size)} in {figures.duration(report.seconds)}"
-        self._output.print(f"{step}: saved ({how}, training waited {figures.duration(report.lost)})")
+        how = f"{formatting.size(report.size)} in {formatting.duration(report.seconds)}"
+        self._output.print(f"{step}: saved ({how}, training waited {formatting.duration(report.lost)})")
 
     def epoch(self, report: EpochReport) -> None:
         if self._last is None or self._last.seconds < self._next_epoch:
             return
         self._next_epoch = self._last.seconds + _QUIET_SECONDS
         part = "" if report.whole else ", since it was resumed"
-        loss, seconds = figures.value(report.loss), figures.duration(report.seconds)
+        loss, seconds = formatting.value(report.loss), formatting.duration(report.seconds)
         self._output.print(f"step {report.step:,}: epoch {report.epoch + 1} done: mean loss {loss}, {seconds}{part}")
 
-    def journal(self, step: int, logged: Logged) -> None:
+    def logged(self, step: int, logged: Logged) -> None:
         self._values = {**self._values, **logged.values}
         for name, text in logged.texts.items():
             cut = text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " ..."
@@ -162,14 +164,14 @@ class Console:
         steps = self._facts.steps if self._facts else None
         left = self._throughput.remaining(report.step, steps)
         return Status(
-            report.step, steps, f"{figures.clock(left)} left" if left is not None else "", self._parts(report)
+            report.step, steps, f"{formatting.clock(left)} left" if left is not None else "", self._parts(report)
         )
 
     def _parts(self, report: StepReport) -> tuple[str, ...]:
         """The important first: those at the end are left out where there is no room."""
-        parts = [f"loss {figures.value(report.loss)}", *self._rates(self._throughput.moving)]
-        parts += [f"grad norm {figures.value(report.grad_norm)}", f"lr {figures.value(report.lr)}"]
-        parts += [figures.metric(name, self._values[name]) for name in list(self._values)[:_LOGGED_VALUES]]
+        parts = [f"loss {formatting.value(report.loss)}", *self._rates(self._throughput.moving)]
+        parts += [f"grad norm {formatting.value(report.grad_norm)}", f"lr {formatting.value(report.lr)}"]
+        parts += [formatting.metric(name, self._values[name]) for name in list(self._values)[:_LOGGED_VALUES]]
         if report.discarded:
             parts.append(f"{report.discarded:,} discarded")
         return (*parts, f"epoch {report.epoch + 1}")
@@ -177,11 +179,11 @@ class Console:
     def _rates(self, rates: Rates) -> list[str]:
         if not rates.steps:
             return []
-        words = [f"{figures.short(rates.tokens)} tokens/s"] if rates.tokens != rates.samples else []
+        words = [f"{formatting.short(rates.tokens)} tokens/s"] if rates.tokens != rates.samples else []
         mfu = model_flops_utilization(self._facts, rates.tokens) if self._facts else None
         if mfu is not None:
             words.append(f"MFU {100 * mfu:.1f} %")
-        return [*words, f"{figures.short(rates.samples)} samples/s", f"{figures.short(rates.steps)} steps/s"]
+        return [*words, f"{formatting.short(rates.samples)} samples/s", f"{formatting.short(rates.steps)} steps/s"]
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +193,7 @@ class Console:
             return []
         lines = [f"{_ending(error)} {_amount(facts, last)}"]
         if last is not None:
-            lines.append(_row("loss", f"{figures.value(last.loss)} (of the last update)"))
+            lines.append(_row("loss", f"{formatting.value(last.loss)} (of the last update)"))
             lines += [_row("evaluation", f"{name}: {_found(report)}") for name, report in self._evaluations.items()]
             lines += [_row("speed", ", ".join(self._rates(self._throughput.overall)))]
             lines += [_row("discarded", f"{last.discarded:,} of {last.step:,} updates" if last.discarded else "none")]
@@ -310,11 +312,11 @@ def _amount(facts: RunFacts, last: StepReport | None) -> str:
         return "0 steps"
     of = f" of {facts.steps:,}" if facts.steps is not None and last.step < facts.steps else ""
     tokens = f", {last.tokens:,} tokens" if last.tokens != last.samples else ""
-    return f"{last.step:,}{of} steps, {last.samples:,} samples{tokens} in {figures.duration(last.seconds)}"
+    return f"{last.step:,}{of} steps, {last.samples:,} samples{tokens} in {formatting.duration(last.seconds)}"
 
 
 def _found(report: EvaluationReport) -> str:
-    return f"{figures.metrics(report.metrics)} (step {report.step:,})"
+    return f"{formatting.metrics(report.metrics)} (step {report.step:,})"
 
 
 def _near(folder: str) -> str:

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
-from lockstep.monitor.journal import Histogram, Logged
 from lockstep.monitor.jsonl import LineFile, line
 from lockstep.monitor.meters import Rates, Throughput
-from lockstep.monitor.watchers import EpochReport, Look
+from lockstep.monitor.metric_log import Histogram, Logged
+from lockstep.monitor.monitors import EpochReport, NextReport
 
 _log = logging.getLogger("lockstep.monitor")
 EVENTS = "events.jsonl"
@@ -62,8 +62,8 @@ class EventLog:
         if facts.resumed_from is not None:
             self._write(self._events, {"resumed": facts.resumed_from, "step": facts.resumed_from, "ranks": facts.ranks})
 
-    def next_look(self) -> Look:
-        return Look(self._next_step, float("inf"))
+    def next_report(self) -> NextReport:
+        return NextReport(self._next_step, float("inf"))
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._next_step = report.step + self._every - report.step % self._every
@@ -110,7 +110,7 @@ class EventLog:
             },
         )
 
-    def journal(self, step: int, logged: Logged) -> None:
+    def logged(self, step: int, logged: Logged) -> None:
         histograms = {name: _described(histogram) for name, histogram in logged.histograms.items()}
         self._write(self._events, {"logged": {**logged.values, **histograms, **logged.texts}, "step": step})
 

@@ -85,7 +85,7 @@ class RunFolder:
         where = Path(path).absolute()
         if not is_run(where):
             raise RunFailed(f"{where} is not the folder of a run: it has no {CONFIG}")
-        refuse_ways_out(where)
+        refuse_escaping_links(where)
         return cls(where)
 
     @classmethod
@@ -99,7 +99,7 @@ class RunFolder:
                 f"run folder {path} holds something else ({', '.join(held[:3])}{', ...' if held[3:] else ''}); "
                 "give run.folder the name of a new folder, or empty this one"
             )
-        refuse_ways_out(path)
+        refuse_escaping_links(path)
         lock = _take_lock(path)
         for name in (TENSORBOARD, LOGS):
             (path / name).mkdir(exist_ok=True)
@@ -184,7 +184,7 @@ def is_finished(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / SUMMARY).is_file()
 
 
-def holder_of(path: str | os.PathLike[str]) -> bytes | None:
+def lock_holder(path: str | os.PathLike[str]) -> bytes | None:
     """Who holds the run's folder, as its lock says; None if that can't be told. No two runs say the same."""
     try:
         return read_bounded(Path(path) / LOCK, _MOST_LOCK)
@@ -232,7 +232,7 @@ def _new_file(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
 
-def refuse_ways_out(run: Path) -> None:
+def refuse_escaping_links(run: Path) -> None:
     """Raises ConfigError if anything in a run's folder leads out of it: a link, or what is neither file nor folder.
 
     Whoever made the folder could have the files behind it read, overwritten or deleted. A link to a run's folder is

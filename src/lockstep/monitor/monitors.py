@@ -1,11 +1,11 @@
-"""All watchers as one monitor, for a microsecond a step.
+"""All monitors as one, for a microsecond a step.
 
-    report --> kept, and nobody wants to look before (step, seconds)?  --yes--> remember it, nothing else
+    report --> kept, and no monitor wants a report before (step, seconds)?  --yes--> remember it, nothing else
                   |no
                   v
-               show it to every watcher; ask each when it wants the next one
+               show it to every monitor; ask each for the next report that it wants
 
-A watcher that raises is dropped with one warning: nobody's display ends a training.
+A monitor that raises is dropped with one warning: a display never ends a training.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 from lockstep.core.protocols import Monitor
 from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport, Verdict
-from lockstep.monitor.journal import Logged
-from lockstep.monitor.watchers import EpochReport, Watcher
+from lockstep.monitor.metric_log import Logged
 
 _log = logging.getLogger("lockstep.monitor")
 _NOTHING: tuple[Request, ...] = ()
@@ -26,16 +26,56 @@ _KEPT = Verdict.KEPT
 _M = TypeVar("_M", bound=Monitor)
 
 
-class Monitors:
-    """Fans out; the requests are the union of all answers.
+class NextReport(NamedTuple):
+    """The next report that a monitor wants: at this step or this second of the run, whichever comes first."""
 
-    Args:
-        watchers: see a report when they want to.
-        others: monitors of a user's, which see every report; their time is the user's.
+    step: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpochReport:
+    """Sums over one epoch.
+
+    Attributes:
+        epoch: from 0.
+        step: its last update.
+        loss: mean over all valid targets of its kept updates; NaN if none was kept.
+        samples: consumed by the run so far.
+        seconds: since its first update began, evaluations in between included.
+        whole: whether this process saw it from its first update on.
     """
 
-    def __init__(self, watchers: Sequence[Watcher] = (), others: Sequence[Monitor] = ()) -> None:
-        self._watchers = list(watchers)
+    epoch: int
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    whole: bool
+
+
+class ThrottledMonitor(Monitor, Protocol):
+    """A monitor that needs only some of the reports. It always sees discarded updates and the last one."""
+
+    def next_report(self) -> NextReport:
+        """Return when the next report is wanted; called after each that was shown."""
+
+    def epoch(self, report: EpochReport) -> None: ...
+
+    def logged(self, step: int, logged: Logged) -> None:
+        """Take what user code logged up to and with update `step`, merged over all ranks."""
+
+
+class Monitors:
+    """Shows reports to all monitors; the requests are the union of their answers.
+
+    Args:
+        throttled: see a report when they want to.
+        others: a user's monitors, which see every report; the time that they take is the user's.
+    """
+
+    def __init__(self, throttled: Sequence[ThrottledMonitor] = (), others: Sequence[Monitor] = ()) -> None:
+        self._throttled = list(throttled)
         self._others = list(others)
         self._next_step: float = 0
         self._next_seconds: float = 0.0
@@ -61,7 +101,7 @@ class Monitors:
                 and not self._others
             ):
                 return _NOTHING
-        return self._look(report)
+        return self._show(report)
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
         requests: set[Request] = set(self._show_last())
@@ -71,50 +111,42 @@ class Monitors:
     def saved(self, report: SaveReport) -> None:
         self._for_all(lambda monitor: monitor.saved(report))
 
-    def journal(self, step: int, logged: Logged) -> None:
-        """What user code logged; only this room's watchers take it."""
-        self._for_watchers(lambda watcher: watcher.journal(step, logged))
+    def logged(self, step: int, logged: Logged) -> None:
+        """Pass on what user code logged; only throttled monitors take it."""
+        self._for_throttled(lambda monitor: monitor.logged(step, logged))
 
     def finish(self, error: BaseException | None) -> None:
         self._show_last()
         self._for_all(lambda monitor: monitor.finish(error))
 
-    def _look(self, report: StepReport) -> Iterable[Request]:
+    def _show(self, report: StepReport) -> Iterable[Request]:
         requests: set[Request] = set()
         for monitor in list(self._others):
             self._guard(self._others, monitor, lambda monitor: requests.update(monitor.see(report)))
-        if self._is_wanted(report):
+        if not report.kept or report.step >= self._next_step or report.seconds >= self._next_seconds:
             requests.update(self._show_last())
-        ended = self._epoch.after(report)
-        if ended is not None:
-            self._for_watchers(lambda watcher: watcher.epoch(ended))
-        self._plan_next_look()
+        if (ended := self._epoch.after(report)) is not None:
+            self._for_throttled(lambda monitor: monitor.epoch(ended))
+        wanted = [monitor.next_report() for monitor in self._throttled]
+        self._next_step = min((at.step for at in wanted), default=math.inf)
+        self._next_seconds = min((at.seconds for at in wanted), default=math.inf)
         return requests
 
     def _show_last(self) -> set[Request]:
-        """Shows the latest report to the watchers, unless they have seen it."""
+        """Show the latest report to the throttled monitors, unless they have seen it."""
         requests: set[Request] = set()
         last = self._last
         if last is not None and last is not self._last_shown:
             self._last_shown = last
-            self._for_watchers(lambda watcher: requests.update(watcher.see(last)))
+            self._for_throttled(lambda monitor: requests.update(monitor.see(last)))
         return requests
 
-    def _is_wanted(self, report: StepReport) -> bool:
-        due = report.step >= self._next_step or report.seconds >= self._next_seconds
-        return due or report.verdict is not _KEPT
-
-    def _plan_next_look(self) -> None:
-        looks = [watcher.next_look() for watcher in self._watchers]
-        self._next_step = min((look.step for look in looks), default=math.inf)
-        self._next_seconds = min((look.seconds for look in looks), default=math.inf)
-
-    def _for_watchers(self, act: Callable[[Watcher], object]) -> None:
-        for watcher in list(self._watchers):
-            self._guard(self._watchers, watcher, act)
+    def _for_throttled(self, act: Callable[[ThrottledMonitor], object]) -> None:
+        for monitor in list(self._throttled):
+            self._guard(self._throttled, monitor, act)
 
     def _for_all(self, act: Callable[[Monitor], object]) -> None:
-        self._for_watchers(act)
+        self._for_throttled(act)
         for monitor in list(self._others):
             self._guard(self._others, monitor, act)
 
@@ -127,11 +159,12 @@ class Monitors:
 
 
 class _Epochs:
-    """Adds up the epoch that is running.
+    """The sums of the running epoch.
 
     Attributes:
-        end: cursor at which it is over.
-        loss, count: sums over its kept updates.
+        end: number of samples at which the epoch is over.
+        loss: sum over its kept updates, times their counts.
+        count: sum over its kept updates.
     """
 
     def __init__(self, samples: int) -> None:
@@ -143,7 +176,7 @@ class _Epochs:
         self._began = 0.0
 
     def after(self, report: StepReport) -> EpochReport | None:
-        """The epoch's report, if this update was its last."""
+        """Return the epoch's report if this update was its last."""
         if not self._samples:
             return None
         if not self.end:

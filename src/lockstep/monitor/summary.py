@@ -31,7 +31,7 @@ def summarize(
             "samples": progress.samples,
             "tokens": progress.tokens,
             "seconds": round(seconds, 3),
-            "evaluation": by_set(evaluations),
+            "evaluation": metrics_by_set(evaluations),
             "loss": last.loss if last else None,
             "discarded": last.discarded if last else 0,
             "strategy": facts.strategy,
@@ -47,7 +47,7 @@ def summarize(
     return summary
 
 
-def by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]:
+def metrics_by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]:
     """The metrics of a single set by name; of several, by set and name."""
     latest = {report.name: dict(report.metrics) for report in evaluations}
     return next(iter(latest.values())) if len(latest) == 1 else latest

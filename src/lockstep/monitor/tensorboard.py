@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
-from lockstep.monitor.journal import Histogram, Logged
 from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.meters import Throughput, model_flops_utilization
-from lockstep.monitor.watchers import EpochReport, Look
+from lockstep.monitor.metric_log import Histogram, Logged
+from lockstep.monitor.monitors import EpochReport, NextReport
 
 _log = logging.getLogger("lockstep.monitor")
 _SECONDS_BETWEEN_POINTS = 0.1
@@ -46,7 +46,7 @@ class TensorBoard:
         self._file: EventFile | None = None
         self._facts: RunFacts | None = None
         self._throughput = Throughput()
-        self._next = Look(0, math.inf)
+        self._next = NextReport(0, math.inf)
         self._next_seconds = 0.0
         self._pending: StepReport | None = None
         self._warned = False
@@ -64,11 +64,11 @@ class TensorBoard:
     def start(self, facts: RunFacts) -> None:
         self._facts = facts
 
-    def next_look(self) -> Look:
+    def next_report(self) -> NextReport:
         return self._next
 
     def see(self, report: StepReport) -> Iterable[Request]:
-        self._next = Look(report.step + self._every - report.step % self._every, math.inf)
+        self._next = NextReport(report.step + self._every - report.step % self._every, math.inf)
         self._throughput.look(report)
         due = report.step == 1 or (report.step % self._every == 0 and report.seconds >= self._next_seconds)
         if due or not report.kept:
@@ -89,7 +89,7 @@ class TensorBoard:
     def epoch(self, report: EpochReport) -> None:
         self._write(report.step, {"epoch/loss": report.loss, "epoch/seconds": report.seconds})
 
-    def journal(self, step: int, logged: Logged) -> None:
+    def logged(self, step: int, logged: Logged) -> None:
         self._write(step, logged.values, logged.histograms, logged.texts)
 
     def finish(self, error: BaseException | None) -> None:

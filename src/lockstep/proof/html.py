@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep import __version__
-from lockstep.monitor import page
-from lockstep.monitor.markup import Markup, element
-from lockstep.monitor.wording import date
 from lockstep.proof.rows import HEAD, Row, cells, story
 from lockstep.proof.tolerances import NORMALISING
+from lockstep.report import page
+from lockstep.report.markup import Markup, element
+from lockstep.report.wording import date
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.distributed.generators import drawn_again
 from lockstep.engine.rehearsing import unchanged
 from lockstep.models.objectives import FunctionObjective
-from lockstep.monitor.journal import Journal, recording
+from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Objective
@@ -159,7 +159,7 @@ def _halves(outputs: object, batch: Batch) -> list[tuple[Any, Batch]] | None:
 
 def _twin(loss_sum: LossSum, stack: ExitStack) -> LossSum:
     """The same, of a copy: what an objective counts or draws as it goes, it does for the run alone."""
-    stack.enter_context(recording(Journal()))
+    stack.enter_context(recording(MetricLog()))
     if isinstance(loss_sum, nn.Module):
         stack.enter_context(unchanged(loss_sum))
         return loss_sum

@@ -37,8 +37,8 @@ from lockstep.core.records import EvaluationReport, Request, SaveReport, StepRep
 from lockstep.distributed.collectives import Alone, over_store
 from lockstep.distributed.timeouts import waited_in_vain
 from lockstep.monitor.folder import CHECKPOINTS
-from lockstep.monitor.held_folder import FolderTaken
 from lockstep.monitor.jsonl import finite
+from lockstep.monitor.locked_folder import RunFolderTaken
 from lockstep.training.due import Due
 from lockstep.training.saved_state import check_state
 
@@ -517,14 +517,14 @@ class Checkpoints:
 
         Raises:
             OSError: it can't be written.
-            FolderTaken: another run saves there now.
+            RunFolderTaken: another run saves there now.
         """
         owner = self._storage.owner()
         if owner is not None and owner.run != self.run:
-            raise FolderTaken(f"{self.place} holds the checkpoints of another run now: {owner}")
+            raise RunFolderTaken(f"{self.place} holds the checkpoints of another run now: {owner}")
         if not self._storage.is_held():
             if not self._storage.claim():
-                raise FolderTaken(f"another run saves to {self.place} now")
+                raise RunFolderTaken(f"another run saves to {self.place} now")
             if self._owner is not None:
                 self._storage.set_owner(self._owner)
         self._newest = None

@@ -308,7 +308,7 @@ def _for_whole_weights(config: Config) -> Config:
 
 def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments, file: Path) -> int:
     """Prints what it finds; as JSON, it goes into `file`."""
-    from lockstep.monitor.summary import by_set
+    from lockstep.monitor.summary import metrics_by_set
 
     given = Given(trust_remote_code=arguments.trust_remote_code)
     with opened(config, given) as session:
@@ -318,7 +318,7 @@ def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments, file
             for report in reports:
                 figures = "  ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
                 say(f"{report.name}: {figures}  ({report.samples:,} samples in {report.seconds:.1f} s)")
-            file.write_text(json.dumps(by_set(reports)), encoding="utf-8")
+            file.write_text(json.dumps(metrics_by_set(reports)), encoding="utf-8")
     return 0
 
 

@@ -18,7 +18,7 @@ from lockstep.engine.eager import Eager, call
 from lockstep.engine.numbered import Numbered
 from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss
 from lockstep.models.objectives import ModelLoss, NextTokenLoss, TargetLoss
-from lockstep.monitor.journal import Journal, recording
+from lockstep.monitor.metric_log import MetricLog, recording
 from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.sharding.invariant import Invariant
 from lockstep.training.shardings import Parts
@@ -170,4 +170,4 @@ def _after(first: Callable[[Batch], Batch], then: Callable[[Batch], Batch]) -> C
 
 def unheard() -> AbstractContextManager[object]:
     """What user code logs inside goes nowhere."""
-    return recording(Journal())
+    return recording(MetricLog())

@@ -13,7 +13,7 @@ from lockstep.core.out_of_memory import mark
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
 from lockstep.distributed.everyone import print_once
-from lockstep.monitor.journal import Journal, recording
+from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Objective, Source
@@ -38,7 +38,7 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
         rooms.world.device,
     )
     try:
-        with recording(Journal()):  # what user code logs of an evaluation is not part of the training's curves
+        with recording(MetricLog()):  # what user code logs of an evaluation is not part of the training's curves
             mine = rooms.engine.evaluate(batches)
     except Exception as error:
         mark(error, "evaluation", f"in the evaluation on {name}")

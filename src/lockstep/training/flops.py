@@ -20,7 +20,7 @@ from lockstep.config.schema import Loader
 from lockstep.data.loader import evaluation_batches
 from lockstep.engine.rehearsing import unchanged
 from lockstep.models.transformer import flops_per_token
-from lockstep.monitor.journal import Journal, recording
+from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Source
@@ -63,7 +63,7 @@ def counted_flops(model: nn.Module, batch: Batch) -> float:
         return made.requires_grad_(tensor.requires_grad)
 
     # the counter knows no fused attention of the CPU, but the products that it is made of
-    with recording(Journal()), unchanged(model), fake, sdpa_kernel(SDPBackend.MATH):
+    with recording(MetricLog()), unchanged(model), fake, sdpa_kernel(SDPBackend.MATH):
         tensors = {name: like(one) for name, one in (*model.named_parameters(), *model.named_buffers())}
         with FlopCounterMode(display=False) as counter:
             arguments, named = _arguments(tree_map(_faked(like), batch.inputs))

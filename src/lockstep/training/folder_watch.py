@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.launch import streams
-from lockstep.monitor.held_folder import FolderTaken, HeldFolder
+from lockstep.monitor.locked_folder import LockedRunFolder, RunFolderTaken
 
 if TYPE_CHECKING:
     from lockstep.monitor.history import HistoryFiles
@@ -30,12 +30,12 @@ _ONE_DELETION_S = 10.0  # what goes on being deleted is made again without anoth
 class FolderWatch:
     """On the first rank. Its methods may be called in any thread."""
 
-    def __init__(self, folder: HeldFolder, checkpoints: Checkpoints, history: HistoryFiles) -> None:
+    def __init__(self, folder: LockedRunFolder, checkpoints: Checkpoints, history: HistoryFiles) -> None:
         self._folder = folder
         self._checkpoints = checkpoints
         self._history = history
         self._lock = threading.Lock()
-        self._taken: FolderTaken | None = None
+        self._taken: RunFolderTaken | None = None
         self._reported_at = -_ONE_DELETION_S
         self._failed = False
 
@@ -47,11 +47,11 @@ class FolderWatch:
             lost = self._lost()
             try:
                 if lost is not None:
-                    self._folder.make_again()
+                    self._folder.recreate()
                     self._checkpoints.make_again()
                 self._history.reopen()
                 streams.reopen()
-            except FolderTaken as error:
+            except RunFolderTaken as error:
                 self._taken = error
                 _log.warning("%s; this run writes nothing there any more, and fails at its end", error)
             except OSError as error:
@@ -62,19 +62,19 @@ class FolderWatch:
                     self._report(lost)
 
     def refuse_taken(self) -> None:
-        """Raises FolderTaken: the folder is another run's now."""
+        """Raises RunFolderTaken: the folder is another run's now."""
         self.look()
         if self._taken is not None:
             raise self._taken
 
     def close(self) -> None:
         with self._lock:
-            self._taken = FolderTaken("the run has ended")
+            self._taken = RunFolderTaken("the run has ended")
             self._folder.close()
 
     def _lost(self) -> str | None:
         """What is missing; None if nothing is."""
-        if not self._folder.is_whole():
+        if not self._folder.is_complete():
             where = self._folder.moved_to()
             if where is None:
                 return f"the run folder {self._folder.path}, or a part of it, was deleted while the run goes on"

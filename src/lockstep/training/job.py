@@ -6,6 +6,7 @@ Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, s
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import traceback
@@ -29,18 +30,16 @@ from lockstep.launch.elsewhere import as_asked
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
 from lockstep.models.blocks import repeated_blocks
-from lockstep.monitor import history, journal
+from lockstep.monitor import history, metric_log
 from lockstep.monitor.console import Console
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import EventLog
-from lockstep.monitor.folder import LOGS, RunFolder, holder_of
-from lockstep.monitor.held_folder import HeldFolder
-from lockstep.monitor.journal import Journal, JournalEntries, merge
-from lockstep.monitor.monitors import Monitors
-from lockstep.monitor.report import write_report
+from lockstep.monitor.folder import LOGS, RunFolder, lock_holder
+from lockstep.monitor.locked_folder import LockedRunFolder
+from lockstep.monitor.metric_log import LogEntries, MetricLog, merge
+from lockstep.monitor.monitors import Monitors, ThrottledMonitor
 from lockstep.monitor.summary import summarize
 from lockstep.monitor.tensorboard import TensorBoard
-from lockstep.monitor.watchers import Watcher
 from lockstep.resilience.signals import run_signals
 from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
@@ -113,14 +112,14 @@ def run_job(job: Job) -> Finished:
         facts = run_facts(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         monitors = Monitors(_watchers(job.config, folder, session.rooms.world, checkpoints))
         with _watched(session, checkpoints, folder) as held:
-            with journal.recording(Journal()) as log, _shown(monitors, facts):
+            with metric_log.recording(MetricLog()) as log, _shown(monitors, facts):
                 drain = _Drain(session, monitors, log)
                 try:
                     results = run(session, monitors, checkpoints, drain)
                 except SaveFailed as failure:
                     raise RunFailed(f"{failure}; {_keep(session, checkpoints, folder, held)}") from failure
                 if job.config.evaluation.prompt is not None:
-                    journal.text("sample", sample(session, job.config.evaluation.prompt))
+                    metric_log.text("sample", sample(session, job.config.evaluation.prompt))
                 drain.show(results.progress.steps)
             with run_signals(shown=session.rooms.world.rank == 0, ends=True):  # it is done: a stop has nothing to do
                 summary = _leave(session, checkpoints, facts, results, held)
@@ -136,7 +135,7 @@ def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterat
             yield lambda: folder
         return
     assert checkpoints.history is not None, "the first rank writes the history"
-    watch = FolderWatch(HeldFolder(folder, checkpoints.run), checkpoints, checkpoints.history)
+    watch = FolderWatch(LockedRunFolder(folder, checkpoints.run), checkpoints, checkpoints.history)
     checkpoints.look = watch.look
 
     def held() -> Path:
@@ -198,7 +197,7 @@ def _shown(monitors: Monitors, facts: RunFacts) -> Iterator[None]:
 class _Drain:
     """Collects what user code logged on all ranks, at the steps that are written down; costs nothing if none did."""
 
-    def __init__(self, session: Session, monitors: Monitors, log: Journal) -> None:
+    def __init__(self, session: Session, monitors: Monitors, log: MetricLog) -> None:
         self._axis = session.rooms.world.axis
         self._every = session.rooms.config.monitor.every
         self._monitors = monitors
@@ -214,9 +213,9 @@ class _Drain:
     def show(self, step: int) -> None:
         """All ranks together."""
         self._somebody_logged = False
-        logged = merge([cast("JournalEntries", entries) for entries in self._axis.gather(self._log.drain())])
+        logged = merge([cast("LogEntries", entries) for entries in self._axis.gather(self._log.drain())])
         if logged:
-            self._monitors.journal(step, logged)
+            self._monitors.logged(step, logged)
 
 
 @contextmanager
@@ -224,12 +223,12 @@ def _tracebacks_kept(job: Job, session: Session) -> Iterator[Path]:
     """The run's folder. Under a launcher that isn't ours, the traceback of what ends in a sentence is written to the
     rank's log there; ours does it itself, and one process alone shows its traceback."""
     with _run_folder(job, session.rooms.world) as folder:
-        holder = holder_of(folder)
+        holder = lock_holder(folder)
         try:
             yield folder
         except Exception as error:
             told = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
-            is_ours = holder_of(folder) == holder  # it may be deleted by now, or another run's
+            is_ours = lock_holder(folder) == holder  # it may be deleted by now, or another run's
             if told and is_ours and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, session.rooms.world.rank), _traceback_of(error))
             raise
@@ -285,7 +284,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     return checkpoints, notes
 
 
-def _watchers(config: Config, folder: Path, world: World, checkpoints: Checkpoints) -> list[Watcher]:
+def _watchers(config: Config, folder: Path, world: World, checkpoints: Checkpoints) -> list[ThrottledMonitor]:
     """The first rank writes and shows; the others have nothing to say that it doesn't know."""
     if world.rank != 0:
         return []
@@ -361,8 +360,9 @@ def _keep_weights(session: Session, held: Callable[[], Path]) -> str:
 
 
 def _report(folder: Path) -> None:
-    """A page that can't be written is no reason to fail a run that is done."""
+    """Write the run's page. One that can't be written is no reason to fail a run that is done."""
+    report = importlib.import_module("lockstep.report")  # by name: it is in a layer above this one
     try:
-        write_report(folder)
+        report.write_report(folder)
     except RunFailed as failure:
         _log.warning("%s", failure)

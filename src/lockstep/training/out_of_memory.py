@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import OutOfMemory
+from lockstep.core.formatting import size
 from lockstep.core.out_of_memory import bytes_asked, place_of, ran_out
-from lockstep.monitor.figures import size
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import by_step
 from lockstep.config.known_runs import id_of_run
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_ways_out
+from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_escaping_links
 
 if TYPE_CHECKING:
     from lockstep.config.loading import Loaded
@@ -97,7 +97,7 @@ def _of_run(run: Path, *, trusted: bool = False) -> Place:
     from lockstep.config.approval import outside
     from lockstep.config.loading import load
 
-    refuse_ways_out(run)
+    refuse_escaping_links(run)
     file = run / CONFIG
     loaded = load([file], environ={}, of_runs=[file]) if file.is_file() else None
     folder = loaded.config.checkpoint.folder if loaded is not None else None

@@ -1,7 +1,7 @@
 """A run's folder while the run goes on: somebody may delete it, move it, or begin another run in its place.
 
 RUN/run.lock   the file that is open    as it should be
-               none, or another         deleted or moved: `make_again` writes what a start of the run writes
+               none, or another         deleted or moved: `recreate` writes what a start of the run writes
                locked by another run    taken: nothing is written there any more
 """
 
@@ -17,11 +17,11 @@ from lockstep.core.open_files import is_behind, is_missing
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, LOCK, LOGS, TENSORBOARD, open_lock, write_atomically
 
 
-class FolderTaken(RunFailed):
+class RunFolderTaken(RunFailed):
     """The run's folder is another run's now."""
 
 
-class HeldFolder:
+class LockedRunFolder:
     """A run's folder, on the first rank.
 
     Args:
@@ -36,7 +36,7 @@ class HeldFolder:
         self._locks = [os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)]
         self._holder = os.read(self._locks[0], 1000)
 
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it is there, with all that a start of the run writes. True as well where the disk doesn't say."""
         if not is_behind(self.path / LOCK, self._locks[-1]):
             return False
@@ -51,12 +51,12 @@ class HeldFolder:
             return None
         return lock.parent if found and lock.parent != self.path else None
 
-    def make_again(self) -> None:
+    def recreate(self) -> None:
         """Writes what is missing.
 
         Raises:
             OSError: it can't be written.
-            FolderTaken: it is another run's now.
+            RunFolderTaken: it is another run's now.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._refuse_other_run()
@@ -78,13 +78,13 @@ class HeldFolder:
         except (OSError, ValueError, AttributeError, RecursionError):
             return
         if isinstance(other, str) and other != self._run:
-            raise FolderTaken(f"{self.path} is the folder of another run now (run id {other[:8]})")
+            raise RunFolderTaken(f"{self.path} is the folder of another run now (run id {other[:8]})")
 
     def _lock(self) -> int:
         handle, holder = open_lock(self.path)
         if holder is not None and not any(is_behind(self.path / LOCK, ours) for ours in self._locks):
             os.close(handle)
-            raise FolderTaken(f"{self.path} is the folder of another run now ({holder})")
+            raise RunFolderTaken(f"{self.path} is the folder of another run now ({holder})")
         os.ftruncate(handle, 0)
         os.pwrite(handle, self._holder, 0)
         return handle

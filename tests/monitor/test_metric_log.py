@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.monitor import journal as log
-from lockstep.monitor.journal import EDGES, Journal, JournalEntries, merge, recording
+from lockstep.monitor import metric_log as log
+from lockstep.monitor.metric_log import EDGES, LogEntries, MetricLog, merge, recording
 
 numbers = st.floats(-1e6, 1e6)
 samples = st.lists(numbers, min_size=1, max_size=40)
@@ -34,11 +34,11 @@ def _split(values: list[float], cuts: list[int], ranks: int) -> list[list[list[f
 def test_a_mean_is_the_same_however_it_is_split(values, cuts, ranks, as_tensors) -> None:
     entries = []
     for micro_batches in _split(values, cuts, ranks):
-        journal = Journal()
+        metric_log = MetricLog()
         for part in micro_batches:
             total = torch.tensor(part, dtype=torch.float64).sum()
-            journal.mean("x", total if as_tensors else float(total), len(part))
-        entries.append(journal.drain())
+            metric_log.mean("x", total if as_tensors else float(total), len(part))
+        entries.append(metric_log.drain())
     assert merge(entries).values["x"] == pytest.approx(sum(values) / len(values), rel=1e-9, abs=1e-6)
 
 
@@ -46,11 +46,11 @@ def test_a_mean_is_the_same_however_it_is_split(values, cuts, ranks, as_tensors)
 def test_a_histogram_is_the_same_however_it_is_split(values, cuts, ranks) -> None:
     entries = []
     for micro_batches in _split(values, cuts, ranks):
-        journal = Journal()
+        metric_log = MetricLog()
         for part in micro_batches:
-            journal.histogram("x", torch.tensor(part, dtype=torch.float64))
-        entries.append(journal.drain())
-    whole = Journal()
+            metric_log.histogram("x", torch.tensor(part, dtype=torch.float64))
+        entries.append(metric_log.drain())
+    whole = MetricLog()
     whole.histogram("x", torch.tensor(values, dtype=torch.float64))
     merged, expected = merge(entries).histograms["x"], whole.drain().histograms["x"]
     assert merged.counts == expected.counts
@@ -60,9 +60,9 @@ def test_a_histogram_is_the_same_however_it_is_split(values, cuts, ranks) -> Non
 
 @given(samples)
 def test_every_value_is_within_its_bin(values) -> None:
-    journal = Journal()
-    journal.histogram("x", torch.tensor(values, dtype=torch.float64))
-    bins = journal.drain().histograms["x"].bins()
+    metric_log = MetricLog()
+    metric_log.histogram("x", torch.tensor(values, dtype=torch.float64))
+    bins = metric_log.drain().histograms["x"].bins()
     for value in values:
         assert any(low <= value <= high for low, high, _ in bins)
     assert sum(count for *_, count in bins) == len(values)
@@ -75,11 +75,11 @@ def test_bins_are_an_eighth_of_a_decade() -> None:
 
 
 def test_what_is_not_finite_is_counted_apart() -> None:
-    journal = Journal()
-    journal.histogram("x", torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0]))
-    journal.histogram("none", torch.tensor([math.nan]))
-    journal.histogram("empty", torch.tensor([]))
-    entries = journal.drain()
+    metric_log = MetricLog()
+    metric_log.histogram("x", torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0]))
+    metric_log.histogram("none", torch.tensor([math.nan]))
+    metric_log.histogram("empty", torch.tensor([]))
+    entries = metric_log.drain()
     found = entries.histograms["x"]
     assert (found.count, found.not_finite, found.low, found.high, found.total, found.squares) == (
         2,
@@ -95,49 +95,49 @@ def test_what_is_not_finite_is_counted_apart() -> None:
 
 
 def test_scalars_are_the_last_value_and_the_mean_over_ranks_that_logged() -> None:
-    first, second = Journal(), Journal()
+    first, second = MetricLog(), MetricLog()
     first.scalar("t", 1.0)
     first.scalar("t", torch.tensor(3.0))
     second.scalar("t", 5)
     second.scalar("only here", 7.0)
-    merged = merge([first.drain(), second.drain(), JournalEntries()])
+    merged = merge([first.drain(), second.drain(), LogEntries()])
     assert merged.values == {"t": 4.0, "only here": 7.0}
 
 
 def test_texts_are_those_of_the_first_rank_that_has_one() -> None:
-    entries = [JournalEntries(texts={}), JournalEntries(texts={"a": "1"}), JournalEntries(texts={"a": "2", "b": "2"})]
+    entries = [LogEntries(texts={}), LogEntries(texts={"a": "1"}), LogEntries(texts={"a": "2", "b": "2"})]
     assert merge(entries).texts == {"a": "1", "b": "2"}
 
 
 def test_long_texts_are_cut() -> None:
-    journal = Journal()
-    journal.text("x", "y" * 100_000)
-    assert len(journal.drain().texts["x"]) == 65536
+    metric_log = MetricLog()
+    metric_log.text("x", "y" * 100_000)
+    assert len(metric_log.drain().texts["x"]) == 65536
 
 
 def test_a_mean_without_weight_is_left_out() -> None:
-    journal = Journal()
-    journal.mean("x", 0.0, 0)
-    assert merge([journal.drain()]).values == {}
+    metric_log = MetricLog()
+    metric_log.mean("x", 0.0, 0)
+    assert merge([metric_log.drain()]).values == {}
 
 
 def test_draining_empties() -> None:
-    journal = Journal()
-    assert journal.empty
-    journal.scalar("x", 1.0)
-    assert not journal.empty
-    assert journal.drain()
-    assert journal.empty
-    assert not journal.drain()
+    metric_log = MetricLog()
+    assert metric_log.empty
+    metric_log.scalar("x", 1.0)
+    assert not metric_log.empty
+    assert metric_log.drain()
+    assert metric_log.empty
+    assert not metric_log.drain()
 
 
 def test_no_graph_and_no_large_tensor_is_kept() -> None:
-    journal = Journal()
+    metric_log = MetricLog()
     weight = torch.ones(1000, requires_grad=True)
     outputs = weight * 2
-    journal.scalar("s", outputs.sum())
-    journal.mean("m", outputs.sum(), 1)
-    journal.histogram("h", outputs)
+    metric_log.scalar("s", outputs.sum())
+    metric_log.mean("m", outputs.sum(), 1)
+    metric_log.histogram("h", outputs)
 
     def hook(gradient: torch.Tensor) -> None:
         """Lives as long as the graph does."""
@@ -148,32 +148,32 @@ def test_no_graph_and_no_large_tensor_is_kept() -> None:
     gc.collect()
     assert graph() is None
     assert tensor() is None
-    assert journal.drain().scalars == {"s": 2000.0}
+    assert metric_log.drain().scalars == {"s": 2000.0}
 
 
 def test_a_value_changed_in_place_later_keeps_what_it_was() -> None:
-    journal = Journal()
+    metric_log = MetricLog()
     value = torch.tensor(1.0)
-    journal.scalar("x", value)
+    metric_log.scalar("x", value)
     value.add_(5)
-    assert journal.drain().scalars == {"x": 1.0}
+    assert metric_log.drain().scalars == {"x": 1.0}
 
 
 def test_entries_are_small_when_pickled() -> None:
-    journal = Journal()
-    journal.histogram("x", torch.randn(100_000))
-    journal.mean("m", 1.0, 2)
-    entries = journal.drain()
+    metric_log = MetricLog()
+    metric_log.histogram("x", torch.randn(100_000))
+    metric_log.mean("m", 1.0, 2)
+    entries = metric_log.drain()
     data = pickle.dumps(entries)
     assert len(data) < 4000
     assert pickle.loads(data) == entries
 
 
 def test_one_name_is_of_one_kind() -> None:
-    journal = Journal()
-    journal.scalar("x", 1.0)
+    metric_log = MetricLog()
+    metric_log.scalar("x", 1.0)
     with pytest.raises(ValueError, match=r"log.mean\('x'\): 'x' was logged by log.scalar before; give it another name"):
-        journal.mean("x", 1.0, 1)
+        metric_log.mean("x", 1.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -194,25 +194,25 @@ def test_one_name_is_of_one_kind() -> None:
         (lambda j: j.scalar(["x"], 3), "log.scalar(['x']): a name is a text, not a list"),
     ],
 )
-def test_what_can_t_be_logged_is_named_with_its_type(call: Callable[[Journal], None], message: str) -> None:
+def test_what_can_t_be_logged_is_named_with_its_type(call: Callable[[MetricLog], None], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
-        call(Journal())
+        call(MetricLog())
 
 
 def test_numbers_of_other_kinds_are_numbers() -> None:
-    journal = Journal()
-    journal.scalar("a", np.float32(0.5))
-    journal.scalar("b", np.array([2]))
-    journal.histogram("c", [1.0, 2.0])
-    entries = journal.drain()
+    metric_log = MetricLog()
+    metric_log.scalar("a", np.float32(0.5))
+    metric_log.scalar("b", np.array([2]))
+    metric_log.histogram("c", [1.0, 2.0])
+    entries = metric_log.drain()
     assert (entries.scalars, entries.histograms["c"].count) == ({"a": 0.5, "b": 2.0}, 2)
 
 
 def test_the_functions_write_to_the_run_that_is_recording() -> None:
     log.scalar("lost", 1.0)  # outside of a run: nothing
-    with recording(Journal()) as outer:
+    with recording(MetricLog()) as outer:
         log.scalar("a", 1.0)
-        with recording(Journal()) as inner:
+        with recording(MetricLog()) as inner:
             log.mean("b", 1.0, 2)
             log.histogram("c", torch.ones(3))
             log.text("d", "e")

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.monitor import figures
-from lockstep.monitor.charts import Chart, Marks, Restart, draw
-from lockstep.monitor.markup import element, escaped, joined
-from lockstep.monitor.scales import Scale, fitted, said, step_ticks, tick_labels, ticks
-from lockstep.monitor.series import Series, gaps, running_median, thin
+from lockstep.core import formatting
+from lockstep.report.charts import Chart, Marks, Restart, draw
+from lockstep.report.markup import element, escaped, joined
+from lockstep.report.scales import Scale, fitted, said, step_ticks, tick_labels, ticks
+from lockstep.report.series import Series, gaps, running_median, thin
 
 NAN = math.nan
 FINITE = st.floats(-1e150, 1e150, allow_nan=False)
@@ -167,8 +167,8 @@ def test_labels_are_short_and_alike(values: list[float], unit: str, labels: list
 
 
 def test_values_read_as_everywhere_else() -> None:
-    assert said(2.34567, "plain") == figures.value(2.34567) == "2.346"
-    assert f"accuracy {said(0.972, 'percent')}" == figures.metric("accuracy", 0.972)
+    assert said(2.34567, "plain") == formatting.value(2.34567) == "2.346"
+    assert f"accuracy {said(0.972, 'percent')}" == formatting.metric("accuracy", 0.972)
     assert said(24_512.0, "rate") == "24.5k"
     assert said(NAN, "plain") == "not finite"
 

@@ -1,15 +1,15 @@
 """What a user's objective or loop logs, kept on its rank until the log is due.
 
-    from lockstep.monitor import journal as log
+    from lockstep.monitor import metric_log as log
 
     log.mean("accuracy", right.sum(), right.numel())     sum and weight: summed over micro-batches and ranks
     log.scalar("temperature", t)                         the last value; mean over ranks
     log.histogram("logits", logits)                      counts in fixed bins; summed over micro-batches and ranks
     log.text("sample", "def ...")                        the last text; of the first rank that logged it
 
-    on every rank   Journal.drain() -> JournalEntries  --gather-->  merge([...]) -> Logged   -> the watchers
+    on every rank   MetricLog.drain() -> LogEntries  --gather-->  merge([...]) -> Logged   -> the watchers
 
-Outside of a run nothing is kept. Values are detached at once; a GPU's tensors are read when the journal is drained.
+Outside of a run nothing is kept. Values are detached at once; a GPU's tensors are read when the log is drained.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class JournalEntries:
+class LogEntries:
     """What one rank logged since the last time. Small, and made of plain numbers: it can be pickled."""
 
     scalars: Mapping[str, float] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Logged:
         return bool(self.values or self.histograms or self.texts)
 
 
-class Journal:
+class MetricLog:
     """One rank's. `drain` empties it; while nobody logs, it costs nothing."""
 
     def __init__(self) -> None:
@@ -126,9 +126,9 @@ class Journal:
             raise _misfit("text", name, text, "a text", "; log.scalar takes numbers")
         self._texts[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
-    def drain(self) -> JournalEntries:
+    def drain(self) -> LogEntries:
         """Everything logged since the last drain, as plain numbers. Reads what is on a GPU: waits for it."""
-        entries = JournalEntries(
+        entries = LogEntries(
             {name: float(value) for name, value in self._scalars.items()},
             {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()},
             {name: counts.read() for name, counts in self._histograms.items()},
@@ -146,7 +146,7 @@ class Journal:
             raise ValueError(f"log.{kind}({name!r}): {name!r} was logged by log.{before} before; give it another name")
 
 
-def merge(entries: Sequence[JournalEntries]) -> Logged:
+def merge(entries: Sequence[LogEntries]) -> Logged:
     """All ranks' entries, in the order of ranks, as one.
 
     Means are sum of sums / sum of weights (left out where nothing weighs anything); scalars the mean over the ranks
@@ -164,16 +164,16 @@ def merge(entries: Sequence[JournalEntries]) -> Logged:
 
 # --- the functions that user code calls -------------------------------------------------------------------------
 
-_current: Journal | None = None
+_current: MetricLog | None = None
 
 
 @contextmanager
-def recording(journal: Journal) -> Iterator[Journal]:
-    """Inside, what user code logs goes to `journal`; afterwards, to the one before."""
+def recording(log: MetricLog) -> Iterator[MetricLog]:
+    """Inside, what user code logs goes to `log`; afterwards, to the one before."""
     global _current
-    before, _current = _current, journal
+    before, _current = _current, log
     try:
-        yield journal
+        yield log
     finally:
         _current = before
 
@@ -310,7 +310,7 @@ def _names(parts: Iterable[Mapping[str, object]]) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
 
 
-def _merge_scalars(entries: Sequence[JournalEntries]) -> dict[str, float]:
+def _merge_scalars(entries: Sequence[LogEntries]) -> dict[str, float]:
     merged = {}
     for name in _names(entry.scalars for entry in entries):
         values = [entry.scalars[name] for entry in entries if name in entry.scalars]
@@ -318,7 +318,7 @@ def _merge_scalars(entries: Sequence[JournalEntries]) -> dict[str, float]:
     return merged
 
 
-def _merge_means(entries: Sequence[JournalEntries]) -> dict[str, float]:
+def _merge_means(entries: Sequence[LogEntries]) -> dict[str, float]:
     merged = {}
     for name in _names(entry.means for entry in entries):
         parts = [entry.means[name] for entry in entries if name in entry.means]

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.monitor import figures
-from lockstep.monitor.series import Numbers
+from lockstep.core import formatting
+from lockstep.report.series import Numbers
 
 Unit = Literal["plain", "percent", "rate"]
 
@@ -80,14 +80,14 @@ def said(value: float, unit: Unit) -> str:
         return "not finite"
     if unit == "percent":
         return f"{100 * value:.2f} %"
-    return figures.short(value) if unit == "rate" else figures.value(value)
+    return formatting.short(value) if unit == "rate" else formatting.value(value)
 
 
 def tick_labels(values: Sequence[float], unit: Unit) -> list[str]:
     """As short as can be while no two are the same: 0.5, 1.0; 2,500; 20k; 3e-4; 98 %."""
     if unit == "percent":
         return [label + " %" for label in tick_labels([100 * value for value in values], "plain")]
-    short = [_trimmed(figures.short(value)) for value in values]
+    short = [_trimmed(formatting.short(value)) for value in values]
     if max(map(abs, values), default=0.0) >= 10_000 and len(set(short)) == len(short):
         return short
     decimals = max((_decimals(value) for value in values), default=0)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import TypeGuard
 
-from lockstep.monitor import figures
-from lockstep.monitor.curves import capitalised
+from lockstep.core import formatting
+from lockstep.report.curves import capitalised
 
 _LARGEST = 10**18
 
@@ -25,7 +25,7 @@ def described(name: str, value: object, depth: int = 3) -> str:
     if name == "created":
         return date(value) or in_words(value)
     if name.endswith("_bytes") and is_amount(value):
-        return figures.size(float(value))
+        return formatting.size(float(value))
     if name == "variables" and isinstance(value, Mapping):
         return "\n".join(f"{variable}={in_words(setting, depth - 1)}" for variable, setting in value.items())
     return in_words(value, depth)

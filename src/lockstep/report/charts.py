@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.monitor.markup import Markup, element, joined
-from lockstep.monitor.scales import Scale, Unit, step_ticks, tick_labels, ticks
-from lockstep.monitor.series import Numbers, Series, gaps, running_median, thin
+from lockstep.report.markup import Markup, element, joined
+from lockstep.report.scales import Scale, Unit, step_ticks, tick_labels, ticks
+from lockstep.report.series import Numbers, Series, gaps, running_median, thin
 
 _COLOURS = 6
 _DOTTED = 25  # values up to which each gets a dot

@@ -9,10 +9,10 @@ from __future__ import annotations
 import base64
 import hashlib
 
-from lockstep.monitor.charts import Chart, colour, draw
-from lockstep.monitor.markup import Markup, element, escaped, joined
-from lockstep.monitor.scales import said
-from lockstep.monitor.series import Series, window
+from lockstep.report.charts import Chart, colour, draw
+from lockstep.report.markup import Markup, element, escaped, joined
+from lockstep.report.scales import said
+from lockstep.report.series import Series, window
 
 
 def document(title: str, body: Markup) -> str:

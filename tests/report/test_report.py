@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from monitor_feed import FACTS, report
+from kit.reports import FACTS, report
 
 from lockstep.cli import report as verb
 from lockstep.core.errors import RunFailed
@@ -26,9 +26,9 @@ from lockstep.core.records import EvaluationReport, SaveReport, Verdict
 from lockstep.monitor import environment
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import RunFolder
-from lockstep.monitor.journal import Logged
-from lockstep.monitor.report import write_report
+from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.summary import summarize
+from lockstep.report import write_report
 
 CONFIG = "description: Learns to read\noptim:\n  lr: 0.0003\nrun:\n  steps: 30\n"
 Happening = Callable[[EventLog], object]
@@ -73,7 +73,7 @@ def resumed(step: int, ranks: int) -> Happening:
 
 
 def logged(step: int, **texts: str) -> Happening:
-    return lambda log: log.journal(step, Logged(texts=texts))
+    return lambda log: log.logged(step, Logged(texts=texts))
 
 
 class Page(HTMLParser):
@@ -213,7 +213,7 @@ def test_a_run_of_one_update_is_a_dot(tmp_path: Path) -> None:
 
 
 def test_what_users_logged_is_drawn(tmp_path: Path) -> None:
-    values = {step: [lambda log, step=step: log.journal(step, Logged({"expert_load": step / 100}))] for step in (5, 10)}
+    values = {step: [lambda log, step=step: log.logged(step, Logged({"expert_load": step / 100}))] for step in (5, 10)}
     page = page_of(a_run(tmp_path, happenings=values))
     assert page.charts()[-1] == "Expert load. Median 0.075; highest 0.1, at step 10"
 
@@ -369,7 +369,7 @@ def test_nothing_that_a_run_wrote_is_run(tmp_path: Path) -> None:
             logged(10, **{attack: attack}),
             evaluated(attack, 10, **{"loss": 1.0, attack: 2.0}),
             saved(10, attack),
-            lambda log: log.journal(10, Logged({attack: 1.0})),
+            lambda log: log.logged(10, Logged({attack: 1.0})),
         ],
         20: [evaluated(attack, 20, **{"loss": 1.0, attack: 2.0})],
     }

@@ -27,17 +27,18 @@ from typing import Any
 import numpy as np
 
 from lockstep import __version__
+from lockstep.core import formatting
 from lockstep.core.errors import RunFailed
 from lockstep.core.secrets import hidden_setting, hidden_variable, without_secrets
-from lockstep.monitor import figures, page
-from lockstep.monitor.charts import Chart
-from lockstep.monitor.curves import MOST_LOGGED, charts, unit_of
-from lockstep.monitor.folder import CONFIG, EARLIER, is_run, refuse_ways_out, write_atomically
-from lockstep.monitor.headline import big_figures, facts, last_values
-from lockstep.monitor.markup import Markup, element
-from lockstep.monitor.recorded import Recorded, Save, Text, read
-from lockstep.monitor.scales import said
-from lockstep.monitor.wording import count, date, described, in_words, term
+from lockstep.monitor.folder import CONFIG, EARLIER, is_run, refuse_escaping_links, write_atomically
+from lockstep.report import page
+from lockstep.report.charts import Chart
+from lockstep.report.curves import MOST_LOGGED, charts, unit_of
+from lockstep.report.headline import big_figures, facts, last_values
+from lockstep.report.markup import Markup, element
+from lockstep.report.recorded import Recorded, Save, Text, read
+from lockstep.report.scales import said
+from lockstep.report.wording import count, date, described, in_words, term
 
 REPORT = "report.html"
 
@@ -90,7 +91,7 @@ def compose(recorded: Recorded) -> str:
 def _checked(folder: Path) -> Path:
     """The folder of a run; otherwise RunFailed, with the run that may have been meant."""
     if is_run(folder):
-        refuse_ways_out(folder)
+        refuse_escaping_links(folder)
         return folder
     if not folder.exists():
         raise RunFailed(f"there is no folder {folder}")
@@ -230,10 +231,10 @@ def _saves(saves: Sequence[Save]) -> list[str]:
     size, seconds = (float(np.median([getattr(save, name) for save in made])) for name in ("size", "seconds"))
     waited = sum(save.lost for save in saves)
     failed = f" {len(saves) - len(made):,} failed:" if len(saves) > len(made) else ""
-    each = f"{figures.size(size)} in {figures.duration(seconds)} each" + (" (median)" if len(made) > 1 else "")
+    each = f"{formatting.size(size)} in {formatting.duration(seconds)} each" + (" (median)" if len(made) > 1 else "")
     return [
         f"Saved {_times(len(made))}, last after step {max(save.step for save in made):,}: {each}. "
-        f"Training waited {figures.duration(waited)} in all.{failed}"
+        f"Training waited {formatting.duration(waited)} in all.{failed}"
     ]
 
 

@@ -23,7 +23,7 @@ from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
 from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
-from lockstep.monitor.series import Series
+from lockstep.report.series import Series
 
 Json: TypeAlias = Mapping[str, Any]
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.monitor.charts import Chart, Marks, Restart
-from lockstep.monitor.recorded import Events, Recorded
-from lockstep.monitor.scales import Unit, fitted, said
-from lockstep.monitor.series import Numbers, Series
+from lockstep.report.charts import Chart, Marks, Restart
+from lockstep.report.recorded import Events, Recorded
+from lockstep.report.scales import Unit, fitted, said
+from lockstep.report.series import Numbers, Series
 
 MOST_LOGGED = 24  # charts of what users logged; more would not be looked at
 
@@ -56,7 +56,7 @@ def throughput(recorded: Recorded) -> Series:
 
 
 def unit_of(metric: str) -> Unit:
-    """Accuracies are percentages; see `figures.metric`."""
+    """Accuracies are percentages; see `formatting.metric`."""
     return "percent" if metric.endswith("accuracy") else "plain"
 
 

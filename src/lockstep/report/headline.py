@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.monitor import figures
-from lockstep.monitor.curves import capitalised, throughput, unit_of
-from lockstep.monitor.recorded import Recorded
-from lockstep.monitor.scales import said
-from lockstep.monitor.wording import count, in_words, is_amount
+from lockstep.core import formatting
+from lockstep.report.curves import capitalised, throughput, unit_of
+from lockstep.report.recorded import Recorded
+from lockstep.report.scales import said
+from lockstep.report.wording import count, in_words, is_amount
 
 _MOST_EVALUATIONS = 3
 
@@ -48,7 +48,7 @@ def last_values(recorded: Recorded) -> dict[str, dict[str, tuple[int, float]]]:
 def _time(recorded: Recorded) -> list[tuple[str, str, str]]:
     seconds, restarts = _of_end(recorded, "seconds"), len(recorded.events.restarts)
     attempts = f"over {restarts + 1} attempts" if restarts else ""
-    return [("Time", figures.duration(float(seconds)), attempts)] if is_amount(seconds) else []
+    return [("Time", formatting.duration(float(seconds)), attempts)] if is_amount(seconds) else []
 
 
 def _speed(recorded: Recorded) -> list[tuple[str, str, str]]:
