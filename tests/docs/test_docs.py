@@ -205,6 +205,8 @@ def test_the_pages_of_the_index_are_all_there_are() -> None:
         (["own_checkpoints.py", "saves"], "update 200"),
         (["verify_own_model.py", "2"], "fsdp 2 sgd 2 passed"),
         (["long_sequences.py"], "data x context) loss "),
+        (["own_text_data.py", "prompts"], "prompts: loss "),
+        (["own_text_data.py", "seq2seq"], "seq2seq: loss "),
         (["checkpoint_any_module.py"], "activation checkpointing, full: blocks.0"),
         (["train", "examples/squares.yaml", "--run.epochs", "1"], "evaluation sparse: loss"),
     ],

@@ -57,9 +57,11 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     ("terms", "page"),
     [
         ("gradient accumulation", "quickstart.html"),
+        ("mixed precision", "precision.html"),
         ("resume", "checkpoints.html"),
         ("out of memory", "memory.html"),
         ("activation checkpointing", "memory.html"),
+        ("learning rate schedule", "optimizers.html"),
     ],
 )
 def test_search_finds_the_terms_of_the_field(site: Path, terms: str, page: str) -> None:
