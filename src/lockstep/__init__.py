@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch as Batch
     from lockstep.core.records import EvaluationReport as EvaluationReport
     from lockstep.core.records import StepReport as StepReport
-    from lockstep.distributed.everyone import broadcast as broadcast
-    from lockstep.distributed.everyone import gather as gather
-    from lockstep.distributed.everyone import print_once as print_once
     from lockstep.distributed.generators import register_generator as register_generator
     from lockstep.distributed.sequences import positions as positions
+    from lockstep.distributed.user_collectives import broadcast as broadcast
+    from lockstep.distributed.user_collectives import gather as gather
+    from lockstep.distributed.user_collectives import print_once as print_once
     from lockstep.launch.torchrun import exit_with as exit_with
     from lockstep.models.facts import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
@@ -53,15 +53,15 @@ _HOMES = {
     "Session": "lockstep.training.session",
     "StepReport": "lockstep.core.records",
     "VerificationError": "lockstep.core.errors",
-    "broadcast": "lockstep.distributed.everyone",
+    "broadcast": "lockstep.distributed.user_collectives",
     "checkpoint_activations": "lockstep.training.activation_checkpointing",
     "checkpoints": "lockstep.training.api",
     "count_parameters": "lockstep.models.facts",
     "exit_with": "lockstep.launch.torchrun",
-    "gather": "lockstep.distributed.everyone",
+    "gather": "lockstep.distributed.user_collectives",
     "import_config": "lockstep.config.importing",
     "positions": "lockstep.distributed.sequences",
-    "print_once": "lockstep.distributed.everyone",
+    "print_once": "lockstep.distributed.user_collectives",
     "register_generator": "lockstep.distributed.generators",
     "session": "lockstep.training.api",
     "steps": "lockstep.training.session",

@@ -16,7 +16,7 @@ from lockstep.checkpoint.boxes import share_out
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader, Wanted
 from lockstep.core.errors import RunFailed
-from lockstep.distributed.parts import Box, Held, Kind, held
+from lockstep.distributed.shard_boxes import Box, LocalShards, TensorInfo, local_shards
 
 
 @st.composite
@@ -37,7 +37,7 @@ def test_what_some_ranks_wrote_others_read(tmp_path_factory: Any, division: Any)
     )
     for rank in range(readers):
         part = Divided(whole, readers, rank, read_dim)
-        for box in held(part).boxes:
+        for box in local_shards(part).boxes:
             memory = torch.empty(box.sizes)
             with Reader(storage, name, manifest) as reader:
                 reader.read([Wanted("model.w", box, memory)])
@@ -45,14 +45,14 @@ def test_what_some_ranks_wrote_others_read(tmp_path_factory: Any, division: Any)
 
 
 def test_what_all_hold_is_written_once_and_evenly() -> None:
-    kind = Kind("float32", (100,))
-    holding = {f"model.{index}": Held(kind, (kind.whole,)) for index in range(12)}
+    kind = TensorInfo("float32", (100,))
+    holding = {f"model.{index}": LocalShards(kind, (kind.whole,)) for index in range(12)}
     shares = share_out([holding] * 3, ELEMENT_BYTES)
     assert [len(share) for share in shares] == [4, 4, 4]
     assert {piece.name for share in shares for piece in share} == set(holding)
 
 
-ROWS = Kind("float32", (4, 2))
+ROWS = TensorInfo("float32", (4, 2))
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ ROWS = Kind("float32", (4, 2))
 )
 def test_parts_that_do_not_make_up_the_whole_are_refused(first: Box, second: Box) -> None:
     with pytest.raises(RunFailed, match="w: its parts don't make up the whole of float32"):
-        share_out([{"w": Held(ROWS, (first,))}, {"w": Held(ROWS, (second,))}], ELEMENT_BYTES)
+        share_out([{"w": LocalShards(ROWS, (first,))}, {"w": LocalShards(ROWS, (second,))}], ELEMENT_BYTES)
 
 
 def test_ranks_that_hold_other_tensors_under_one_name_are_refused() -> None:
-    other = Kind("float32", (2, 4))
+    other = TensorInfo("float32", (2, 4))
     with pytest.raises(
         RunFailed, match=r"w is not the same tensor on all ranks: float32 \[2, 4\] and float32 \[4, 2\]"
     ):
-        share_out([{"w": Held(ROWS, (ROWS.whole,))}, {"w": Held(other, (other.whole,))}], ELEMENT_BYTES)
+        share_out([{"w": LocalShards(ROWS, (ROWS.whole,))}, {"w": LocalShards(other, (other.whole,))}], ELEMENT_BYTES)
 
 
 @dataclass
@@ -99,7 +99,7 @@ def test_tensors_of_any_kind_come_back(tmp_path: Path, tensor: torch.Tensor) -> 
     storage, name, manifest = saved(tmp_path, [state_of({"model.w": tensor, "model.other": torch.ones(3)})])
     memory = torch.empty(tensor.shape, dtype=tensor.dtype)
     with Reader(storage, name, manifest) as reader:
-        reader.read([Wanted("model.w", held(tensor).kind.whole, memory)])
+        reader.read([Wanted("model.w", local_shards(tensor).kind.whole, memory)])
         reader.verify()
     assert torch.equal(memory, tensor)
 

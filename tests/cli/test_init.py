@@ -11,7 +11,7 @@ import yaml
 from kit.commands import run_lockstep
 
 from lockstep.cli.main import main
-from lockstep.config.starting import STARTS
+from lockstep.config.init_templates import STARTS
 
 QUICK = ("--launch.device", "cpu", "--monitor.tensorboard", "false", "--run.epochs", "null", "--run.steps", "2")
 

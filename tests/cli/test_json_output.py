@@ -10,7 +10,7 @@ import yaml
 from kit.commands import Done, run_lockstep
 
 from lockstep.cli.main import main
-from lockstep.core.json_output import alone, emit
+from lockstep.core.json_output import emit, json_only
 
 NOISY = """
 import os
@@ -89,7 +89,7 @@ def test_of_what_fails_there_is_nothing_on_stdout(capfd: pytest.CaptureFixture[s
 
 
 def test_numbers_that_are_not_finite_are_null(capsys: pytest.CaptureFixture[str]) -> None:
-    with alone(True):
+    with json_only(True):
         print("progress")
         emit({"loss": float("nan"), "rows": [{"gap": float("inf")}], "steps": 3})
     found = capsys.readouterr()

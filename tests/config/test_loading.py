@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.loading import DEFAULT, Loaded, load, validate, values
+from lockstep.config.loading import DEFAULT, LoadedConfig, load, validate, values
 from lockstep.config.override import Override
 from lockstep.config.schema import Config, CustomModel, StdlibText, TransformerModel
 from lockstep.core.errors import ConfigError
@@ -146,7 +146,7 @@ def test_a_config_of_python_keeps_its_values() -> None:
     config = Config.model_validate(
         {"model": {"kind": "transformer"}, "data": {"train": {"kind": "digits"}}, "run": {"steps": 1}}
     )
-    assert validate(config) == Loaded(config, {**validate(config).origins})
+    assert validate(config) == LoadedConfig(config, {**validate(config).origins})
     assert validate(config, ["run.epochs=2"]).config.run.epochs == 2
 
 

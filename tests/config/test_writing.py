@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config import schema, shape
 from lockstep.config.loading import load
-from lockstep.config.shape import Range, Shape
+from lockstep.config.shape import Range, ValueShape
 from lockstep.config.writing import to_yaml
 
 NASTY = st.sampled_from(
@@ -28,7 +28,7 @@ FREE = st.recursive(
 )
 
 
-def _holding(at: Shape) -> st.SearchStrategy[Any]:
+def _holding(at: ValueShape) -> st.SearchStrategy[Any]:
     """Values that fit a shape."""
     options: list[st.SearchStrategy[Any]] = []
     if at.nullable:
@@ -81,7 +81,7 @@ def _sections(section: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
 _COUPLED = {
     (schema.TransformerModel, "width"), (schema.TransformerModel, "heads"), (schema.TransformerModel, "kv_heads"),
     *((kind, "init_partial") for kind in schema.ModelSection.__subclasses__()),
-    (schema.HuggingFaceModel, "architecture"), (schema.Objective, "kind"), (schema.Objective, "target"),
+    (schema.HuggingFaceModel, "architecture"), (schema.ObjectiveConfig, "kind"), (schema.ObjectiveConfig, "target"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
     *((schema.ActivationCheckpointing, key) for key in schema.ActivationCheckpointing.model_fields if key != "mode"),
     (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"),

@@ -10,7 +10,7 @@ import torch
 from index_sources import IndexSource, make_loader
 
 from lockstep.core.errors import RunFailed, Stopped
-from lockstep.core.out_of_memory import place_of
+from lockstep.core.out_of_memory import error_location
 from lockstep.core.progress import Progress
 from lockstep.data.custom import adapt_dataset
 
@@ -62,7 +62,7 @@ def test_out_of_memory_is_nothing_of_a_sample_and_is_not_tried_again(workers: in
     source = Failing(3, lambda call: MemoryError() if call == 1 else None)
     with pytest.raises(MemoryError) as failed:
         first_update(source, workers=workers)
-    place = place_of(failed.value)
+    place = error_location(failed.value)
     assert place == "while samples 0, 1, 2 were read"
     assert place.phase == "data"
     assert source.calls == (1 if workers == 0 else 0)
@@ -104,4 +104,4 @@ def test_a_bad_item_that_the_fingerprint_reads_is_named() -> None:
 def test_a_fingerprint_that_runs_out_of_memory_says_so() -> None:
     with pytest.raises(MemoryError) as failed:
         adapt_dataset(Items(MemoryError()))
-    assert place_of(failed.value) == "while samples 0, 1, 2, 3, 4, 5, 6, 7, ... (10 in all) were read"
+    assert error_location(failed.value) == "while samples 0, 1, 2, 3, 4, 5, 6, 7, ... (10 in all) were read"

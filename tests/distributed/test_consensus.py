@@ -12,7 +12,7 @@ from kit.worlds import in_world
 
 from lockstep.core.records import Request
 from lockstep.distributed import consensus as votes
-from lockstep.distributed.collectives import Alone, Together
+from lockstep.distributed.collectives import LocalGroup, RankGroup
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def _votes(kind: str, norms: list[list[float]], whole: bool) -> list[tuple[list[
     """Of each vote in a row: loss sum, squared norm, counts; requests; whether the update before had one gradient."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with small.in_group():
-        axis = Together(torch.distributed.group.WORLD) if ranks > 1 else Alone()
+        axis = RankGroup(torch.distributed.group.WORLD) if ranks > 1 else LocalGroup()
         consensus = votes.HostConsensus(axis) if kind == "host" else votes.DeviceConsensus(axis, CPU)
         return [_vote(consensus, rank, ranks, norm[rank], whole) for norm in norms]
 
@@ -33,7 +33,7 @@ def _vote(consensus: votes.Consensus, rank: int, ranks: int, norm: float, whole:
     outcome = consensus.close(torch.tensor(norm), whole=whole)
     slots = torch.as_tensor(outcome.slots, dtype=torch.float64).tolist()
     said = (outcome.loss_sum, outcome.squared_norm, outcome.next_count, outcome.next_tokens)
-    return [float(value) for value in said], votes.requests_in(slots), votes.had_one_gradient(slots, ranks)
+    return [float(value) for value in said], votes.requests_in(slots), votes.gradients_agree(slots, ranks)
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])

@@ -18,7 +18,7 @@ def _held_and_gathered(shard: int, tensor: int) -> list[str]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from lockstep.distributed.parts import gathered, held, part, put
+    from lockstep.distributed.shard_boxes import copy_from_full, full_tensor, local_shards, shard_view
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (shard, tensor), mesh_dim_names=("shard", "tensor"))
@@ -31,14 +31,14 @@ def _held_and_gathered(shard: int, tensor: int) -> list[str]:
         module.weight = nn.Parameter(distribute_tensor(whole, mesh["tensor"], [placement], src_data_rank=None))
         fully_shard(module, mesh=mesh["shard"])
         said = f"{shape} {placement} on {shard} x {tensor}"
-        if not torch.equal(gathered(module.weight.detach()), whole):
+        if not torch.equal(full_tensor(module.weight.detach()), whole):
             wrong.append(f"{said}: put together otherwise")
-        boxes = held(module.weight).boxes
+        boxes = local_shards(module.weight).boxes
         for box in boxes:
-            if not torch.equal(part(module.weight, box), whole[box.within(held(whole).kind.whole)]):
+            if not torch.equal(shard_view(module.weight, box), whole[box.within(local_shards(whole).kind.whole)]):
                 wrong.append(f"{said}: {box} holds something else")
-        put(module.weight, -whole)
-        if not torch.equal(gathered(module.weight.detach()), -whole):
+        copy_from_full(module.weight, -whole)
+        if not torch.equal(full_tensor(module.weight.detach()), -whole):
             wrong.append(f"{said}: something else was put in")
         everywhere: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(everywhere, sum(box.elements for box in boxes))

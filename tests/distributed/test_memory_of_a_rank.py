@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep.core.control_groups import Kills, host_memory, kernel_kills
-from lockstep.distributed.collectives import Alone
-from lockstep.distributed.memory import memory_here, memory_of_a_rank, peak_of_a_rank
+from lockstep.distributed.collectives import LocalGroup
+from lockstep.distributed.memory import memory_if_started, peak_memory, rank_memory
 from lockstep.distributed.process_group import World
 
 MIB = 1 << 20
@@ -76,23 +76,23 @@ def test_control_groups_leave_less(tmp_path: Path, groups: str, limits: dict[str
 def test_here_it_is_shared_out_among_ranks_that_have_a_core_each() -> None:
     whole = host_memory()
     assert 0 < whole <= _meminfo()
-    assert memory_here(gpus=0, cores=4, ranks=1) == whole
-    assert memory_here(gpus=0, cores=4, ranks=3) == whole // 3
-    assert memory_here(gpus=0, cores=4, ranks=5) is None
+    assert memory_if_started(gpus=0, cores=4, ranks=1) == whole
+    assert memory_if_started(gpus=0, cores=4, ranks=3) == whole // 3
+    assert memory_if_started(gpus=0, cores=4, ranks=5) is None
 
 
 def test_more_ranks_than_gpus_are_for_another_machine() -> None:
-    assert memory_here(gpus=2, cores=64, ranks=3) is None
+    assert memory_if_started(gpus=2, cores=64, ranks=3) is None
 
 
 def test_it_is_what_a_rank_that_is_started_finds() -> None:
-    world = World(Alone(), 0, 1, 0, 2, torch.device("cpu"), "none")
-    assert memory_of_a_rank(world) == memory_here(gpus=0, cores=2, ranks=2)
+    world = World(LocalGroup(), 0, 1, 0, 2, torch.device("cpu"), "none")
+    assert rank_memory(world) == memory_if_started(gpus=0, cores=2, ranks=2)
 
 
 def test_a_rank_has_used_what_it_wrote() -> None:
     held = torch.ones(64 * MIB // 4)
-    assert held.numel() * 4 < peak_of_a_rank(torch.device("cpu")) < _meminfo()
+    assert held.numel() * 4 < peak_memory(torch.device("cpu")) < _meminfo()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.distributed.parts import FlatShard, box_in, held, part
+from lockstep.distributed.shard_boxes import FlatShard, box_view, local_shards, shard_view
 
 
 @st.composite
@@ -23,14 +23,14 @@ def test_the_boxes_of_a_stretch_are_its_elements(one: tuple[tuple[int, ...], int
     shape, start, stop = one
     whole = torch.arange(prod(shape)).reshape(shape)
     shard = FlatShard(torch.zeros(stop - start, dtype=torch.int64), start, shape)
-    boxes = held(shard).boxes
+    boxes = local_shards(shard).boxes
     assert sum(box.elements for box in boxes) == stop - start
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     for box in boxes:
         place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-        part(shard, box).copy_(whole[place])
+        shard_view(shard, box).copy_(whole[place])
     assert shard.memory.tolist() == list(range(start, stop)) == shard.of(whole).tolist()
     loaded = torch.zeros_like(shard.memory)
     for box in boxes:
-        box_in(loaded, boxes, box).copy_(part(shard, box))
+        box_view(loaded, boxes, box).copy_(shard_view(shard, box))
     assert loaded.equal(shard.memory)

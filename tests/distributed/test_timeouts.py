@@ -14,7 +14,7 @@ from kit.worlds import in_world
 from lockstep.config.schema import Launch
 from lockstep.core.errors import CollectiveTimeout, RunFailed
 from lockstep.distributed.process_group import joined
-from lockstep.distributed.timeouts import waits_at_most
+from lockstep.distributed.timeouts import collective_timeout
 
 _SAID = "another rank did not answer within 1 s (launch.timeout), while rank 0 waited in a collective. "
 
@@ -73,15 +73,15 @@ def test_a_group_made_later_waits_no_longer_than_that_of_all() -> None:
 def test_other_errors_stay_what_they_are_and_torchs_default_comes_back() -> None:
     before = c10d.default_pg_timeout
     for error in (RuntimeError("boom"), RunFailed("no disk"), ValueError("Timed out waiting 9ms for recv operation")):
-        with pytest.raises(type(error)) as caught, waits_at_most(7.0, rank=0):
+        with pytest.raises(type(error)) as caught, collective_timeout(7.0, rank=0):
             raise error
         assert caught.value is error
-    with waits_at_most(7.0, rank=0):
+    with collective_timeout(7.0, rank=0):
         assert c10d.default_pg_timeout == timedelta(seconds=7)
     assert c10d.default_pg_timeout == before
 
 
 def test_what_a_wait_in_vain_has_led_to_is_one_too() -> None:
     """Pipelines, for one, wrap what a stage raises."""
-    with pytest.raises(CollectiveTimeout, match="while rank 3 waited"), waits_at_most(7.0, rank=3):
+    with pytest.raises(CollectiveTimeout, match="while rank 3 waited"), collective_timeout(7.0, rank=3):
         raise ValueError("stage 1") from RuntimeError("Application timeout caused pair closure")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch
-from lockstep.distributed.collectives import Alone
+from lockstep.distributed.collectives import LocalGroup
 from lockstep.engine.divided_matrices import Rehearsed, rehearse
 from lockstep.engine.rehearsing import rehearsal
 
@@ -57,7 +57,7 @@ class Made:
 
 def rehearsed(off: float, returns: Returns = lambda made: made) -> Other:
     other = Other(nn.Linear(4, 2), off, returns)
-    what = Rehearsed(other.model, other.undivided, {}, frozenset(), frozenset(), Alone(), Alone(), CPU)
+    what = Rehearsed(other.model, other.undivided, {}, frozenset(), frozenset(), LocalGroup(), LocalGroup(), CPU)
     rehearse(what, other.forward, [batch(1), batch(4)])
     return other
 

@@ -16,7 +16,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
-from lockstep.launch.elsewhere import as_asked, read_at_start
+from lockstep.launch.other_launchers import launch_environment, read_at_start
 
 
 def _refusals(asked: list[dict[str, Any]]) -> list[str]:
@@ -24,7 +24,7 @@ def _refusals(asked: list[dict[str, Any]]) -> list[str]:
     found = []
     for launch in asked:
         try:
-            with as_asked(validate(small.config(launch=launch)).config.launch):
+            with launch_environment(validate(small.config(launch=launch)).config.launch):
                 found.append(os.environ.get("GREETING", ""))
         except ConfigError as refusal:
             found.append(str(refusal))

@@ -10,7 +10,7 @@ from lockstep.core.control_groups import Kills, why_killed
 from lockstep.core.errors import CollectiveTimeout, ConfigError, Paused, RunFailed, Stopped
 from lockstep.launch.ends import (
     End,
-    Kind,
+    EndKind,
     describe,
     end_of_exception,
     end_of_process,
@@ -22,30 +22,30 @@ from lockstep.launch.rank import run_entry
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41938"
 
 
-def _end(kind: Kind, time: float = 0.0, text: str = "") -> End:
+def _end(kind: EndKind, time: float = 0.0, text: str = "") -> End:
     return End(kind, 1, text, time)
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
-        (ConfigError("lr is 0"), Kind.MESSAGE, 2),
-        (RunFailed("no disk"), Kind.MESSAGE, 1),
-        (CollectiveTimeout("for rank 1"), Kind.WAITED, 1),
-        (Stopped("time is up"), Kind.STOPPED, 130),
-        (Paused("time is up"), Kind.PAUSED, 75),
-        (KeyboardInterrupt(), Kind.STOPPED, 130),
-        (SystemExit(), Kind.LEFT, 0),
-        (SystemExit(4), Kind.LEFT, 4),
-        (SystemExit("enough"), Kind.MESSAGE, 1),
-        (ValueError("boom"), Kind.TRACEBACK, 1),
-        (RuntimeError(GLOO), Kind.PEER, 1),
-        (ConnectionResetError("Connection reset by peer"), Kind.PEER, 1),
-        (ValueError("Connection closed by peer"), Kind.TRACEBACK, 1),  # no network raises this kind
+        (ConfigError("lr is 0"), EndKind.MESSAGE, 2),
+        (RunFailed("no disk"), EndKind.MESSAGE, 1),
+        (CollectiveTimeout("for rank 1"), EndKind.WAITED, 1),
+        (Stopped("time is up"), EndKind.STOPPED, 130),
+        (Paused("time is up"), EndKind.PAUSED, 75),
+        (KeyboardInterrupt(), EndKind.STOPPED, 130),
+        (SystemExit(), EndKind.LEFT, 0),
+        (SystemExit(4), EndKind.LEFT, 4),
+        (SystemExit("enough"), EndKind.MESSAGE, 1),
+        (ValueError("boom"), EndKind.TRACEBACK, 1),
+        (RuntimeError(GLOO), EndKind.PEER, 1),
+        (ConnectionResetError("Connection reset by peer"), EndKind.PEER, 1),
+        (ValueError("Connection closed by peer"), EndKind.TRACEBACK, 1),  # no network raises this kind
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_exceptions_are_told_apart(error: BaseException, kind: Kind, code: int) -> None:
+def test_exceptions_are_told_apart(error: BaseException, kind: EndKind, code: int) -> None:
     end = end_of_exception(error, 0.0, None)
     assert (end.kind, end.code) == (kind, code)
 
@@ -53,22 +53,22 @@ def test_exceptions_are_told_apart(error: BaseException, kind: Kind, code: int) 
 def test_exception_raised_from_a_peers_end_is_one() -> None:
     error = ValueError("step 4 failed")
     error.__cause__ = RuntimeError(GLOO)
-    assert end_of_exception(error, 0.0, None).kind is Kind.PEER
+    assert end_of_exception(error, 0.0, None).kind is EndKind.PEER
 
 
 @pytest.mark.parametrize(
     ("exitcode", "kind", "text"),
     [
-        (0, Kind.LEFT, "ended with exit code 0 before it was done"),
-        (3, Kind.CODE, "ended with exit code 3"),
-        (130, Kind.STOPPED, ""),
-        (-9, Kind.KILLED, "was killed by SIGKILL"),
-        (-11, Kind.KILLED, "was killed by SIGSEGV"),
-        (-6, Kind.PEER, "was killed by SIGABRT"),
-        (-99, Kind.KILLED, "was killed by signal 99"),
+        (0, EndKind.LEFT, "ended with exit code 0 before it was done"),
+        (3, EndKind.CODE, "ended with exit code 3"),
+        (130, EndKind.STOPPED, ""),
+        (-9, EndKind.KILLED, "was killed by SIGKILL"),
+        (-11, EndKind.KILLED, "was killed by SIGSEGV"),
+        (-6, EndKind.PEER, "was killed by SIGABRT"),
+        (-99, EndKind.KILLED, "was killed by signal 99"),
     ],
 )
-def test_processes_that_end_without_a_word(exitcode: int, kind: Kind, text: str) -> None:
+def test_processes_that_end_without_a_word(exitcode: int, kind: EndKind, text: str) -> None:
     end = end_of_process(exitcode, 0.0)
     assert (end.kind, end.text) == (kind, text)
 
@@ -76,18 +76,18 @@ def test_processes_that_end_without_a_word(exitcode: int, kind: Kind, text: str)
 @pytest.mark.parametrize(
     ("ends", "cause"),
     [
-        ([_end(Kind.DONE), _end(Kind.DONE)], None),
-        ([_end(Kind.PEER, 1), _end(Kind.KILLED, 2)], 1),
-        ([_end(Kind.PEER, 1), replace(_end(Kind.LEFT, 2), code=0)], 1),
-        ([_end(Kind.DONE, 1), replace(_end(Kind.LEFT, 2), code=0)], None),
-        ([_end(Kind.ENDED, 1), _end(Kind.PEER, 2), _end(Kind.TRACEBACK, 3)], 2),
-        ([_end(Kind.TRACEBACK, 2), _end(Kind.MESSAGE, 1)], 1),
-        ([_end(Kind.PEER, 2), _end(Kind.PEER, 1)], 1),
-        ([_end(Kind.ENDED, 1), _end(Kind.PEER, 2)], 1),
-        ([_end(Kind.PEER, 1), _end(Kind.WAITED, 2), _end(Kind.ENDED, 3)], 1),
-        ([_end(Kind.WAITED, 1), _end(Kind.KILLED, 2)], 1),
-        ([_end(Kind.PEER, 1), _end(Kind.STOPPED, 2)], 1),
-        ([_end(Kind.DONE, 1), _end(Kind.ENDED, 2)], 1),
+        ([_end(EndKind.DONE), _end(EndKind.DONE)], None),
+        ([_end(EndKind.PEER, 1), _end(EndKind.KILLED, 2)], 1),
+        ([_end(EndKind.PEER, 1), replace(_end(EndKind.LEFT, 2), code=0)], 1),
+        ([_end(EndKind.DONE, 1), replace(_end(EndKind.LEFT, 2), code=0)], None),
+        ([_end(EndKind.ENDED, 1), _end(EndKind.PEER, 2), _end(EndKind.TRACEBACK, 3)], 2),
+        ([_end(EndKind.TRACEBACK, 2), _end(EndKind.MESSAGE, 1)], 1),
+        ([_end(EndKind.PEER, 2), _end(EndKind.PEER, 1)], 1),
+        ([_end(EndKind.ENDED, 1), _end(EndKind.PEER, 2)], 1),
+        ([_end(EndKind.PEER, 1), _end(EndKind.WAITED, 2), _end(EndKind.ENDED, 3)], 1),
+        ([_end(EndKind.WAITED, 1), _end(EndKind.KILLED, 2)], 1),
+        ([_end(EndKind.PEER, 1), _end(EndKind.STOPPED, 2)], 1),
+        ([_end(EndKind.DONE, 1), _end(EndKind.ENDED, 2)], 1),
     ],
 )
 def test_first_cause_by_kind_then_by_time(ends: list[End], cause: int | None) -> None:
@@ -101,8 +101,8 @@ def test_message_of_all_ranks_names_none() -> None:
 
 
 def test_who_was_ended_let_the_others_wait_and_who_came_late_only_if_nobody_was() -> None:
-    waited, early, late = _end(Kind.WAITED, 1), _end(Kind.PEER, 1.1), _end(Kind.PEER, 9)
-    ended = _end(Kind.ENDED, 9)
+    waited, early, late = _end(EndKind.WAITED, 1), _end(EndKind.PEER, 1.1), _end(EndKind.PEER, 9)
+    ended = _end(EndKind.ENDED, 9)
     assert describe(0, [waited, early, late], 600.0).startswith("rank 2 did not answer within 600 s (launch.timeout)")
     assert describe(0, [waited, ended, late], 600.0).startswith("rank 1 did not answer")
     assert describe(0, [waited, early, early], 600.0).startswith("no rank hangs")
@@ -120,7 +120,7 @@ def test_what_a_failed_entry_held_is_let_go_at_once() -> None:
 
     gc.disable()
     try:
-        assert run_entry(entry).kind is Kind.TRACEBACK
+        assert run_entry(entry).kind is EndKind.TRACEBACK
         assert held[0]() is None
     finally:
         gc.enable()
@@ -151,7 +151,7 @@ def test_long_tracebacks_lose_their_middle() -> None:
     ],
 )
 def test_sigkill_is_told_by_what_the_kernel_has_counted(before: Kills, now: Kills, expected: str) -> None:
-    ends = [End(Kind.ENDED, 1, "", 1.0), End(Kind.KILLED, 1, "was killed by SIGKILL", 0.0)]
+    ends = [End(EndKind.ENDED, 1, "", 1.0), End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0)]
     assert describe(1, ends, 600.0, why_killed(before, now, "Do less.")) == f"rank 1 was killed by SIGKILL: {expected}"
 
 

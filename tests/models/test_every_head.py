@@ -136,7 +136,7 @@ def _loss(model: Any, inputs: dict[str, Tensor]) -> float:
     head = head_of(model)
     assert head is not None
     given = schema.GivenModel(kind="given")
-    objective = build_objective(schema.Objective(), given, DataFacts(1, None), head, aligned=head.shifts)
+    objective = build_objective(schema.ObjectiveConfig(), given, DataFacts(1, None), head, aligned=head.shifts)
     prepare = preparation(head, with_labels=isinstance(objective, ModelLoss))
     batch = as_batch(dict(inputs), SAMPLES)
     batch = prepare(batch) if prepare is not None else batch

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from lockstep.config.schema import HuggingFaceModel, Objective
+from lockstep.config.schema import HuggingFaceModel, ObjectiveConfig
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.models.blocks import repeated_blocks
@@ -58,7 +58,7 @@ def _batch(task):
 def test_a_few_plain_steps_lower_the_loss(task, architecture):
     section = _section(task, architecture)
     model = build_model(section, FACTS, 1)
-    objective = build_objective(Objective(), section, FACTS)
+    objective = build_objective(ObjectiveConfig(), section, FACTS)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     batch, losses = _batch(task), []
     for _ in range(8):

@@ -194,7 +194,7 @@ def _huggingface(task, **architecture):
 )
 def test_auto_is_what_the_model_is_made_for(model, facts, expected):
     kind, of_a_language = expected
-    objective = build_objective(schema.Objective(), model, facts)
+    objective = build_objective(schema.ObjectiveConfig(), model, facts)
     assert type(objective) is kind
     assert ("perplexity" in objective.metrics(1.0, 1.0, {"right": 1.0})) == of_a_language
 
@@ -202,8 +202,8 @@ def test_auto_is_what_the_model_is_made_for(model, facts, expected):
 def test_aligned_labels_are_shifted():
     batch = Batch({}, torch.zeros(2, 5, dtype=torch.long), 2, 10)
     facts = DataFacts(1, 5, vocabulary=9)
-    assert build_objective(schema.Objective(), TRANSFORMER, facts).count(batch) == 10
-    assert build_objective(schema.Objective(), TRANSFORMER, facts, aligned=True).count(batch) == 8
+    assert build_objective(schema.ObjectiveConfig(), TRANSFORMER, facts).count(batch) == 10
+    assert build_objective(schema.ObjectiveConfig(), TRANSFORMER, facts, aligned=True).count(batch) == 8
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_aligned_labels_are_shifted():
 )
 def test_what_does_not_fit_is_refused(objective, model, says):
     with pytest.raises(ConfigError, match=says):
-        build_objective(schema.Objective(**objective), model, DataFacts(1, 1))
+        build_objective(schema.ObjectiveConfig(**objective), model, DataFacts(1, 1))
 
 
 class Contrast:

@@ -124,7 +124,7 @@ def test_what_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ALLOWED = {
     "config/reference.py", "plan/features.py",  # make pages of ours
-    "distributed/everyone.py",  # print_once prints for its caller
+    "distributed/user_collectives.py",  # print_once prints for its caller
     "core/json_output.py",  # JSON, where every such sign is escaped
     "cli/complete.py", "cli/completion_table.py",  # to a shell: words of the committed table, and what was just typed
     "__main__.py",  # a sentence of ours, before anything is imported

@@ -114,7 +114,7 @@ def _rings() -> list[str]:
     import torch.distributed as dist
 
     from lockstep.distributed.ring import Ring
-    from lockstep.distributed.sequences import Division
+    from lockstep.distributed.sequences import SequencePartition
     from lockstep.engine.ring_attention import RingInModel
 
     dist.init_process_group("gloo")
@@ -141,7 +141,7 @@ def _rings() -> list[str]:
         at, more = places.clamp(max=length - 1), filled(length, ring.size) - length
         inside = places < length
         seen = F.pad(real if hidden else torch.ones_like(real), (0, more))
-        attention.enter(Division(ring, length, at, None if kind == "causal" else seen))
+        attention.enter(SequencePartition(ring, length, at, None if kind == "causal" else seen))
         own = [one[:, :, at].clone().requires_grad_() for one in (query, key, value)]
         mixed = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=group > 1)
         (mixed * gradient[:, :, at])[:, :, inside].sum().backward()

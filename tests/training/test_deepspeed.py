@@ -17,7 +17,7 @@ from training.test_same_run import config, oracle
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
-from lockstep.distributed.parts import local
+from lockstep.distributed.shard_boxes import local_tensor
 from lockstep.sharding.deepspeed import engage
 from lockstep.training.checkpoints import Checkpoints, Resume
 
@@ -190,7 +190,7 @@ def _gradients(zero: Any, parameters: list[Any]) -> int:
 def _state(session: Any) -> dict[str, bytes]:
     tensors = session.rooms.sharding.state().tensors
     return {
-        name: local(value).numpy().tobytes()
+        name: local_tensor(value).numpy().tobytes()
         for name, value in tensors.items()
         if name.startswith(("model.", "optimizer."))
     }

@@ -16,8 +16,8 @@ from kit.commands import Done, run_lockstep
 
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
-from lockstep.core.control_groups import Room
-from lockstep.core.out_of_memory import bytes_asked, mark, place_of, ran_out
+from lockstep.core.control_groups import MemoryLimit
+from lockstep.core.out_of_memory import bytes_asked, error_location, mark, ran_out
 from lockstep.training.out_of_memory import advice, setting_of
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
@@ -189,7 +189,7 @@ def test_the_innermost_place_counts() -> None:
     outer.__cause__ = inner
     mark(inner, "forward", "in stage 2's forward pass")
     mark(outer, "backward", "in the schedule")
-    place = place_of(outer)
+    place = error_location(outer)
     assert place == "in stage 2's forward pass"
     assert place.phase == "forward"
 
@@ -220,5 +220,5 @@ def test_no_micro_batch_makes_the_optimizer_state_smaller() -> None:
 
 def test_a_far_too_large_allocation_asks_for_a_smaller_micro_batch_than_half() -> None:
     setting = setting_of(_setting(batch={"global_size": 64}), 1)
-    room = Room(total=8 << 30, free=1 << 30, owner="cuda:0's")
+    room = MemoryLimit(total=8 << 30, free=1 << 30, owner="cuda:0's")
     assert advice(setting, "forward", 32 << 30, room).startswith("Set batch.micro_size to 16 (it is 64).")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.core.errors import RunFailed
-from lockstep.distributed.parts import Box, Held, Kind
+from lockstep.distributed.shard_boxes import Box, LocalShards, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class Piece:
     """A box of a named tensor: what one rank writes at once."""
 
     name: str
-    kind: Kind
+    kind: TensorInfo
     box: Box
 
 
-def share_out(holdings: Sequence[Mapping[str, Held]], bytes_of: Mapping[str, int]) -> list[list[Piece]]:
+def share_out(holdings: Sequence[Mapping[str, LocalShards]], bytes_of: Mapping[str, int]) -> list[list[Piece]]:
     """What each rank writes, given what each holds: everything once, and ranks evenly loaded.
 
     Args:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.inspection import distrusting, manifest_of
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reading import Reader, Wanted
-from lockstep.distributed.parts import Kind
+from lockstep.distributed.shard_boxes import TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class Comparison:
     """
 
     alone: tuple[tuple[str, ...], tuple[str, ...]]
-    kinds: tuple[tuple[str, Kind, Kind], ...]
+    kinds: tuple[tuple[str, TensorInfo, TensorInfo], ...]
     values: tuple[Apart, ...]
     same: int
     config: Mapping[str, tuple[Any, Any]]
@@ -92,7 +92,7 @@ class Side:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def kind(self, name: str) -> Kind:
+    def kind(self, name: str) -> TensorInfo:
         """Of a tensor that it has."""
         return self.manifest.tensors[name].kind
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint.reading import Reader, Wanted, by_step, manifest_bytes,
 from lockstep.checkpoint.storage import MANIFEST
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.distributed.parts import Kind, box_in, dtype_name, held, local
+from lockstep.distributed.shard_boxes import TensorInfo, box_view, dtype_name, local_shards, local_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,13 +147,15 @@ def _read(storage: Storage, name: str, manifest: Manifest, live: TrainingState) 
     wanted: list[Wanted] = []
     for key, entry in manifest.tensors.items():
         like = live.tensors.get(key)
-        boxes = (entry.kind.whole,) if like is None else held(like).boxes
+        boxes = (entry.kind.whole,) if like is None else local_shards(like).boxes
         try:
-            memory = torch.empty(entry.shape if like is None else local(like).shape, dtype=getattr(torch, entry.dtype))
+            memory = torch.empty(
+                entry.shape if like is None else local_tensor(like).shape, dtype=getattr(torch, entry.dtype)
+            )
         except RuntimeError:
             return f"{key} is said to be {entry.kind}, for which there is no memory here ({entry.size:,} bytes)"
         tensors[key] = memory
-        wanted += [Wanted(key, box, box_in(memory, boxes, box)) for box in boxes]
+        wanted += [Wanted(key, box, box_view(memory, boxes, box)) for box in boxes]
     try:
         with Reader(storage, name, manifest) as reader:
             reader.read(wanted)
@@ -173,12 +175,12 @@ def _mismatch(manifest: Manifest, live: TrainingState) -> str | None:
         return f"it also has {_some(left)}, which the model lacks"
     for name, tensor in here.items():
         if name in saved and not _fits(saved[name].kind, tensor):
-            here_is = Kind(dtype_name(tensor.dtype), tuple(tensor.shape))
+            here_is = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
             return f"{name} is {saved[name].kind} there, and {here_is} here"
     return None
 
 
-def _fits(saved: Kind, tensor: Tensor) -> bool:
+def _fits(saved: TensorInfo, tensor: Tensor) -> bool:
     """A number is a number, in whatever precision."""
     dtype: torch.dtype = getattr(torch, saved.dtype)
     return saved.shape == tuple(tensor.shape) and dtype.is_floating_point == tensor.dtype.is_floating_point

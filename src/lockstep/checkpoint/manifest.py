@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, Va
 from lockstep.checkpoint import fingerprints
 from lockstep.checkpoint.boxes import Piece, check_cover
 from lockstep.core.errors import RunFailed
-from lockstep.distributed.parts import Box, Kind
+from lockstep.distributed.shard_boxes import Box, TensorInfo
 
 FORMAT_VERSION = 1
 MOST_BYTES = 2**30  # of a manifest: about 100 TB of state
@@ -110,8 +110,8 @@ class TensorEntry(_Record):
     parts: Annotated[tuple[Annotated[Part, _AtOnce], ...], _Listed]
 
     @property
-    def kind(self) -> Kind:
-        return Kind(self.dtype, self.shape)
+    def kind(self) -> TensorInfo:
+        return TensorInfo(self.dtype, self.shape)
 
     @property
     def size(self) -> int:

@@ -20,7 +20,7 @@ from lockstep.checkpoint.fingerprints import BLOCK, Binding
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, CorruptCheckpoint, Manifest, Part
 from lockstep.checkpoint.ownership import refuse_foreign
 from lockstep.checkpoint.storage import MANIFEST, read_whole
-from lockstep.distributed.parts import Box
+from lockstep.distributed.shard_boxes import Box
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,7 +29,7 @@ from lockstep.checkpoint.shards import Layout, file_of, lay_out
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
-from lockstep.distributed.parts import Held, held
+from lockstep.distributed.shard_boxes import LocalShards, local_shards
 
 if TYPE_CHECKING:
     import torch
@@ -333,17 +333,17 @@ class _Shares:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._held: dict[str, Held] | None = None
+        self._held: dict[str, LocalShards] | None = None
         self._layout: Layout | None = None
 
     def of(self, state: TrainingState) -> Layout:
         """What this rank writes."""
-        mine = {name: held(tensor) for name, tensor in state.tensors.items()}
+        mine = {name: local_shards(tensor) for name, tensor in state.tensors.items()}
         unchanged = self._layout is not None and mine == self._held
         if all(self._axis.gather(unchanged)):
             assert self._layout is not None
             return self._layout
-        holdings = cast("list[dict[str, Held]]", self._axis.gather(mine))
+        holdings = cast("list[dict[str, LocalShards]]", self._axis.gather(mine))
         pieces = share_out(holdings, ELEMENT_BYTES)[self._axis.rank]
         self._held, self._layout = mine, lay_out(file_of(self._axis.rank), pieces)
         return self._layout

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from lockstep.distributed.parts import part
+from lockstep.distributed.shard_boxes import shard_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +118,7 @@ def _split(
     now: _Pairs = []
     later: _Pairs = []
     for place, copy in zip(layout.places, copies, strict=True):
-        source = part(tensors[place.piece.name], place.piece.box)
+        source = shard_view(tensors[place.piece.name], place.piece.box)
         (now if place.piece.name in changing else later).append((copy, source))
     return now, later
 

@@ -17,7 +17,7 @@ from lockstep.cli.words import Parser, add_json, add_trust, approved_config, che
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import plain_line, say
+from lockstep.core.terminal import echo, plain_line
 
 if TYPE_CHECKING:
     from lockstep.config.every import Every
@@ -43,14 +43,14 @@ def run(words: Sequence[str]) -> int:
     """Delegates to one of them."""
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {way} {usage}\n      {summary}" for way, (usage, summary) in _WAYS.items())
-        say(f"usage: lockstep ckpt {{{','.join(_WAYS)}}} ... [--json]\n\n{lines}")
+        echo(f"usage: lockstep ckpt {{{','.join(_WAYS)}}} ... [--json]\n\n{lines}")
         return 0 if words else 2
     way, *rest = words
     if way in _RUN:
         return _readable(_RUN[way], rest)
     near = closest_match(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
-    say(f"lockstep: ckpt can't {way}{meant}", file=sys.stderr)
+    echo(f"lockstep: ckpt can't {way}{meant}", file=sys.stderr)
     return 2
 
 
@@ -268,7 +268,7 @@ def _import(words: Sequence[str]) -> int:
     from lockstep.training.importing_weights import import_weights
 
     made = import_weights(asked.file, asked.folder, force=asked.force)
-    say(made)
+    echo(made)
     if asked.json:
         emit({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
     return 0
@@ -284,7 +284,7 @@ def _import_run(asked: argparse.Namespace, overrides: Sequence[Override], flags:
 
     refuse_given(loaded)
     made = import_run(asked.file, asked.folder, loaded.config, name, trust_remote_code=asked.trust_remote_code)
-    say(made)
+    echo(made)
     if asked.json:
         emit({"run": str(made.run), "of": str(made.of), "steps": made.steps})
     return 0
@@ -346,4 +346,4 @@ def _section(place: Place) -> Checkpoint:
 
 def _print(lines: Sequence[str]) -> None:
     for line in lines:
-        say(plain_line(line), flush=True)
+        echo(plain_line(line), flush=True)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lockstep.cli.words import Parser
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 _EPILOG = """\
   bash  echo 'source <(lockstep completion bash)' >> ~/.bashrc
@@ -21,7 +21,7 @@ def run(words: Sequence[str]) -> int:
     parser = Parser("completion", "Prints what makes a shell complete verbs, flags, recipes and config keys.", _EPILOG)
     parser.add_argument("shell", choices=tuple(_SCRIPTS), metavar="SHELL", help="bash, zsh or fish")
     asked = parser.parse_args(words)
-    say(_SCRIPTS[asked.shell].replace("PYTHON", shlex.quote(sys.executable)).strip())
+    echo(_SCRIPTS[asked.shell].replace("PYTHON", shlex.quote(sys.executable)).strip())
     return 0
 
 

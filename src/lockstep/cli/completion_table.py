@@ -18,9 +18,9 @@ from unittest.mock import patch
 from lockstep.cli.main import VERBS
 from lockstep.cli.words import Parser
 from lockstep.config import reference, shape
+from lockstep.config.init_templates import STARTS
 from lockstep.config.recipes import Recipe, overlays, recipes
-from lockstep.config.shape import Shape
-from lockstep.config.starting import STARTS
+from lockstep.config.shape import ValueShape
 
 _WORDS_OF_FLAGS = {"--ranks": ["auto"], "--strategies": ["all"], "--modes": ["all"]}
 _WORDS_OF_POSITIONALS = {"kind": list(STARTS)}
@@ -110,7 +110,7 @@ def _is_path(action: argparse.Action) -> bool:
 # --- keys of the config ---------------------------------------------------------------------------------------------
 
 
-def _keys(at: Shape, path: str) -> dict[str, dict[str, Any]]:
+def _keys(at: ValueShape, path: str) -> dict[str, dict[str, Any]]:
     """Dotted keys that hold a value; `NAME` stands for a free name. A key of several kinds has the words of all."""
     found: dict[str, dict[str, Any]] = {}
     if at.values and at.values.sections():
@@ -133,7 +133,7 @@ def _merge(found: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) ->
         known["files"] = known["files"] or entry["files"]
 
 
-def _value(at: Shape) -> dict[str, Any]:
+def _value(at: ValueShape) -> dict[str, Any]:
     words = [str(choice) for choice in at.choices]
     words += ["true", "false"] * at.boolean + ["null"] * at.nullable
     return {"words": words, "files": at.text or bool(at.items and at.items.text)}

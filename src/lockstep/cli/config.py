@@ -20,7 +20,7 @@ from lockstep.cli.words import (
 )
 from lockstep.core.closest import closest_match
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import plain_line, say
+from lockstep.core.terminal import echo, plain_line
 
 _WAYS = {
     "show": "every value, and where it came from",
@@ -35,7 +35,7 @@ def run(words: Sequence[str]) -> int:
     """Delegates to one of them."""
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {way:<9}  {summary}" for way, summary in _WAYS.items())
-        say(f"usage: lockstep config {{{','.join(_WAYS)}}} ...\n\n{lines}\n\n{CONFIG_EPILOG}")
+        echo(f"usage: lockstep config {{{','.join(_WAYS)}}} ...\n\n{lines}\n\n{CONFIG_EPILOG}")
         return 0 if words else 2
     way, *rest = words
     if way == "show":
@@ -52,7 +52,7 @@ def run(words: Sequence[str]) -> int:
         return config_import.run(rest)
     near = closest_match(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
-    say(f"lockstep: config can't {way}{meant}", file=sys.stderr)
+    echo(f"lockstep: config can't {way}{meant}", file=sys.stderr)
     return 2
 
 
@@ -84,9 +84,9 @@ def _print_table(rows: Sequence[tuple[str, str, str]]) -> None:
     section = ""
     for key, value, origin in rows:
         if section and key.split(".")[0] != section:
-            say()
+            echo()
         section = key.split(".")[0]
-        say(plain_line(f"{key:<{first}}  {value:<{second}}  {origin}"))
+        echo(plain_line(f"{key:<{first}}  {value:<{second}}  {origin}"))
 
 
 def _check(words: Sequence[str]) -> int:
@@ -104,7 +104,7 @@ def _check(words: Sequence[str]) -> int:
         from lockstep.plan.plan import check_on_ranks
 
         check_on_ranks(loaded.config, number)
-    say("ok")
+    echo("ok")
     return 0
 
 
@@ -113,7 +113,7 @@ def _schema(words: Sequence[str]) -> int:
 
     from lockstep.config.reference import json_schema
 
-    say(json.dumps(json_schema(), indent=2))
+    echo(json.dumps(json_schema(), indent=2))
     return 0
 
 

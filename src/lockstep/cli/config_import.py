@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from lockstep.cli.words import Parser, check_flags, path, split, whole
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import plain_line, say
+from lockstep.core.terminal import echo, plain_line
 
 if TYPE_CHECKING:
     from lockstep.config.importing import Finding, Imported
@@ -64,7 +64,7 @@ def run(words: Sequence[str]) -> int:
     if asked.to:
         asked.to.write_text(_text(imported))
     elif not asked.json:
-        say(_text(imported), end="")
+        echo(_text(imported), end="")
     return 0
 
 
@@ -107,13 +107,13 @@ def _tell(imported: Imported, to: TextIO) -> None:
 
     rows = [(one.key, one.answer.standing, _said(one)) for one in imported.findings]
     width = min(45, max(len(key) for key, _, _ in rows))
-    say(f"{imported.file.path}: {NAMES[imported.file.kind]}, {len(imported.file.said)} keys", file=to)
+    echo(f"{imported.file.path}: {NAMES[imported.file.kind]}, {len(imported.file.said)} keys", file=to)
     for key, standing, said in rows:
-        say(plain_line(f"  {key:<{width}}  {standing:<10}  {said}"), file=to)
+        echo(plain_line(f"  {key:<{width}}  {standing:<10}  {said}"), file=to)
     for key, how in imported.missing.items():
-        say(f"to be added: {key}: {how}", file=to)
+        echo(f"to be added: {key}: {how}", file=to)
     if imported.missing:
-        say("or lay what is written over a recipe that has these: lockstep train RECIPE FILE", file=to)
+        echo("or lay what is written over a recipe that has these: lockstep train RECIPE FILE", file=to)
 
 
 def _said(one: Finding) -> str:

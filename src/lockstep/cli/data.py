@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, path, read_config, split, whole
 from lockstep.core.closest import closest_match
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 _WAYS = {
     "fetch": "download what a recipe needs, on a connected machine",
@@ -19,7 +19,7 @@ def run(words: Sequence[str]) -> int:
     """Delegates to one of the two."""
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {way:<7}  {summary}" for way, summary in _WAYS.items())
-        say(f"usage: lockstep data {{fetch,prepare}} ...\n\n{lines}")
+        echo(f"usage: lockstep data {{fetch,prepare}} ...\n\n{lines}")
         return 0 if words else 2
     way, *rest = words
     if way == "fetch":
@@ -28,7 +28,7 @@ def run(words: Sequence[str]) -> int:
         return _prepare(rest)
     near = closest_match(way, _WAYS)
     meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
-    say(f"lockstep: data can't {way}{meant}", file=sys.stderr)
+    echo(f"lockstep: data can't {way}{meant}", file=sys.stderr)
     return 2
 
 
@@ -42,7 +42,7 @@ def _fetch(words: Sequence[str]) -> int:
     from lockstep.data.fetch import fetch
 
     for line in fetch(loaded.config):
-        say(line, flush=True)
+        echo(line, flush=True)
     return 0
 
 
@@ -74,5 +74,5 @@ def _prepare(words: Sequence[str]) -> int:
         held_out=asked.held_out,
     )
     for split_name, header in headers.items():
-        say(f"{asked.output}: {split_name}, {header.tokens:,} tokens of {header.documents:,} documents")
+        echo(f"{asked.output}: {split_name}, {header.tokens:,} tokens of {header.documents:,} documents")
     return 0

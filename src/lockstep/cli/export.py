@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lockstep.cli.words import Parser, add_json, add_trust, path, step
 from lockstep.core.arguments import ExportArguments
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 _EPILOG = """\
 Optimizer state is not read, so damage to it is not seen here: `lockstep ckpt verify RUN` reads the whole checkpoint."""
@@ -49,8 +49,8 @@ def run(words: Sequence[str]) -> int:
         ),
     )
     for name, why in made.broken.items():
-        say(f"lockstep: {name} could not be used: {why}", file=sys.stderr)
-    say(f"{made.target}: step {made.step:,}, {made.tensors:,} tensors, {made.elements:,} elements ({made.form})")
+        echo(f"lockstep: {name} could not be used: {why}", file=sys.stderr)
+    echo(f"{made.target}: step {made.step:,}, {made.tensors:,} tensors, {made.elements:,} elements ({made.form})")
     if asked.json:
         values = {"run": asked.run, "checkpoint": made.checkpoint, "step": made.step, "format": made.form}
         values |= {"to": made.target, "tensors": made.tensors, "elements": made.elements, "broken": dict(made.broken)}

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cli.words import Parser, path
-from lockstep.config.starting import CONFIG, STARTS, Start
+from lockstep.config.init_templates import CONFIG, STARTS, InitTemplate
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
@@ -48,7 +48,7 @@ def _seen_from(folder: Path, name: str | None) -> str | None:
     return str(named) if named.is_absolute() else os.path.relpath(named.absolute(), folder.resolve())
 
 
-def _start(kind: str | None) -> Start:
+def _start(kind: str | None) -> InitTemplate:
     if kind is None:
         raise ConfigError(f"init needs a kind: lockstep init {'|'.join(STARTS)}")
     if kind in STARTS:
@@ -60,7 +60,7 @@ def _start(kind: str | None) -> Start:
 
 def _ask_kind() -> str:
     for number, (name, start) in enumerate(STARTS.items(), 1):
-        say(f"  {number}  {name:<11} {start.summary}")
+        echo(f"  {number}  {name:<11} {start.summary}")
     answer = _ask("What to train", "1") or ""
     names = list(STARTS)
     return names[int(answer) - 1] if answer.isdecimal() and 1 <= int(answer) <= len(names) else answer
@@ -87,7 +87,7 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
         for name, text in texts.items():
             with open(folder / name, "x", encoding="utf-8") as file:
                 file.write(text)
-            say(f"wrote {folder / name}")
+            echo(f"wrote {folder / name}")
     except OSError as error:
         raise ConfigError(f"{folder} can't be written to: {error.strerror}") from error
 
@@ -95,4 +95,4 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
 def _tell_next(folder: Path, prepare: Sequence[str]) -> None:
     enter = [] if folder == Path() else [f"cd {shlex.quote(str(folder))}"]
     for line in ("\nnext:", *enter, *prepare, f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"):
-        say(line if line.startswith("\n") else f"  {line}")
+        echo(line if line.startswith("\n") else f"  {line}")

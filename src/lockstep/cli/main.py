@@ -18,10 +18,10 @@ from importlib import import_module
 from typing import NoReturn, TextIO
 
 from lockstep.core.errors import ConfigError, Failure, Stopped, message_of
-from lockstep.core.json_output import alone
+from lockstep.core.json_output import json_only
 from lockstep.core.out_of_memory import bytes_asked, ran_out
 from lockstep.core.stopping import stop_at_once
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 from lockstep.launch.torchrun import tell_torchrun
 
 VERBS = {
@@ -96,14 +96,14 @@ def command() -> NoReturn:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        say(_help())
+        echo(_help())
         return 0 if arguments else 2
     if arguments[0] == "--version":
         arguments[0] = "version"
     verb, *rest = arguments
     if verb not in VERBS:
         raise ConfigError(_no_verb(verb))
-    with alone("--json" in rest):
+    with json_only("--json" in rest):
         code = import_module(f"lockstep.cli.{VERBS[verb][0]}").run(rest)
     assert isinstance(code, int)
     if code != 0:
@@ -160,7 +160,7 @@ def _introduced(failure: Failure) -> str:
 def _say(text: str) -> None:
     """On stderr, if anybody is there."""
     with suppress(OSError):
-        say(f"lockstep: {text}", file=sys.stderr)
+        echo(f"lockstep: {text}", file=sys.stderr)
     _flush(sys.stderr)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.cli.words import Parser
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
@@ -17,5 +17,5 @@ def run(words: Sequence[str]) -> int:
     found = recipes()
     width = max(len(recipe.name) for recipe in found)
     for recipe in found:
-        say(f"{recipe.name:<{width}}  {recipe.description}")
+        echo(f"{recipe.name:<{width}}  {recipe.description}")
     return 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lockstep.cli.words import Parser, add_json, path
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def run(words: Sequence[str]) -> int:
     from lockstep.report import write_report
 
     written = write_report(asked.run, asked.output)
-    say(written)
+    echo(written)
     if asked.json:
         emit({"run": str(asked.run), "report": str(written), "finished": is_finished(asked.run)})
     return 0

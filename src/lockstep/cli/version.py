@@ -8,13 +8,13 @@ from importlib import metadata
 
 from lockstep import __version__
 from lockstep.cli.words import Parser
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
     """Lockstep, Python and torch, without importing it."""
     Parser("version", "Prints versions.").parse_args(words)
-    say(f"lockstep {__version__}, torch {_version('torch')}, Python {platform.python_version()}")
+    echo(f"lockstep {__version__}, torch {_version('torch')}, Python {platform.python_version()}")
     return 0
 
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, NoReturn
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.local_paths import url_refusal
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*=.*", re.DOTALL)
 
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        say(f"lockstep: {message.removeprefix('argument ')}\n{self.format_usage().strip()}", file=sys.stderr)
+        echo(f"lockstep: {message.removeprefix('argument ')}\n{self.format_usage().strip()}", file=sys.stderr)
         raise SystemExit(2)
 
     def flags(self) -> dict[str, bool]:
@@ -90,7 +90,9 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="*", metavar="RECIPE", help="a recipe or files; by default stdlib-lm")
 
 
-def read_config(names: Sequence[str], overrides: Sequence[Override], flags: Iterable[str] = ()) -> tuple[Loaded, str]:
+def read_config(
+    names: Sequence[str], overrides: Sequence[Override], flags: Iterable[str] = ()
+) -> tuple[LoadedConfig, str]:
     """The config, to be looked at, and what a run of it is called. Raises ConfigError; `flags` are what else might have
     been meant."""
     check_flags(overrides, flags)
@@ -101,7 +103,7 @@ def read_config(names: Sequence[str], overrides: Sequence[Override], flags: Iter
         found = resolve_all(names)
         loaded = load([one.path for one in found], overrides, of_runs=[one.path for one in found if one.of_run])
     for note in loaded.notes:
-        say(f"lockstep: {note}", file=sys.stderr)
+        echo(f"lockstep: {note}", file=sys.stderr)
     return loaded, found[0].name
 
 
@@ -112,7 +114,7 @@ def approved_config(
     *,
     trusted: bool,
     writes: bool = False,
-) -> tuple[Loaded, str]:
+) -> tuple[LoadedConfig, str]:
     """As `read_config`, to be acted on. Raises ConfigError, too, if it is somebody else's and `trusted` is not said."""
     loaded, name = read_config(names, overrides, flags)
 

@@ -21,11 +21,11 @@ from lockstep.core.extensions import locate
 from lockstep.core.secrets import is_hidden
 
 if TYPE_CHECKING:
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
 
 
-def approved(loaded: Loaded, *, trusted: bool, writes: bool = False) -> Config:
+def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Config:
     """The config, of which everything may be used.
 
     Args:
@@ -53,7 +53,7 @@ def outside(folder: str, run: Path) -> bool:
     return not Path(folder).absolute().resolve().is_relative_to(run.resolve())
 
 
-def _unapproved(loaded: Loaded, writes: bool) -> list[tuple[str, str]]:
+def _unapproved(loaded: LoadedConfig, writes: bool) -> list[tuple[str, str]]:
     foreign = [one for one in loaded.runs if one.known is None]
     targets = dict(code_in(loaded.config))
     found = []
@@ -79,7 +79,7 @@ def _moved(target: str, origin: str, runs: tuple[RunConfig, ...]) -> str | None:
     return None
 
 
-def _folders(loaded: Loaded, foreign: list[RunConfig]) -> Iterator[tuple[str, str]]:
+def _folders(loaded: LoadedConfig, foreign: list[RunConfig]) -> Iterator[tuple[str, str]]:
     folders = {"run.folder": loaded.config.run.folder, "checkpoint.folder": loaded.config.checkpoint.folder}
     for key, folder in folders.items():
         for one in foreign:
@@ -92,7 +92,7 @@ def _folders(loaded: Loaded, foreign: list[RunConfig]) -> Iterator[tuple[str, st
 _VARIABLES = ("launch", "environment")
 
 
-def _with_hidden_values(loaded: Loaded) -> Config:
+def _with_hidden_values(loaded: LoadedConfig) -> Config:
     """The config with what was hidden when it was written; variables that this process has anyhow are left out, since
     ranks get them with its environment."""
     plain = to_plain(loaded.config)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from lockstep.config import shape
 from lockstep.config.reading import Items, Leaf, Node, Table, to_python
-from lockstep.config.shape import ANYTHING, Shape
+from lockstep.config.shape import ANYTHING, ValueShape
 
 
-def fit(node: Node, at: Shape) -> object:
+def fit(node: Node, at: ValueShape) -> object:
     """The node's value, as the shape wants it, if it can be had."""
     if isinstance(node, Table):
         return _fit_table(node, at)
@@ -24,7 +24,7 @@ def fit(node: Node, at: Shape) -> object:
     return _fit_leaf(node, at)
 
 
-def _fit_table(table: Table, at: Shape) -> object:
+def _fit_table(table: Table, at: ValueShape) -> object:
     kind = table.get("kind")
     section = at.select(kind.value if isinstance(kind, Leaf) else None)
     if section is None:
@@ -37,7 +37,7 @@ def _fit_table(table: Table, at: Shape) -> object:
     return values
 
 
-def _fit_leaf(leaf: Leaf, at: Shape) -> object:
+def _fit_leaf(leaf: Leaf, at: ValueShape) -> object:
     value = leaf.value
     if at.anything:
         return value
@@ -50,14 +50,14 @@ def _fit_leaf(leaf: Leaf, at: Shape) -> object:
     return value
 
 
-def _fit_null(at: Shape) -> object:
+def _fit_null(at: ValueShape) -> object:
     """Nothing written under a section means its defaults; under a mapping of names, none."""
     if at.nullable or not (at.sections() or at.values):
         return None
     return _fit_table(Table(), at)
 
 
-def _fit_number(leaf: Leaf, value: int | float, at: Shape) -> object:
+def _fit_number(leaf: Leaf, value: int | float, at: ValueShape) -> object:
     if at.whole and not at.real and isinstance(value, float) and value.is_integer():
         return int(value)
     if at.whole or at.real or (at.interval and isinstance(value, int)):
@@ -65,6 +65,6 @@ def _fit_number(leaf: Leaf, value: int | float, at: Shape) -> object:
     return _fit_text(leaf, at)
 
 
-def _fit_text(leaf: Leaf, at: Shape) -> object:
+def _fit_text(leaf: Leaf, at: ValueShape) -> object:
     wanted = at.text or at.choices or at.interval
     return leaf.text if wanted and leaf.text is not None else leaf.value

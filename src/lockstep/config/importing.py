@@ -34,7 +34,7 @@ from lockstep.config.overrides import from_flags
 from lockstep.config.reading import Table, leaves, to_python
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
         raise ConfigError([*map(_problem, found.unanswered)])
     if os.environ.get("RANK", "0") == "0":
         for problem in map(_problem, (one for one in found.findings if one.answer.standing == "to do")):
-            say(f"lockstep: to do: {problem}", file=sys.stderr)
+            echo(f"lockstep: to do: {problem}", file=sys.stderr)
     return nested(found.settings)
 
 
@@ -333,7 +333,7 @@ _NULL_SPEAKS = ("max_grad_norm", "gradient_clip_val", "clip_grad_norm", "grad_cl
 
 def _is_own(path: Sequence[str]) -> bool:
     """Whether it is a key of ours, of whatever kind, or stands in a mapping of free names."""
-    shapes: list[shape.Shape] = [shape.root()]
+    shapes: list[shape.ValueShape] = [shape.root()]
     for part in path:
         if any(at.anything for at in shapes):
             return True

@@ -35,7 +35,7 @@ _MOST_CONFIGS = 4  # of a run: one that is resumed under other overrides has ano
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownRun:
     """What is remembered of a run that this user has started.
 
     Attributes:
@@ -59,7 +59,7 @@ class RunConfig:
 
     name: str
     run: Path
-    known: Known | None
+    known: KnownRun | None
 
     def holds(self, origin: str) -> bool:
         """Whether a value with this origin was written in this file."""
@@ -108,7 +108,7 @@ def recorded(config: Config, run_id: str) -> str:
     return plain_yaml(public)
 
 
-def known_as(run_id: str, values: object) -> Known | None:
+def known_as(run_id: str, values: object) -> KnownRun | None:
     """What is remembered of a run that this user has started here under a config that says these values."""
     if not _ID.fullmatch(run_id):
         return None
@@ -116,7 +116,7 @@ def known_as(run_id: str, values: object) -> Known | None:
     found = configs.get(_digest(values)) if isinstance(configs, dict) else None
     if not isinstance(found, dict):
         return None
-    return Known(found.get("code", {}), {tuple(path): value for path, value in found.get("hidden", ())})
+    return KnownRun(found.get("code", {}), {tuple(path): value for path, value in found.get("hidden", ())})
 
 
 def run_of(file: Path, tree: Table, *, named: bool) -> RunConfig | None:

@@ -19,7 +19,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.config import shape
-from lockstep.config.complaints import problems
 from lockstep.config.fitting import fit
 from lockstep.config.known_runs import RunConfig, run_of
 from lockstep.config.merging import merge
@@ -27,13 +26,14 @@ from lockstep.config.override import Override
 from lockstep.config.overrides import from_environment, from_flags
 from lockstep.config.reading import Node, Table, from_python, read_file
 from lockstep.config.schema import Config
+from lockstep.config.validation_errors import problems
 from lockstep.core.errors import ConfigError, Problem
 
 DEFAULT = "default"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """Attributes:
     config: what was asked, checked.
     origins: by dotted key, file:line:column, a flag, an environment variable, `default`, or `Python`.
@@ -53,7 +53,7 @@ def load(
     environ: Mapping[str, str] | None = None,
     *,
     of_runs: Collection[Path] = (),
-) -> Loaded:
+) -> LoadedConfig:
     """The config of these files, merged left to right, under the environment (None: this process's) and overrides.
 
     To act on it, `approval.approved` must be asked.
@@ -80,7 +80,7 @@ def load(
     return _combine(layers, overrides, os.environ if environ is None else environ, found, tuple(runs))
 
 
-def validate(values: Config | Mapping[str, Any], overrides: Sequence[str | Override] = ()) -> Loaded:
+def validate(values: Config | Mapping[str, Any], overrides: Sequence[str | Override] = ()) -> LoadedConfig:
     """The same for values from Python: a mapping as a file would hold it, or a Config, under overrides.
 
     Raises ConfigError with every problem there is.
@@ -97,7 +97,7 @@ def _combine(
     environ: Mapping[str, str],
     found: list[Problem],
     runs: tuple[RunConfig, ...] = (),
-) -> Loaded:
+) -> LoadedConfig:
     tree, notes = Table(), list[str]()
     for layer in layers:
         tree, said = merge(tree, layer)
@@ -107,7 +107,7 @@ def _combine(
         notes += said
         found += wrong
     config = _check(tree, found)
-    return Loaded(config, dict(_origins(config, tree)), tuple(notes), runs)
+    return LoadedConfig(config, dict(_origins(config, tree)), tuple(notes), runs)
 
 
 def _check(tree: Table, found: list[Problem]) -> Config:

@@ -12,8 +12,8 @@ a later word for what can be said in one way only: `run.epochs` takes the place 
 from __future__ import annotations
 
 from lockstep.config import shape
-from lockstep.config.reading import Entry, Leaf, Node, Table
-from lockstep.config.shape import ANYTHING, Shape
+from lockstep.config.reading import Leaf, Node, Table, TableEntry
+from lockstep.config.shape import ANYTHING, ValueShape
 
 ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("run",): ("steps", "samples", "tokens", "epochs"),
@@ -28,7 +28,7 @@ def merge(older: Table, newer: Table) -> tuple[Table, list[str]]:
     return _tables(older, newer, shape.root(), (), notes), notes
 
 
-def _tables(older: Table, newer: Table, at: Shape, path: tuple[str, ...], notes: list[str]) -> Table:
+def _tables(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Table:
     older = _change_kind(older, newer, at, path, notes)
     older = _change_alternative(older, newer, path, notes)
     entries = dict(older.entries)
@@ -37,11 +37,11 @@ def _tables(older: Table, newer: Table, at: Shape, path: tuple[str, ...], notes:
         inner = inside(at, key, newer.get("kind") or older.get("kind"))
         node = _nodes(before.node, entry.node, inner, (*path, key), notes) if before else entry.node
         kept = before is not None and isinstance(node, Table)  # a mapping stands where it was first written
-        entries[key] = Entry(node, before.where if before and kept else entry.where)
+        entries[key] = TableEntry(node, before.where if before and kept else entry.where)
     return Table(entries, older.where or newer.where)
 
 
-def _nodes(older: Node, newer: Node, at: Shape, path: tuple[str, ...], notes: list[str]) -> Node:
+def _nodes(older: Node, newer: Node, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Node:
     if isinstance(older, Table) and isinstance(newer, Table):
         return _tables(older, newer, at, path, notes)
     empty = isinstance(newer, Leaf) and newer.value is None
@@ -50,7 +50,7 @@ def _nodes(older: Node, newer: Node, at: Shape, path: tuple[str, ...], notes: li
     return newer
 
 
-def _change_kind(older: Table, newer: Table, at: Shape, path: tuple[str, ...], notes: list[str]) -> Table:
+def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Table:
     """The older layer without the keys that the newer layer's kind doesn't know."""
     before, after = older.get("kind"), newer.get("kind")
     if not at.kinds or not isinstance(before, Leaf) or not isinstance(after, Leaf) or before.value == after.value:
@@ -84,7 +84,7 @@ def _has_value(table: Table, key: str) -> bool:
     return node is not None and not (isinstance(node, Leaf) and node.value is None)
 
 
-def inside(at: Shape, key: str, kind: Node | None = None) -> Shape:
+def inside(at: ValueShape, key: str, kind: Node | None = None) -> ValueShape:
     """The shape one key further in; `kind` chooses among sections."""
     section = at.select(kind.value if isinstance(kind, Leaf) else None)
     if section is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lockstep.config import shape
 from lockstep.config.merging import inside
 from lockstep.config.override import Override
-from lockstep.config.reading import Entry, Leaf, Node, Table, read_value
+from lockstep.config.reading import Leaf, Node, Table, TableEntry, read_value
 from lockstep.core.errors import Problem
 
 PREFIX = "LOCKSTEP_"
@@ -81,7 +81,7 @@ def _put(tree: Table, path: tuple[str, ...], node: Node, where: str) -> Table:
     if rest:
         before = tree.get(key)
         node = _put(before if isinstance(before, Table) else Table({}, where), tuple(rest), node, where)
-    return Table({**tree.entries, key: Entry(node, where)}, tree.where or where)
+    return Table({**tree.entries, key: TableEntry(node, where)}, tree.where or where)
 
 
 def _spelled(words: Sequence[str], beneath: Table) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TableEntry:
     """A value, and where its key stands."""
 
     node: Node
@@ -58,7 +58,7 @@ class Entry:
 class Table:
     """A mapping, in the order of its keys."""
 
-    entries: Mapping[str, Entry] = field(default_factory=dict)
+    entries: Mapping[str, TableEntry] = field(default_factory=dict)
     where: str = ""
 
     def get(self, key: str) -> Node | None:
@@ -154,7 +154,7 @@ def read_value(text: str, where: str) -> tuple[Node, list[Problem]]:
 def from_python(value: object, where: str = "") -> Node:
     """Python's values as a tree."""
     if isinstance(value, Mapping):
-        return Table({str(key): Entry(from_python(item, where), where) for key, item in value.items()}, where)
+        return Table({str(key): TableEntry(from_python(item, where), where) for key, item in value.items()}, where)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):  # OmegaConf's lists, too
         return Items(tuple(from_python(item, where) for item in value), where)
     if callable(plain := getattr(type(value), "tolist", None)):  # NumPy's and torch's arrays and numbers
@@ -275,7 +275,7 @@ class _Reader:
         return Leaf(_join_surrogates(node.value), None, where)
 
     def _table(self, node: yaml.MappingNode, path: tuple[str, ...], where: str) -> Table:
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TableEntry] = {}
         for key_node, value_node in node.value:
             place = self._where(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
@@ -287,7 +287,7 @@ class _Reader:
             elif key == "<<":
                 self._problem(place, path, "`<<` is not read; name several files instead, which are merged")
             else:
-                entries[key] = Entry(self.node(value_node, (*path, key)), place)
+                entries[key] = TableEntry(self.node(value_node, (*path, key)), place)
         return Table(entries, where)
 
     def _where(self, node: yaml.Node) -> str:

@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from lockstep.config import schema, shape
 from lockstep.config.every import Every
-from lockstep.config.shape import Shape
+from lockstep.config.shape import ValueShape
 from lockstep.config.wording import expectation, yaml_like
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -83,7 +83,7 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": _DRAFT, **made, "title": "Lockstep"}
 
 
-def _all_sections(at: Shape) -> list[type[BaseModel]]:
+def _all_sections(at: ValueShape) -> list[type[BaseModel]]:
     found = list(at.sections())
     inner = [entry for section in found for entry in shape.fields(section).values()]
     inner += [item for item in (at.items, at.values) if item]
@@ -129,7 +129,7 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
-def _section(path: str, at: Shape, level: int) -> str:
+def _section(path: str, at: ValueShape, level: int) -> str:
     """A heading, and a table; for kinds, a table each; then the sections inside."""
     if at.kinds:
         kinds = [_kind(path, kind, section, level + 1) for kind, section in at.kinds.items()]
@@ -153,7 +153,7 @@ def _body(path: str, section: type[BaseModel], title: str, level: int) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _listed(path: str, at: Shape, level: int) -> str:
+def _listed(path: str, at: ValueShape, level: int) -> str:
     return _section(path, at, level) if at.sections() else ""
 
 
@@ -166,7 +166,7 @@ def _rows(section: type[BaseModel], keys: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _holds(at: Shape) -> str:
+def _holds(at: ValueShape) -> str:
     if at.values and at.values.sections():
         return f"a mapping of names to one of the kinds {', '.join(at.values.kinds)}"
     return expectation(at)

@@ -192,7 +192,7 @@ Model = Annotated[
 ]
 
 
-class Objective(Section):
+class ObjectiveConfig(Section):
     """What the model is trained for."""
 
     kind: Literal["auto", "next-token", "masked-lm", "classification", "seq2seq", "custom", "given"] = "auto"
@@ -205,7 +205,7 @@ class Objective(Section):
     """Keyword arguments for `target`."""
 
     @model_validator(mode="after")
-    def _target_where_custom(self) -> Objective:
+    def _target_where_custom(self) -> ObjectiveConfig:
         if (self.kind == "custom") != (self.target is not None):
             raise ValueError("`target` and `kind: custom` belong together: give both or neither")
         return self
@@ -346,7 +346,7 @@ class Data(Section):
 # --- batch, optim, schedule, precision -----------------------------------------------------------------------------
 
 
-class Batch(Section):
+class BatchConfig(Section):
     """How many samples an update sees. Ranks and accumulation don't change it."""
 
     global_size: Positive = 32
@@ -728,7 +728,7 @@ class Checkpoint(Section):
         return self
 
 
-class Monitor(Section):
+class MonitorConfig(Section):
     """What is shown and written down."""
 
     every: Positive = 10
@@ -782,9 +782,9 @@ class Config(Section):
     """One line for `lockstep recipes`."""
     model: Model
     """What is trained; `kind` selects which of these."""
-    objective: Objective = Objective()
+    objective: ObjectiveConfig = ObjectiveConfig()
     data: Data
-    batch: Batch = Batch()
+    batch: BatchConfig = BatchConfig()
     optim: Optim = Optim()
     schedule: Schedule = Schedule()
     precision: Precision = Precision()
@@ -793,7 +793,7 @@ class Config(Section):
     launch: Launch = Launch()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
-    monitor: Monitor = Monitor()
+    monitor: MonitorConfig = MonitorConfig()
     run: Run
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ValueShape:
     """Attributes:
     nullable: null is allowed.
     anything: no rule at all.
@@ -57,8 +57,8 @@ class Shape:
     real: Range | None = None
     section: type[BaseModel] | None = None
     kinds: Mapping[str, type[BaseModel]] = field(default_factory=dict)
-    values: Shape | None = None
-    items: Shape | None = None
+    values: ValueShape | None = None
+    items: ValueShape | None = None
     length: int | None = None
 
     def sections(self) -> tuple[type[BaseModel], ...]:
@@ -70,17 +70,17 @@ class Shape:
         return self.section or (self.kinds.get(kind) if isinstance(kind, str) else None)
 
 
-ANYTHING = Shape(anything=True)
+ANYTHING = ValueShape(anything=True)
 
 
 @cache
-def root() -> Shape:
+def root() -> ValueShape:
     """The whole config."""
-    return Shape(section=Config)
+    return ValueShape(section=Config)
 
 
 @cache
-def fields(section: type[BaseModel]) -> Mapping[str, Shape]:
+def fields(section: type[BaseModel]) -> Mapping[str, ValueShape]:
     """The keys of a section."""
     return {name: _shape(info.annotation, info.metadata) for name, info in section.model_fields.items()}
 
@@ -89,7 +89,7 @@ def required(section: type[BaseModel]) -> tuple[str, ...]:
     return tuple(name for name, info in section.model_fields.items() if info.is_required())
 
 
-def all_keys(shape: Shape | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def all_keys(shape: ValueShape | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Dotted keys of all that can be asked, over all kinds; `NAME` stands for a free name."""
     shape = shape or root()
     if shape.values and shape.values.sections():
@@ -100,44 +100,44 @@ def all_keys(shape: Shape | None = None, path: tuple[str, ...] = ()) -> Iterator
             yield from all_keys(inner, (*path, name))
 
 
-def _shape(annotation: Any, metadata: typing.Iterable[object] = ()) -> Shape:
+def _shape(annotation: Any, metadata: typing.Iterable[object] = ()) -> ValueShape:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _shape(arguments[0], [*_flat(arguments[1:]), *metadata])
     if origin in (Union, types.UnionType):
         return _join([_shape(member, metadata) for member in arguments])
     if origin is Literal:
-        return Shape(choices=arguments)
+        return ValueShape(choices=arguments)
     if origin is tuple:
         fixed = None if arguments[-1] is Ellipsis else len(arguments)
-        return Shape(items=_shape(arguments[0]), length=fixed)
+        return ValueShape(items=_shape(arguments[0]), length=fixed)
     if origin is dict:
-        return Shape(values=_shape(arguments[1]))
+        return ValueShape(values=_shape(arguments[1]))
     return _simple(annotation, metadata)
 
 
-def _simple(annotation: Any, metadata: typing.Iterable[object]) -> Shape:
+def _simple(annotation: Any, metadata: typing.Iterable[object]) -> ValueShape:
     if annotation is Any:
         return ANYTHING
     if annotation in (None, type(None)):
-        return Shape(nullable=True)
+        return ValueShape(nullable=True)
     if annotation is bool:
-        return Shape(boolean=True)
+        return ValueShape(boolean=True)
     if annotation is int:
-        return Shape(whole=_range(metadata))
+        return ValueShape(whole=_range(metadata))
     if annotation is float:
-        return Shape(real=_range(metadata))
+        return ValueShape(real=_range(metadata))
     if annotation is str:
-        return Shape(text=True)
+        return ValueShape(text=True)
     if annotation is Every:
-        return Shape(interval=True)
-    return Shape(section=annotation)
+        return ValueShape(interval=True)
+    return ValueShape(section=annotation)
 
 
-def _join(shapes: list[Shape]) -> Shape:
+def _join(shapes: list[ValueShape]) -> ValueShape:
     sections = [shape.section for shape in shapes if shape.section]
     kinds = {fields(section)["kind"].choices[0]: section for section in sections} if len(sections) > 1 else {}
-    joined = Shape(
+    joined = ValueShape(
         nullable=any(shape.nullable for shape in shapes),
         anything=any(shape.anything for shape in shapes),
         boolean=any(shape.boolean for shape in shapes),

@@ -18,7 +18,7 @@ from lockstep.config.every import Unit
 from lockstep.config.foreign_words import Context, translate
 from lockstep.config.import_words import NOT_NEEDED, NOT_THERE, TO_DO
 from lockstep.config.reading import Leaf, Node
-from lockstep.config.shape import Shape
+from lockstep.config.shape import ValueShape
 from lockstep.core.closest import closest_match
 
 
@@ -87,7 +87,7 @@ def _same_place(key: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def _kinds(key: tuple[str, ...]) -> tuple[str, ...]:
-    at: Shape = shape.root()
+    at: ValueShape = shape.root()
     for name in key[:-1]:
         at = shape.fields(at.section)[name] if at.section else at.values or shape.ANYTHING
     return tuple(kind for kind, section in at.kinds.items() if key[-1] in shape.fields(section))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 from lockstep.config.reading import Items, Leaf, Node, Table, to_python
-from lockstep.config.shape import Range, Shape
+from lockstep.config.shape import Range, ValueShape
 
 _LONGEST = 60
 
 
-def expectation(at: Shape) -> str:
+def expectation(at: ValueShape) -> str:
     """What the key wants, to be read behind "is not"."""
     wants = [*_simple(at), *_composed(at)]
     if at.choices:
@@ -24,7 +24,7 @@ def expectation(at: Shape) -> str:
     return ", or ".join(wants) or "a value"
 
 
-def _simple(at: Shape) -> list[str]:
+def _simple(at: ValueShape) -> list[str]:
     wants = []
     if at.boolean:
         wants.append("true or false")
@@ -39,7 +39,7 @@ def _simple(at: Shape) -> list[str]:
     return wants
 
 
-def _composed(at: Shape) -> list[str]:
+def _composed(at: ValueShape) -> list[str]:
     if at.items:
         inner = "mappings" if at.items.sections() else "numbers" if at.items.real else "text"
         return [f"a list of {at.length} {inner}" if at.length else f"a list of {inner}"]

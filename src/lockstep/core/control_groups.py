@@ -30,7 +30,7 @@ _VERSION_2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "memory.e
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryLimit:
     """How much memory there is, and how much of it is free, in bytes; `owner` is what sets the limit."""
 
     total: int
@@ -48,17 +48,17 @@ def host_memory(root: Path = _ROOT) -> int:
     return min([_machine(), *(limit for limit in limits if limit is not None)])
 
 
-def tightest_room(root: Path = _ROOT) -> Room:
+def tightest_limit(root: Path = _ROOT) -> MemoryLimit:
     """The limit on this process's memory that leaves the least free."""
-    rooms = [Room(_machine(), _field(root / "proc/meminfo", "MemAvailable:", 1024) or 0, "the machine's")]
+    rooms = [MemoryLimit(_machine(), _field(root / "proc/meminfo", "MemAvailable:", 1024) or 0, "the machine's")]
     for version, group in _groups(root):
         limit, usage = _number(group / version.limit), _number(group / version.usage)
         if limit is not None and usage is not None:
-            rooms.append(Room(limit, max(0, limit - usage), "the control group's"))
+            rooms.append(MemoryLimit(limit, max(0, limit - usage), "the control group's"))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     used = _field(root / "proc/self/status", "VmSize:", 1024)
     if limit != resource.RLIM_INFINITY and used is not None:
-        rooms.append(Room(limit, max(0, limit - used), "ulimit -v"))
+        rooms.append(MemoryLimit(limit, max(0, limit - used), "ulimit -v"))
     return min(rooms, key=lambda room: room.free)
 
 

@@ -18,14 +18,14 @@ _kept: list[str] = []
 
 
 def emit(value: Any, *, indent: int | None = None) -> None:
-    """Prints `value` as JSON; inside `alone`, at its end. A verb calls it once, in the process that was started."""
+    """Prints `value` as JSON; inside `json_only`, at its end. A verb calls it once, in the process that was started."""
     _kept.append(json.dumps(_finite(value), default=str, indent=indent, allow_nan=False))
     if sys.stdout is not _diverted:
         _print_kept()
 
 
 @contextmanager
-def alone(wanted: bool) -> Iterator[None]:
+def json_only(wanted: bool) -> Iterator[None]:
     """While the block runs, whatever is printed goes to stderr, also by processes that are started in it; then what
     `emit` was given is printed on stdout. Not `wanted`: all goes where it always goes."""
     global _diverted
@@ -47,7 +47,7 @@ def alone(wanted: bool) -> Iterator[None]:
         _print_kept()
 
 
-_diverted: Any = None  # what stands for stdout inside `alone`
+_diverted: Any = None  # what stands for stdout inside `json_only`
 
 
 def _divert_descriptor() -> int | None:

@@ -24,12 +24,12 @@ _ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?(bytes|
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50}
 
 
-class Place(str):
+class ErrorLocation(str):
     """A note on an exception that states where in a run it was raised."""
 
     phase: Phase
 
-    def __new__(cls, phase: Phase, text: str) -> Place:
+    def __new__(cls, phase: Phase, text: str) -> ErrorLocation:
         place = super().__new__(cls, text)
         place.phase = phase
         return place
@@ -40,14 +40,14 @@ class Place(str):
 
 def mark(error: BaseException, phase: Phase, text: str) -> None:
     """Notes on `error` where it was raised, such as "in the forward pass of update 3"; a traceback shows it."""
-    error.add_note(Place(phase, text))
+    error.add_note(ErrorLocation(phase, text))
 
 
-def place_of(error: BaseException) -> Place | None:
+def error_location(error: BaseException) -> ErrorLocation | None:
     """The innermost place that was noted on the error or, failing that, on those it was raised from."""
     for link in reversed(list(_chain(error))):
         for note in getattr(link, "__notes__", ()):
-            if isinstance(note, Place):
+            if isinstance(note, ErrorLocation):
                 return note
     return None
 

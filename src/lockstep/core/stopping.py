@@ -61,13 +61,13 @@ def die_of(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def heard(number: int) -> bool:
+def is_handled(number: int) -> bool:
     """Whether this process handles the signal: SIGINT and SIGHUP stay ignored where its parent has them ignored."""
     return number not in INHERITED_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN
 
 
 @contextmanager
-def held_signals(*, forks: bool) -> Iterator[None]:
+def blocked_signals(*, forks: bool) -> Iterator[None]:
     """Signals wait until the block is left; processes started within let them in when they are ready for them.
 
     Args:
@@ -79,7 +79,7 @@ def held_signals(*, forks: bool) -> Iterator[None]:
 
         from lockstep.core.safe_path import safe_interpreters
 
-        with safe_interpreters(), held_signals(forks=True):  # signals to the group don't end it
+        with safe_interpreters(), blocked_signals(forks=True):  # signals to the group don't end it
             resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
     try:
@@ -91,13 +91,13 @@ def held_signals(*, forks: bool) -> Iterator[None]:
 def stop_at_once() -> None:
     """From now on a stop signal ends this command: what is to be undone is undone, one sentence, exit code 130."""
     for number in STOP_SIGNALS:
-        if heard(number):
+        if is_handled(number):
             signal.signal(number, StartHandler(_stop))
     signal.signal(SAVE_SIGNAL, StartHandler(_nothing_to_save))
 
 
 @contextmanager
-def undone_by_a_stop(undo: Callable[[], None]) -> Iterator[None]:
+def undo_on_stop(undo: Callable[[], None]) -> Iterator[None]:
     """While the block runs, a signal that ends the command calls `undo` first. It runs inside a signal handler."""
     _undone.append(undo)
     try:
@@ -113,15 +113,15 @@ def _stop(number: int) -> None:
     for step in (*reversed(_undone), sys.stdout.flush):
         with suppress(Exception):  # what can't be undone stays
             step()
-    tell(f"stopped by {signal.Signals(number).name}")
+    write_stderr(f"stopped by {signal.Signals(number).name}")
     os._exit(_EXIT_CODE)
 
 
 def _nothing_to_save(number: int) -> None:
-    tell("nothing to save yet")
+    write_stderr("nothing to save yet")
 
 
-def tell(text: str) -> None:
+def write_stderr(text: str) -> None:
     """From a signal handler, which may have interrupted print()."""
     with suppress(OSError):  # the terminal is closed
         os.write(2, f"lockstep: {text}\n".encode())

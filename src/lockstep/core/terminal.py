@@ -5,7 +5,7 @@
     half a character     -->  \\ud800                 and what no terminal can print
 
 Names of tensors, files and metrics, keys, notes, texts that a model makes: all of it goes through `plain`, because all
-that Lockstep prints goes through `say`, through the console, or into a Failure.
+that Lockstep prints goes through `echo`, through the console, or into a Failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def plain_line(text: str) -> str:
     return plain(text).replace("\r\n", "\\n").replace("\n", "\\n").replace("\t", "\\t")
 
 
-def say(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+def echo(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
     """Prints, like `print`, what can't steer the terminal. Raises what writing raises."""
     print(*(plain(str(text)) for text in texts), file=file or sys.stdout, end=end, flush=flush)
 

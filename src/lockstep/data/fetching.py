@@ -37,7 +37,7 @@ from lockstep.core.processes import end_with, end_with_other
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
 from lockstep.core.safe_path import safe_interpreters
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, held_signals, no_effect
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, blocked_signals, no_effect
 from lockstep.data import noise
 from lockstep.data.order import Indices
 from lockstep.data.unreadable import explained, named
@@ -126,7 +126,7 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
     )
     before = kernel_kills()
     forks = multiprocessing.get_start_method() == "fork"
-    with nullcontext() if forks else safe_interpreters(), held_signals(forks=forks):
+    with nullcontext() if forks else safe_interpreters(), blocked_signals(forks=forks):
         answers = iter(loader)
     with _deaths_are_named(_AtWork(lambda: answerer.busy_with(asked), before)):
         while True:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.store_exchange import StoreExchange
 
 
-class Alone:
+class LocalGroup:
     """An axis of one rank."""
 
     size = 1
@@ -51,7 +51,7 @@ class Alone:
         pass
 
 
-class Together:
+class RankGroup:
     """The ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -39,7 +39,7 @@ _SPREAD = 1e-10  # squared relative: norms of one gradient differ by 1e-5 at mos
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class VoteResult:
     """What all ranks know after a vote. Floats on the CPU, 0-dim float64 tensors on a GPU.
 
     Attributes:
@@ -84,7 +84,7 @@ class HostConsensus:
             slots[FIRST_REQUEST + request.value] = 1.0
         self._finish = self._start_sum(slots)
 
-    def close(self, squared_norm: Tensor, *, whole: bool) -> Outcome:
+    def close(self, squared_norm: Tensor, *, whole: bool) -> VoteResult:
         """What all ranks have said.
 
         Args:
@@ -97,7 +97,7 @@ class HostConsensus:
         else:
             norm = self._start_sum([norm])()[0]
         slots = self._finish()
-        return Outcome(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
+        return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
 
     def _start_sum(self, numbers: list[float]) -> Callable[[], list[float]]:
         if self._axis.size == 1:  # the hot path of a single process: no tensor is made for nobody
@@ -129,7 +129,7 @@ class DeviceConsensus:
         slots = torch.cat([loss_sum.double().view(1), host[:2], self._norm_before, host[2:]])
         self._finish = self._axis.start_sum(slots)
 
-    def close(self, squared_norm: Tensor, *, whole: bool) -> Outcome:
+    def close(self, squared_norm: Tensor, *, whole: bool) -> VoteResult:
         assert self._finish is not None, "a vote is opened before it is closed"
         norm = squared_norm.double()
         if whole:
@@ -138,7 +138,7 @@ class DeviceConsensus:
         else:
             norm = self._axis.start_sum(norm)()
         slots = self._finish()
-        return Outcome(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
+        return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
 
     def _to_device(self, numbers: list[float]) -> Tensor:
         tensor = torch.tensor(numbers, dtype=torch.float64)
@@ -160,7 +160,7 @@ class WithOrderedLoss:
         self.announce = vote.announce
         self.open = vote.open
 
-    def close(self, squared_norm: Tensor, *, whole: bool) -> Outcome:
+    def close(self, squared_norm: Tensor, *, whole: bool) -> VoteResult:
         found = self._vote.close(squared_norm, whole=whole)
         loss_sum = self._loss_sum().double()
         if isinstance(found.slots, list):
@@ -188,7 +188,7 @@ def tallies_in(slots: Sequence[float]) -> tuple[float, ...]:
     return tuple(slots[FIRST_TALLY:FIRST_REQUEST])
 
 
-def had_one_gradient(slots: Sequence[float], ranks: int) -> bool:
+def gradients_agree(slots: Sequence[float], ranks: int) -> bool:
     """Whether the update before had the same gradient norm on all ranks: n x sum of squares = (sum)^2 only then."""
     total = slots[NORM_BEFORE] ** 2
     return abs(ranks * slots[ITS_SQUARE] - total) <= _SPREAD * total

@@ -83,7 +83,7 @@ def restore(saved: Mapping[str, Tensor], rank: int) -> None:
 
 
 @contextmanager
-def drawn_again(device: torch.device) -> Iterator[Callable[[], bool]]:
+def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
     """What is drawn inside will be drawn again afterwards: from the generators of this process, on the CPU and on
     `device`, and from those that are registered. Gives what says whether anything was."""
     ways: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [

@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from lockstep.core.control_groups import Room, host_memory, tightest_room
+from lockstep.core.control_groups import MemoryLimit, host_memory, tightest_limit
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.distributed.process_group import World
 
 
-def memory_of_a_rank(world: World) -> int:
+def rank_memory(world: World) -> int:
     """Bytes; the least that any rank has, the same on all ranks, which call it together."""
     return _least(world.device, world.axis, world.machine_ranks)
 
 
-def memory_of_ranks(device: torch.device, axis: Axis) -> int:
-    """As `memory_of_a_rank`, for ranks of which nothing else is known."""
+def least_memory(device: torch.device, axis: Axis) -> int:
+    """As `rank_memory`, for ranks of which nothing else is known."""
     here = socket.gethostname()
     return _least(device, axis, axis.gather(here).count(here))
 
 
-def memory_here(gpus: int, cores: int, ranks: int) -> int | None:
-    """What `memory_of_a_rank` would be, were so many ranks started on this machine; None: it is no machine for them.
+def memory_if_started(gpus: int, cores: int, ranks: int) -> int | None:
+    """What `rank_memory` would be, were so many ranks started on this machine; None: it is no machine for them.
 
     Args:
         gpus: that ranks may use here; 0: they compute on the CPU.
@@ -50,19 +50,19 @@ def _least(device: torch.device, axis: Axis, machine_ranks: int) -> int:
     return min(cast("list[int]", axis.gather(mine)))
 
 
-def peak_of_a_rank(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
     """Bytes that this rank has used at once so far, at most."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def room_of(device: torch.device) -> Room:
+def memory_limit_of(device: torch.device) -> MemoryLimit:
     """How much memory a rank on `device` has, and how much of it is free."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return Room(total, free, f"{device}'s")
-    return tightest_room()
+        return MemoryLimit(total, free, f"{device}'s")
+    return tightest_limit()
 
 
 def _of_device(device: torch.device) -> int:

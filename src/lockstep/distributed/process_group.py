@@ -26,11 +26,11 @@ from torch._C._distributed_c10d import (
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.ranks import RankEnvironment
-from lockstep.distributed import everyone
-from lockstep.distributed.collectives import Alone, Together
+from lockstep.distributed import user_collectives
+from lockstep.distributed.collectives import LocalGroup, RankGroup
 from lockstep.distributed.host_memory import keep_freed_memory
 from lockstep.distributed.store_exchange import StoreExchange
-from lockstep.distributed.timeouts import waits_at_most
+from lockstep.distributed.timeouts import collective_timeout
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -77,23 +77,23 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     environment = RankEnvironment.read(os.environ)
     device = _device(launch, environment.local_rank)
     if environment.world_size == 1 and not grouped:
-        with everyone.is_over(Alone()):
-            yield World(Alone(), 0, 1, 0, 1, device, "none")
+        with user_collectives.current_group(LocalGroup()):
+            yield World(LocalGroup(), 0, 1, 0, 1, device, "none")
         return
     backend = _backend(launch, device)
     if dist.is_initialized():  # the user's own program made the group: it stays theirs
         world = _world(environment, device, dist.get_backend(), launch.timeout, ours=False)
-        with everyone.is_over(world.axis):
+        with user_collectives.current_group(world.axis):
             yield world
         return
     with _within_this_machine(environment):
         _make_group(environment, backend, device, launch.timeout)
         world = _world(environment, device, backend, launch.timeout, ours=True)
         try:
-            with waits_at_most(launch.timeout, world.rank), everyone.is_over(world.axis):
+            with collective_timeout(launch.timeout, world.rank), user_collectives.current_group(world.axis):
                 yield world
         finally:
-            if isinstance(world.axis, Together):
+            if isinstance(world.axis, RankGroup):
                 world.axis.close()
             dist.destroy_process_group()
 
@@ -121,7 +121,7 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
     """
     group = dist.group.WORLD
     assert group is not None
-    axis: Axis = Together(group) if group.size() > 1 else Alone()
+    axis: Axis = RankGroup(group) if group.size() > 1 else LocalGroup()
     local_rank, machine_ranks = environment.local_rank, environment.local_world_size
     rank, size = group.rank(), group.size()
     store = dist.distributed_c10d._get_default_store()

@@ -19,7 +19,7 @@ from lockstep.distributed.ring import Ring
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Division:
+class SequencePartition:
     """Of the sequences of one micro-batch; all of them are as long.
 
     Attributes:
@@ -63,15 +63,15 @@ def places_of(rank: int, ranks: int, length: int) -> Tensor:
     return torch.cat([torch.arange(one * chunk, (one + 1) * chunk) for one in chunks_of(rank, ranks)])
 
 
-_current: Division | None = None
+_current: SequencePartition | None = None
 
 
-def current() -> Division | None:
+def current() -> SequencePartition | None:
     """How sequences are divided in the forward or backward that runs; None: they are whole."""
     return _current
 
 
-def enter(division: Division | None) -> None:
+def enter(division: SequencePartition | None) -> None:
     """From now on; None: sequences are whole again."""
     global _current
     _current = division

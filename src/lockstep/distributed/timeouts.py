@@ -25,7 +25,7 @@ _IN_VAIN = re.compile(
 
 
 @contextmanager
-def waits_at_most(seconds: float, rank: int) -> Iterator[None]:
+def collective_timeout(seconds: float, rank: int) -> Iterator[None]:
     """All groups that are made while the block runs wait so long, and no longer.
 
     Raises:
@@ -37,7 +37,7 @@ def waits_at_most(seconds: float, rank: int) -> Iterator[None]:
         except Failure:
             raise
         except Exception as error:
-            if not waited_in_vain(error):
+            if not is_timeout(error):
                 raise
             raise CollectiveTimeout(timeout_message("another rank", f"rank {rank}", seconds)) from error
 
@@ -54,7 +54,7 @@ def _default(limit: timedelta) -> Iterator[None]:
         c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
-def waited_in_vain(error: BaseException | None) -> bool:
+def is_timeout(error: BaseException | None) -> bool:
     """Whether it, or what it was raised from, is a wait that was too long."""
     while error is not None:
         if isinstance(error, RuntimeError) and _IN_VAIN.search(str(error)):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Failure, Problem
-from lockstep.distributed.parts import as_part_of, gathered, is_sharded, local
+from lockstep.distributed.shard_boxes import as_shard_of, full_tensor, is_sharded, local_tensor
 from lockstep.engine.rehearsing import outputs_of_modules, rehearsal
 
 if TYPE_CHECKING:
@@ -163,10 +163,10 @@ def _look(what: Rehearsed, forward: _Forward, evaluated: bool, seen: _Seen) -> N
         try:
             sum_ = _weighed(forward())
         except Exception:
-            seen.outputs = {name: local(one) for name, one in outputs.items()}
+            seen.outputs = {name: local_tensor(one) for name, one in outputs.items()}
             raise
     seen.weighed = float(sum_.detach())
-    seen.outputs = {name: (gathered(one) if is_sharded(one) else one).cpu() for name, one in outputs.items()}
+    seen.outputs = {name: (full_tensor(one) if is_sharded(one) else one).cpu() for name, one in outputs.items()}
     trained = {name: one for name, one in used.items() if one.requires_grad}
     if not sum_.requires_grad or not trained:
         return
@@ -220,14 +220,14 @@ def _look_at(what: Rehearsed, seen: _Seen, name: str, parameter: Any, gradient: 
     """Gives nothing in its place, so that all of them are never there at once."""
     if is_sharded(gradient) and gradient.placements != parameter.placements:  # each rank has a summand
         gradient = gradient.redistribute(placements=parameter.placements)
-    mine = local(gradient)
+    mine = local_tensor(gradient)
     if name in what.partial and not seen.whole:
         mine = what.axis.sum(mine.clone())
     flat = mine.reshape(-1)
     step = flat.numel() // _LOOKED_AT | 1  # odd, so as not to see one column alone
     seen.gradients[name] = torch.cat([flat[::step], flat.norm()[None]]).float()
     nothing = torch.zeros((), dtype=mine.dtype, device=mine.device).expand(mine.shape)
-    return as_part_of(gradient, nothing)
+    return as_shard_of(gradient, nothing)
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.records import Batch
-from lockstep.distributed.sequences import Division, current, filled, places_of
+from lockstep.distributed.sequences import SequencePartition, current, filled, places_of
 from lockstep.engine.eager import Eager, call
 from lockstep.engine.rehearsing import (
     beginning,
@@ -83,7 +83,7 @@ class Divider:
         inputs, mask = _without_mask(batch.inputs, length) if self.attention.asks_for_masks else (batch.inputs, None)
         real = self._real(mask, targets)
         last = real is not None and self._hides_nothing(real, targets)
-        division = Division(self._ring, length, places.clamp(max=length - 1), real, last)
+        division = SequencePartition(self._ring, length, places.clamp(max=length - 1), real, last)
         self.attention.enter(division)
         given = self._divided(inputs, length, division.positions)
         if self._tells_positions and isinstance(given, dict) and "position_ids" not in given:
@@ -169,7 +169,7 @@ def _padded_before(batch: Batch) -> Batch | None:
     return replace(batch, inputs={**batch.inputs, "attention_mask": changed}, targets=nothing)
 
 
-def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: Division) -> str | None:
+def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: SequencePartition) -> str | None:
     """The module whose outputs are the first not to be the same; None: they all are, as far as the roughest of their
     dtypes can tell. What isn't real may be anything."""
     rough = max((_APART[part.dtype] for part in divided.values()), default=0.0)
@@ -186,7 +186,7 @@ def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], div
     return None
 
 
-def _of_real_tokens(outputs: Tensor, axis: int, division: Division) -> Tensor:
+def _of_real_tokens(outputs: Tensor, axis: int, division: SequencePartition) -> Tensor:
     """Set outputs at padding to 0: what attention gives there is nobody's, and differs. Outputs
     without an axis of samples, such as those of positions alone, stay as they are.
 

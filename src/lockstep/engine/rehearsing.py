@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lockstep.core.records import Batch
-from lockstep.distributed.generators import drawn_again
+from lockstep.distributed.generators import replayed_draws
 
 _OF_TORCH = {*vars(nn.Module()), "forward", "_call_impl"} - {"training"}
 _DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
@@ -30,7 +30,7 @@ _DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dro
 def rehearsal(model: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
     """Afterwards the model and the generators are what they were. Inside nothing is dropped by torch.nn.functional;
     gives what says whether numbers were drawn nevertheless."""
-    with unchanged(model), drawn_again(device) as drawn, _nothing_dropped(), _in_full_precision():
+    with unchanged(model), replayed_draws(device) as drawn, _nothing_dropped(), _in_full_precision():
         yield drawn
 
 

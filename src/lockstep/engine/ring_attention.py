@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.distributed.sequences import Division, chunks_of, current, enter
+from lockstep.distributed.sequences import SequencePartition, chunks_of, current, enter
 from lockstep.engine.attention_kernels import (
     Mixed,
     Seen,
@@ -89,7 +89,7 @@ class _Round(NamedTuple):
     seen: Seen
 
 
-def _round(division: Division, shape: _Shape, source: int, dtype: torch.dtype) -> _Round:
+def _round(division: SequencePartition, shape: _Shape, source: int, dtype: torch.dtype) -> _Round:
     """Of the keys that belong to rank `source`.
 
     Later chunks see earlier ones: of a rank before this one, the front chunk is before both of ours and the other one
@@ -112,7 +112,7 @@ def _round(division: Division, shape: _Shape, source: int, dtype: torch.dtype) -
     return _Round(queries, keys, Seen(shape.scale, mask=mask))
 
 
-def _mask(division: Division, source: int, keys: int, dtype: torch.dtype) -> Tensor | None:
+def _mask(division: SequencePartition, source: int, keys: int, dtype: torch.dtype) -> Tensor | None:
     """[B, 1, 1, keys], of the first `keys` of a rank's."""
     if division.real is None:
         return None
@@ -125,7 +125,9 @@ def _mask(division: Division, source: int, keys: int, dtype: torch.dtype) -> Ten
 
 class _Around(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, division: Division, shape: _Shape) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, division: SequencePartition, shape: _Shape
+    ) -> Tensor:
         ring, mixed = division.ring, None
         held = [key.detach(), value.detach()]
         for number in range(ring.size):
@@ -214,7 +216,7 @@ class RingInModel:
         """Whether the model hands its mask of padding on to its attention, which asks the division in place of it."""
         return bool(self._configs)
 
-    def enter(self, division: Division) -> None:
+    def enter(self, division: SequencePartition) -> None:
         """Until `leave`."""
         enter(division)
         F.scaled_dot_product_attention = _of_torch

@@ -37,7 +37,7 @@ from lockstep.core.peers import blames_a_peer
 from lockstep.core.stopping import STOP_SIGNALS
 
 
-class Kind(Enum):
+class EndKind(Enum):
     """How a rank ended."""
 
     DONE = "returned 0"
@@ -54,7 +54,7 @@ class Kind(Enum):
     ENDED = "asked or killed by its launcher"
 
 
-_WEIGHT = {Kind.PAUSED: 1, Kind.WAITED: 2, Kind.PEER: 3, Kind.ENDED: 4}  # explained by any that weighs less
+_WEIGHT = {EndKind.PAUSED: 1, EndKind.WAITED: 2, EndKind.PEER: 3, EndKind.ENDED: 4}  # explained by any that weighs less
 
 _LATE = 2.0  # seconds after the first has waited in vain: whoever then finds the group broken had not been waiting
 _EXPLAINS = 0.5  # seconds that a rank's death by a signal may be noticed after what it made others do
@@ -72,7 +72,7 @@ class End:
     problems: of a ConfigError.
     """
 
-    kind: Kind
+    kind: EndKind
     code: int
     text: str
     time: float
@@ -83,35 +83,35 @@ class End:
 def end_of_return(code: int, time: float) -> End:
     """Of an entry that returned, or of a process that exited with `code` without a word."""
     if code == 0:
-        return End(Kind.DONE, 0, "", time)
+        return End(EndKind.DONE, 0, "", time)
     if code == Stopped.exit_code:
-        return End(Kind.STOPPED, code, "", time)
+        return End(EndKind.STOPPED, code, "", time)
     if code == Paused.exit_code:
-        return End(Kind.PAUSED, code, "", time)
-    return End(Kind.CODE, code, f"ended with exit code {code}", time)
+        return End(EndKind.PAUSED, code, "", time)
+    return End(EndKind.CODE, code, f"ended with exit code {code}", time)
 
 
 def end_of_exception(error: BaseException, time: float, frames: TracebackType | None) -> End:
     """Of an entry that raised. `frames` are those to show."""
     match error:
         case Paused():
-            return End(Kind.PAUSED, Paused.exit_code, str(error), time)
+            return End(EndKind.PAUSED, Paused.exit_code, str(error), time)
         case Stopped() | KeyboardInterrupt():
-            return End(Kind.STOPPED, Stopped.exit_code, message_of(error).strip(), time)
+            return End(EndKind.STOPPED, Stopped.exit_code, message_of(error).strip(), time)
         case CollectiveTimeout():
-            return End(Kind.WAITED, error.exit_code, message_of(error), time)
+            return End(EndKind.WAITED, error.exit_code, message_of(error), time)
         case PeerFailed():
-            return End(Kind.PEER, error.exit_code, message_of(error), time)
+            return End(EndKind.PEER, error.exit_code, message_of(error), time)
         case ConfigError():
-            return End(Kind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error), error.problems)
+            return End(EndKind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error), error.problems)
         case Failure():
-            return End(Kind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error))
+            return End(EndKind.MESSAGE, error.exit_code, message_of(error), time, detail_of(error))
         case SystemExit(code=int() | None):
-            return End(Kind.LEFT, int(error.code or 0), _exited(error), time)
+            return End(EndKind.LEFT, int(error.code or 0), _exited(error), time)
         case SystemExit():
-            return End(Kind.MESSAGE, 1, message_of(error), time)
+            return End(EndKind.MESSAGE, 1, message_of(error), time)
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-    return End(Kind.PEER if blames_a_peer(error) else Kind.TRACEBACK, 1, _shortened(text), time)
+    return End(EndKind.PEER if blames_a_peer(error) else EndKind.TRACEBACK, 1, _shortened(text), time)
 
 
 def _exited(error: SystemExit) -> str:
@@ -131,22 +131,22 @@ def detail_of(failure: Failure) -> str:
 def end_of_process(exitcode: int, time: float) -> End:
     """Of a process that ended without a report; `exitcode` is minus the signal's number if one killed it."""
     if exitcode == 0:
-        return End(Kind.LEFT, 0, "ended with exit code 0 before it was done", time)
+        return End(EndKind.LEFT, 0, "ended with exit code 0 before it was done", time)
     if exitcode > 0:
         return end_of_return(exitcode, time)
     name = _signal_name(-exitcode)
     if -exitcode in STOP_SIGNALS:
-        return End(Kind.INTERRUPTED, Stopped.exit_code, f"was stopped by {name}", time - _EXPLAINS)
+        return End(EndKind.INTERRUPTED, Stopped.exit_code, f"was stopped by {name}", time - _EXPLAINS)
     if name == "SIGABRT":  # what C++ does with an exception nobody catches; a broken connection is one
-        return End(Kind.PEER, 1, f"was killed by {name}", time)
-    return End(Kind.KILLED, 1, f"was killed by {name}", time)
+        return End(EndKind.PEER, 1, f"was killed by {name}", time)
+    return End(EndKind.KILLED, 1, f"was killed by {name}", time)
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:
     """The rank whose end explains the others', or None if all are done or have nothing to tell (None). Ranks that have
     left with code 0 are as good as done, unless others have failed."""
-    told = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not Kind.DONE]
-    if all(end.kind is Kind.LEFT and end.code == 0 for _, end in told):
+    told = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not EndKind.DONE]
+    if all(end.kind is EndKind.LEFT and end.code == 0 for _, end in told):
         return None
     return min(told, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
 
@@ -161,15 +161,15 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
     match end.kind:
-        case Kind.MESSAGE | Kind.STOPPED | Kind.PAUSED if _all_say(end.text, ends):
+        case EndKind.MESSAGE | EndKind.STOPPED | EndKind.PAUSED if _all_say(end.text, ends):
             return end.text
-        case Kind.WAITED:
+        case EndKind.WAITED:
             return "\n".join([_waiting(ends, end.time, timeout), *end.text.splitlines()[1:]])
-        case Kind.TRACEBACK | Kind.PEER if "\n" in end.text:
+        case EndKind.TRACEBACK | EndKind.PEER if "\n" in end.text:
             return f"rank {rank} failed:\n{end.text}" if len(ends) > 1 else end.text
-        case Kind.KILLED if end.text.endswith("SIGKILL") and sigkill:
+        case EndKind.KILLED if end.text.endswith("SIGKILL") and sigkill:
             return f"rank {rank} {end.text}: {sigkill}"
-        case Kind.CODE | Kind.LEFT | Kind.KILLED | Kind.INTERRUPTED | Kind.PEER:
+        case EndKind.CODE | EndKind.LEFT | EndKind.KILLED | EndKind.INTERRUPTED | EndKind.PEER:
             return f"rank {rank} {end.text}"
         case _:
             return f"rank {rank}: {end.text}" if end.text else ""
@@ -178,8 +178,8 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str
 def _waiting(ends: Sequence[End | None], since: float, timeout: float) -> str:
     """Who let the others wait: those that had to be ended, or, if there are none, those that came later."""
     told = [(rank, end) for rank, end in enumerate(ends) if end is not None]
-    missing = [rank for rank, end in told if end.kind is Kind.ENDED]
-    missing = missing or [rank for rank, end in told if end.kind is Kind.PEER and end.time > since + _LATE]
+    missing = [rank for rank, end in told if end.kind is EndKind.ENDED]
+    missing = missing or [rank for rank, end in told if end.kind is EndKind.PEER and end.time > since + _LATE]
     if missing:
         waiting = [rank for rank, _ in told if rank not in missing]
         return timeout_message(_named(missing), _named(waiting) if len(waiting) == 1 else "the others", timeout)

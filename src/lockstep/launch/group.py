@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, heard, no_effect
-from lockstep.launch.ends import End, Kind, end_of_process
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, is_handled, no_effect
+from lockstep.launch.ends import End, EndKind, end_of_process
 
 _SETTLE = 1.0  # seconds for the other ranks to say how they fail, once one has
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank still unwinding
@@ -97,7 +97,7 @@ def signal_requests(*, last: bool) -> Iterator[SignalRequests]:
     requests = SignalRequests()
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, requests.stop) for number in STOP_SIGNALS if heard(number)}
+        before = {number: signal.signal(number, requests.stop) for number in STOP_SIGNALS if is_handled(number)}
         before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, requests.save)
     try:
         yield requests
@@ -173,10 +173,10 @@ class Member:
             self._silent = True
             return
         ours = self._asked or self._ended_by_us
-        self.reported = _our_doing(end) if ours and end.kind is Kind.STOPPED else end
+        self.reported = _our_doing(end) if ours and end.kind is EndKind.STOPPED else end
 
     def _conclude(self, exitcode: int) -> End:
-        if self.reported is not None and (self.reported.kind is not Kind.DONE or exitcode == 0):
+        if self.reported is not None and (self.reported.kind is not EndKind.DONE or exitcode == 0):
             return self.reported
         found = end_of_process(exitcode, time.monotonic())
         return _our_doing(found) if self._ended_by_us and exitcode < 0 else found
@@ -235,22 +235,22 @@ def _foresee(members: Sequence[Member], deadlines: _Deadlines, patience: float) 
     if deadlines.terminated:
         return
     heard = [end for member in members if (end := member.ended or member.reported)]
-    kinds = [Kind.DONE if end.kind is Kind.LEFT and end.code == 0 else end.kind for end in heard]
-    if Kind.INTERRUPTED in kinds:
+    kinds = [EndKind.DONE if end.kind is EndKind.LEFT and end.code == 0 else end.kind for end in heard]
+    if EndKind.INTERRUPTED in kinds:
         deadlines.kill = min(deadlines.kill, time.monotonic() + _SETTLE)
     deadlines.terminate = min(deadlines.terminate, time.monotonic() + _wait_for(kinds, len(members), patience))
 
 
-def _wait_for(heard: Sequence[Kind], ranks: int, patience: float) -> float:
+def _wait_for(heard: Sequence[EndKind], ranks: int, patience: float) -> float:
     """Seconds for the ranks that have not been heard yet."""
     kinds = set(heard)
-    if kinds & {Kind.MESSAGE, Kind.TRACEBACK, Kind.CODE, Kind.LEFT, Kind.KILLED}:
+    if kinds & {EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.LEFT, EndKind.KILLED}:
         return _SETTLE
-    if Kind.WAITED in kinds and len(heard) < ranks - 1:
+    if EndKind.WAITED in kinds and len(heard) < ranks - 1:
         return max(_SETTLE_PEER, _SETTLE_WAITED * patience)
-    if kinds & {Kind.WAITED, Kind.PEER}:
+    if kinds & {EndKind.WAITED, EndKind.PEER}:
         return _SETTLE_PEER
-    if kinds & {Kind.STOPPED, Kind.PAUSED}:  # an orderly stop; some have more to write than others
+    if kinds & {EndKind.STOPPED, EndKind.PAUSED}:  # an orderly stop; some have more to write than others
         return patience
     return math.inf
 
@@ -273,4 +273,4 @@ def _signal_all(living: Sequence[Member], number: signal.Signals) -> None:
 
 
 def _our_doing(end: End) -> End:
-    return End(Kind.ENDED, end.code, "", end.time)
+    return End(EndKind.ENDED, end.code, "", end.time)

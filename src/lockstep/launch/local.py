@@ -40,14 +40,14 @@ from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
-from lockstep.core.stopping import held_signals
+from lockstep.core.stopping import blocked_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
-from lockstep.launch.elsewhere import read_at_start, refuse_unsettable, set_environment
-from lockstep.launch.ends import End, Kind, describe, first_cause
+from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.group import Member, SignalRequests, signal_requests, watch
-from lockstep.launch.outcome import Outcome, print_on_stderr
-from lockstep.launch.rank import Orders, append_end, run_entry, run_rank, signals_stop
+from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_environment
+from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.rank import RankTask, append_end, run_entry, run_rank, signals_stop
 
 _LOOPBACK = "127.0.0.1"
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
@@ -56,7 +56,7 @@ _GUARD = (
     'under `if __name__ == "__main__":`'
 )
 _LONGEST_REASON = 300
-_OF_A_STOP = (Kind.INTERRUPTED, Kind.PEER, Kind.ENDED)  # ranks that stop break what binds them
+_OF_A_STOP = (EndKind.INTERRUPTED, EndKind.PEER, EndKind.ENDED)  # ranks that stop break what binds them
 
 
 def launch(
@@ -68,7 +68,7 @@ def launch(
     apart: bool = False,
     ahead: Sequence[str] = (),
     remedy: str = "",
-) -> Outcome:
+) -> LaunchResult:
     """Run `entry` on `ranks` ranks of this machine; `.show()` says why it failed and has the run's exit code.
 
     Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named with its
@@ -127,7 +127,7 @@ def may_fork() -> bool:
     return _native_threads() == 1
 
 
-def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> Outcome:
+def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> LaunchResult:
     variables = {**RankEnvironment(master_port=launch.port).variables(), LAUNCHER: str(os.getpid())}
     log = streams.log_path(logs, 0) if logs else None
     with set_environment({**variables, **launch.environment}), streams.doubled(log), signals_stop():
@@ -139,19 +139,19 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> Ou
 
 def _run_ranks(
     entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, remedy: str, *, last: bool, forks: bool
-) -> Outcome:
+) -> LaunchResult:
     logged = streams.sizes(logs, ranks) if logs else []
     members: list[Member] = []
     killed_before = kernel_kills()
     with signal_requests(last=last) as requests:
         try:
-            with held_signals(forks=forks), _listener(launch.port, ranks) as listener, _frozen_heap():
+            with blocked_signals(forks=forks), _listener(launch.port, ranks) as listener, _frozen_heap():
                 _start(entry, ranks, launch, logs, listener, members, forks)
             ends = watch(members, requests, launch.timeout)
         finally:
             _end_all(members)
         sigkill = why_killed(killed_before, kernel_kills(), remedy)
-        if not forks and any(end.kind is Kind.CODE and end.code == _UNGUARDED for end in ends):
+        if not forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
             raise ConfigError(_GUARD)
         outcome = _conclude(ends, launch, requests, sigkill)
         if logs is not None and outcome.code == 0:
@@ -160,18 +160,18 @@ def _run_ranks(
         return replace(outcome, logs=logs) if outcome.code == 1 and logs is not None and logs.is_dir() else outcome
 
 
-def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> Outcome:
+def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> LaunchResult:
     """What ended the run."""
     cause = first_cause(ends)
     if cause is None:
-        return Outcome(0)
+        return LaunchResult(0)
     end = ends[cause]
     if requests is not None and requests.last_stop is not None and end.kind in _OF_A_STOP:
         at_once = "at once by a second signal, " if requests.stops > 1 else "by "
-        return Outcome(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
+        return LaunchResult(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
     text = describe(cause, ends, launch.timeout, sigkill)
-    is_traceback = end.kind in (Kind.TRACEBACK, Kind.PEER) and "\n" in text
-    return Outcome(end.code or 1, text, is_traceback, end.problems if text == end.text else ())
+    is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER) and "\n" in text
+    return LaunchResult(end.code or 1, text, is_traceback, end.problems if text == end.text else ())
 
 
 def refuse_import_of_script() -> None:
@@ -205,7 +205,7 @@ def _start(
         stream.flush()  # or each forked rank would say it again
     for rank in range(ranks):
         log = streams.log_path(logs, rank) if logs else None
-        orders = Orders(rank, os.getpid(), forks, log, listener if rank == 0 else None)
+        orders = RankTask(rank, os.getpid(), forks, log, listener if rank == 0 else None)
         ours, theirs = context.Pipe()
         process = context.Process(target=run_rank, args=(entry, orders, theirs), name=f"rank-{rank}")
         with (

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core.errors import ConfigError, Failure, Paused, Problem, RunFailed, Stopped, VerificationError
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LaunchResult:
     """Attributes:
     code: the exit code; 0: done.
     text: why it isn't: a message, or a traceback behind the name of its rank.
@@ -53,4 +53,4 @@ class Outcome:
 
 def print_on_stderr(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that was closed is no reason to fail
-        say(text, file=sys.stderr, flush=True)
+        echo(text, file=sys.stderr, flush=True)

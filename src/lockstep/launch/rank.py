@@ -39,15 +39,15 @@ from lockstep.core.processes import end_with
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
 from lockstep.core.secrets import masked, secrets_in
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, die_of, no_effect, tell
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, die_of, no_effect, write_stderr
 from lockstep.launch import streams
-from lockstep.launch.ends import End, Kind, end_of_exception, end_of_return
+from lockstep.launch.ends import End, EndKind, end_of_exception, end_of_return
 
 _OPEN_FILES = 65_536  # more than any run has; a limit of many millions makes other programs slow
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class RankTask:
     """What the launcher tells a rank, besides the environment it starts it in.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Signalled(Stopped):
     """Raised where the rank was when SIGTERM came."""
 
 
-def run_rank(entry: Callable[[], int], orders: Orders, channel: Connection) -> NoReturn:
+def run_rank(entry: Callable[[], int], orders: RankTask, channel: Connection) -> NoReturn:
     """The main function of a rank's process. Its environment is set already."""
     end_with(orders.launcher)
     let_children_search()
@@ -170,7 +170,7 @@ def _listen_to_the_launcher_alone(channel: Connection) -> None:
 
 def _nothing_to_save(number: int) -> None:
     if os.environ.get("RANK") == "0":
-        tell("nothing to save yet")
+        write_stderr("nothing to save yet")
 
 
 def _hear_signals_and_run(entry: Callable[[], int]) -> int:
@@ -185,7 +185,7 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _streams(orders: Orders) -> contextlib.AbstractContextManager[None]:
+def _streams(orders: RankTask) -> contextlib.AbstractContextManager[None]:
     if orders.log is None or orders.rank == 0:
         return streams.doubled(orders.log)
     streams.redirect(orders.log)
@@ -216,5 +216,5 @@ def _report(end: End, channel: Connection, waits: bool) -> None:
     """Rank 0 keeps the store that its peers may still talk to: having done, it waits until it is the last."""
     with contextlib.suppress(OSError, EOFError):  # the launcher is gone, and the kernel is about to end this process
         channel.send(end)
-        if waits and end.kind is Kind.DONE:
+        if waits and end.kind is EndKind.DONE:
             channel.recv()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.core.errors import Failure, message_of
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 
 def tell_torchrun(failure: Failure) -> None:
@@ -43,5 +43,5 @@ def exit_with(failure: Failure) -> NoReturn:
     tell_torchrun(failure)
     with suppress(OSError):  # the terminal may have been closed
         sys.stdout.flush()
-        say(f"{Path(sys.argv[0]).name}: {message_of(failure)}", file=sys.stderr)
+        echo(f"{Path(sys.argv[0]).name}: {message_of(failure)}", file=sys.stderr)
     sys.exit(failure.exit_code)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, cast
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
 from lockstep.core.formatting import size
 from lockstep.core.json_output import emit
-from lockstep.core.stopping import undone_by_a_stop
-from lockstep.core.terminal import say
+from lockstep.core.stopping import undo_on_stop
+from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
@@ -30,7 +30,7 @@ from lockstep.training.given import Given, refuse_given
 from lockstep.training.job import imports_ahead
 
 if TYPE_CHECKING:
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
     from lockstep.core.arguments import MemoryArguments
     from lockstep.training.session import Session
@@ -56,21 +56,21 @@ class Measured:
     why: str = ""
 
 
-def memory(loaded: Loaded, recipe: str, arguments: MemoryArguments) -> int:
+def memory(loaded: LoadedConfig, recipe: str, arguments: MemoryArguments) -> int:
     """Returns the exit code."""
     refuse_given(loaded)
     asked = configs(_long_enough(loaded.config, arguments.steps), arguments.modes)
     given = Given(trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(loaded.config.launch)
     device = _device_of(loaded.config)
-    say(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {_SAID[device]}\n\n{head()}", flush=True)
+    echo(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {_SAID[device]}\n\n{head()}", flush=True)
     rows: list[Measured] = []
     with _folder() as folder:
         for mode, config in asked.items():
             rows.append(_measured(mode, config, given, ranks, arguments.steps, folder))
-            say(line(rows[-1], rows[0]), flush=True)
+            echo(line(rows[-1], rows[0]), flush=True)
     if rows[0].held is not None:
-        say(f"\nmodel and optimizer hold {size(rows[0].held)} besides")
+        echo(f"\nmodel and optimizer hold {size(rows[0].held)} besides")
     if arguments.json:
         emit([asdict(row) for row in rows])
     return 0
@@ -124,7 +124,7 @@ def _measured(mode: str, config: Config, given: Given, ranks: int, steps: int, f
 def _folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="lockstep-memory-"))
     try:
-        with undone_by_a_stop(partial(shutil.rmtree, path, ignore_errors=True)):
+        with undo_on_stop(partial(shutil.rmtree, path, ignore_errors=True)):
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)

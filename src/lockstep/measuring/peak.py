@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.distributed.parts import local
+from lockstep.distributed.shard_boxes import local_tensor
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
@@ -30,7 +30,7 @@ def held_by(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of what stays between updates: on a GPU all that is allocated there, on the CPU what these tensors have."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
-    storages = [local(tensor).untyped_storage() for tensor in tensors]
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.distributed.parts import put
+from lockstep.distributed.shard_boxes import copy_from_full
 from lockstep.models.initialization import Draws, generators_keyed
 
 
@@ -39,7 +39,7 @@ class Blank:
         tensors = {**lacking, **dict(self.model.named_buffers())}
         for name, value in self.values():
             if name in tensors:
-                put(tensors[name], value)
+                copy_from_full(tensors[name], value)
                 lacking.pop(name, None)
         assert not lacking, f"without values: {', '.join(lacking)}"
 

@@ -33,7 +33,7 @@ from lockstep.core import protocols
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import construct
 from lockstep.core.records import Batch, DataFacts
-from lockstep.distributed.parts import is_sharded
+from lockstep.distributed.shard_boxes import is_sharded
 from lockstep.models.heads import Head
 from lockstep.models.outputs import logits_of, part_of
 from lockstep.models.vocab_parallel_loss import full_logits, vocab_parallel_cross_entropy_sum
@@ -316,7 +316,7 @@ class CountsAndLosses(Protocol):
 
 
 def build_objective(
-    objective: schema.Objective,
+    objective: schema.ObjectiveConfig,
     model: schema.Model,
     facts: DataFacts,
     head: Head | None = None,
@@ -514,7 +514,7 @@ def _remedy_of_classes(made: list[int], targets: list[int]) -> str | None:
     return f"torch takes classes in the second dim and one target for each of the others: give targets of {wanted}"
 
 
-def _kind(objective: schema.Objective, model: schema.Model, facts: DataFacts, head: Head | None) -> str:
+def _kind(objective: schema.ObjectiveConfig, model: schema.Model, facts: DataFacts, head: Head | None) -> str:
     """Raises:
     ConfigError: asked for something that the model can't do.
     """

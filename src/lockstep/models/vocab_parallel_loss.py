@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.parts import gathered, held, is_sharded
+from lockstep.distributed.shard_boxes import full_tensor, is_sharded, local_shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,7 +42,7 @@ def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoo
         targets: [...], the same on all of them.
     """
     divided = cast("DTensor", logits)
-    boxes = held(logits).boxes
+    boxes = local_shards(logits).boxes
     first = boxes[0].offsets[-1] if boxes else 0
     columns = _Columns(first, logits.shape[-1], divided.device_mesh.get_group())
     here = divided.to_local()
@@ -53,7 +53,7 @@ def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoo
 
 def full_logits(logits: Tensor) -> Tensor:
     """Put together on each rank, if they are divided."""
-    return gathered(logits) if is_sharded(logits) else logits
+    return full_tensor(logits) if is_sharded(logits) else logits
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import ModelSection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.distributed.parts import put
+from lockstep.distributed.shard_boxes import copy_from_full
 from lockstep.models.transformers_models import is_transformers_model, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
 
@@ -123,9 +123,9 @@ class WeightMatch:
         now = None if model is None else model.state_dict(keep_vars=True)
         for slot, found in self.pairs:
             if now is None:
-                put(slot.tensor, found)
+                copy_from_full(slot.tensor, found)
             elif slot.name in now:
-                put(now[slot.name], found)
+                copy_from_full(now[slot.name], found)
 
     def notes(self) -> tuple[str, ...]:
         """A sentence for each kind of thing that isn't as it should be."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 from lockstep.monitor.folder import write_atomically
 from lockstep.proof.api import prove
 from lockstep.proof.html import Told, compose
@@ -18,12 +18,12 @@ from lockstep.proof.tolerances import TOLERANCES
 from lockstep.training.given import Given, refuse_given
 
 if TYPE_CHECKING:
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
     from lockstep.core.arguments import VerifyArguments
     from lockstep.proof.cases import Proof
 
 
-def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
+def verify(loaded: LoadedConfig, recipe: str, arguments: VerifyArguments) -> int:
     """Returns the exit code."""
     refuse_given(loaded)
     given = Given(trust_remote_code=arguments.trust_remote_code)
@@ -31,7 +31,7 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     def begin(proof: Proof) -> None:
         lacks = f"\nnote: {proof.missing}" if proof.missing else ""
         told = introduction(proof, arguments.steps, arguments.precision)
-        say(f"{recipe}: {told}{lacks}\n\n{head()}", flush=True)
+        echo(f"{recipe}: {told}{lacks}\n\n{head()}", flush=True)
 
     outcome, proof = prove(
         loaded.config,
@@ -46,9 +46,9 @@ def verify(loaded: Loaded, recipe: str, arguments: VerifyArguments) -> int:
     rows = outcome.rows
     remarks = [*outcome.notes, *(f"not run: {one}" for one in proof.left_out)]
     said_of_all = verdict(rows, proof.missing)
-    say(_end(rows, remarks, arguments.precision, said_of_all))
+    echo(_end(rows, remarks, arguments.precision, said_of_all))
     told = Told(recipe, rows, tuple(remarks), arguments.steps, arguments.precision)
-    say(_write(told, said_of_all, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
+    echo(_write(told, said_of_all, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
     if arguments.json:
         emit([row.as_json() for row in rows])
     if any(row.passed is False for row in rows):
@@ -83,7 +83,7 @@ def _of_runs(rows: Sequence[Row]) -> str:
 
 
 def _show(row: Row) -> None:
-    say(line(row), flush=True)
+    echo(line(row), flush=True)
 
 
 def _end(rows: Sequence[Row], remarks: Sequence[str], precision: str, said_of_all: str) -> str:

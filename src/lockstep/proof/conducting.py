@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Failure, Paused, RunFailed, Stopped
-from lockstep.core.stopping import undone_by_a_stop
+from lockstep.core.stopping import undo_on_stop
 from lockstep.launch.local import launch
 from lockstep.proof.cases import Case, Proof
 from lockstep.proof.rows import Row, not_run, row_of
@@ -107,7 +107,7 @@ def _folder() -> Iterator[Path]:
     """A temporary one; of ranks that crashed, what they said stays."""
     path = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
     try:
-        with undone_by_a_stop(partial(shutil.rmtree, path, ignore_errors=True)):
+        with undo_on_stop(partial(shutil.rmtree, path, ignore_errors=True)):
             yield path
     finally:
         crashed = (path / _CRASHED).exists()

@@ -243,7 +243,7 @@ def _updates(session: Session, steps: int) -> Iterator[tuple[int, GlobalBatch]]:
 def _seen(session: Session, batch: GlobalBatch) -> Seen:
     """All ranks together; before the update is committed."""
     mine = (batch.count, batch.digest, _content(batch), [_count(session, one) for one in batch.micro_batches])
-    told = mine if session.rooms.place.tells_counts else None
+    told = mine if session.rooms.place.reports_counts else None
     everywhere = [one for one in cast("list[Any]", session.rooms.world.axis.gather(told)) if one is not None]
     return Seen(
         step=batch.step,

@@ -40,7 +40,7 @@ def ranks_differ(step: int) -> str:
     )
 
 
-class Patience:
+class DiscardLimit:
     """Gives up after so many discarded updates in a row: such a run learns nothing any more."""
 
     def __init__(self, limit: int = PATIENCE) -> None:

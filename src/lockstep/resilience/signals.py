@@ -21,7 +21,7 @@ from types import FrameType
 from lockstep.core.errors import Stopped
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import Request
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, heard, no_effect, tell
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, is_handled, no_effect, write_stderr
 
 _ONE_WISH_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 
@@ -69,7 +69,7 @@ class RunSignals:
 
     def _tell(self, text: str) -> None:
         if self._shown:
-            tell(text)
+            write_stderr(text)
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def run_signals(*, shown: bool = False, ends: bool = False) -> Iterator[RunSigna
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    before = {number: signal.signal(number, signals.stop) for number in STOP_SIGNALS if heard(number)}
+    before = {number: signal.signal(number, signals.stop) for number in STOP_SIGNALS if is_handled(number)}
     before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, signals.save)
     try:
         yield signals

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.distributed.parts import FlatShard
+from lockstep.distributed.shard_boxes import FlatShard
 from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.deepspeed_order import DeepSpeedOrder
 from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters

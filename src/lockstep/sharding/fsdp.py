@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import FSDP, FSDPPrecision
     from lockstep.core.protocols import Optimizer
     from lockstep.core.records import TrainingState
-    from lockstep.distributed.place import Place
+    from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.plan.mesh import Mesh
     from lockstep.sharding.pieces import Pieces
 
@@ -42,7 +42,7 @@ OptimizerOf = Callable[[Iterable[tuple[str, nn.Parameter]]], "Optimizer"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard(model: nn.Module, options: FSDP, place: Place, device: torch.device, blocks: Sequence[str]) -> None:
+def shard(model: nn.Module, options: FSDP, place: MeshPosition, device: torch.device, blocks: Sequence[str]) -> None:
     """Divides the model in place, its parameters on the CPU, on `device`, or without values on the meta device.
 
     Args:
@@ -91,7 +91,7 @@ class ShardedByFSDP:
         optimizer_of: OptimizerOf,
         squared_norm: SquaredNorm,
         options: FSDP,
-        place: Place,
+        place: MeshPosition,
         pieces: Pieces,
         *,
         whole: bool,
@@ -104,7 +104,7 @@ class ShardedByFSDP:
         self._squared_norm = squared_norm
         self._each_micro_batch = options.reduce_every == "micro-batch"
         self._offloaded = options.cpu_offload
-        self._buffers = SharedBuffers(model, place.with_share)
+        self._buffers = SharedBuffers(model, place.data_parallel_group)
         self._reduces = self._is_last = True
         self._shares_ends = False
         self._parts = trained_parts(model)
@@ -207,7 +207,7 @@ class ShardedByFSDP:
 
 
 def same_order(
-    model: nn.Module, place: Place, device: torch.device, *, find_unused: bool, before_unused: str
+    model: nn.Module, place: MeshPosition, device: torch.device, *, find_unused: bool, before_unused: str
 ) -> SameOrder | None:
     """What keeps the collectives of a divided model's ranks in one order. All ranks together.
 
@@ -218,8 +218,8 @@ def same_order(
     if place.mesh.pipeline > 1:
         return None
     if find_unused:
-        return Joined(model, place.with_share)
-    return OneOrder(model, place.with_share, device, before_unused)
+        return Joined(model, place.data_parallel_group)
+    return OneOrder(model, place.data_parallel_group, device, before_unused)
 
 
 # --- making it ----------------------------------------------------------------------------------------------------
@@ -236,11 +236,11 @@ def _refuse(model: nn.Module) -> None:
             raise ConfigError(Problem("", "parallel.strategy", f"{message}; convert the model with .float()"))
 
 
-def _mesh(place: Place, options: FSDP) -> Mesh:
+def _mesh(place: MeshPosition, options: FSDP) -> Mesh:
     return place.mesh.with_context(divided=options.sharding_strategy != "NO_SHARD")
 
 
-def _device_mesh(place: Place, options: FSDP, device: torch.device) -> DeviceMesh:
+def _device_mesh(place: MeshPosition, options: FSDP, device: torch.device) -> DeviceMesh:
     mesh, cut = _mesh(place, options), place.device_mesh
     if mesh.data == 1:
         return (

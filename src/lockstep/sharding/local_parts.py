@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from lockstep.distributed.parts import as_part_of, is_sharded, local
+from lockstep.distributed.shard_boxes import as_shard_of, is_sharded, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -29,7 +29,7 @@ class Part:
     def __init__(self, name: str, whole: nn.Parameter) -> None:
         self.name = name
         self.whole = whole
-        self.local = nn.Parameter(local(whole))
+        self.local = nn.Parameter(local_tensor(whole))
 
     @property
     def gradient(self) -> Tensor:
@@ -68,7 +68,7 @@ class Part:
 
     def as_whole(self, value: Tensor) -> Tensor:
         """What belongs to this part, as what it is a part of."""
-        return as_part_of(self.whole, value)
+        return as_shard_of(self.whole, value)
 
 
 def trained_parts(model: nn.Module) -> list[Part]:

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.distributed.parts import FlatShard, bits
+from lockstep.distributed.shard_boxes import FlatShard, bits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

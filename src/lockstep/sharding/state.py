@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.distributed.parts import gathered, is_sharded
+from lockstep.distributed.shard_boxes import full_tensor, is_sharded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +117,7 @@ def unused_parameters(names: Sequence[str], *, where: str = "", before: str = ""
 def _whole(parts: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
     """Of a sharded tensor all of it, which every rank is sent."""
     for name, tensor in parts:
-        found = gathered(tensor) if is_sharded(tensor) else tensor
+        found = full_tensor(tensor) if is_sharded(tensor) else tensor
         if wanted:
             yield name, found.detach().cpu()
 

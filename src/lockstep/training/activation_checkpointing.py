@@ -17,8 +17,8 @@ from torch import nn
 
 from lockstep.config.schema import ActivationCheckpointing
 from lockstep.core.errors import ConfigError
-from lockstep.distributed import everyone
-from lockstep.distributed.memory import memory_of_ranks, peak_of_a_rank
+from lockstep.distributed import user_collectives
+from lockstep.distributed.memory import least_memory, peak_memory
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.transforms.activation_checkpointing import Recomputation, RecomputeBlocks, none_of, refuse
 
@@ -54,8 +54,8 @@ class Checkpointed:
         self._looks += 1
         if self._limit is None or self.on or self._looks % self._look_every:
             return self.on
-        used = peak_of_a_rank(self._device) / self._limit
-        self._made.switch.on = any(everyone.all_ranks().gather(used > self._threshold))
+        used = peak_memory(self._device) / self._limit
+        self._made.switch.on = any(user_collectives.all_ranks().gather(used > self._threshold))
         return self.on
 
     def __str__(self) -> str:
@@ -107,11 +107,11 @@ def checkpoint_activations(
     if blocks is None and mode == "segments":
         found = blocks_in_line(model, found)
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    axis = everyone.all_ranks()
+    axis = user_collectives.all_ranks()
     transform = RecomputeBlocks(asked, found, agree=axis.broadcast)
     refuse(transform.refuses(model, device))
     made = transform.applied(model)
-    limit = memory_of_ranks(device, axis) if mode == "adaptive" else None
+    limit = least_memory(device, axis) if mode == "adaptive" else None
     return Checkpointed(mode, made.blocks, made, threshold, look_every, device, limit)
 
 

@@ -23,9 +23,9 @@ from lockstep.config.schema import Config, ModelSection
 from lockstep.core.errors import ConfigError
 from lockstep.core.local_paths import local_path
 from lockstep.core.ranks import names_a_rank
-from lockstep.distributed.everyone import print_once
-from lockstep.launch.elsewhere import refuse_number
+from lockstep.distributed.user_collectives import print_once
 from lockstep.launch.local import refuse_import_of_script
+from lockstep.launch.other_launchers import refuse_rank_count
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.given import Given, refuse_missing
 from lockstep.training.job import Finished, Job, opened, run_job
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
 
 
 def checkpoints(
@@ -112,7 +112,7 @@ def train(
     )
     job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given)
     if names_a_rank(os.environ) and isinstance(ranks, int):
-        refuse_number(ranks, "ranks")
+        refuse_rank_count(ranks, "ranks")
     if ranks is None or names_a_rank(os.environ):
         return run_job(job)
     return _train_in_ranks(job, ranks)
@@ -159,7 +159,7 @@ def resolved(config: ConfigLike, given: Given, *, trusted: bool = False, writes:
     return checked
 
 
-def _loaded(config: ConfigLike, handed: Mapping[str, Any]) -> Loaded:
+def _loaded(config: ConfigLike, handed: Mapping[str, Any]) -> LoadedConfig:
     if not isinstance(config, str | os.PathLike):
         values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
         return validate(_with(values, handed))

@@ -17,8 +17,8 @@ from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
 from lockstep.data.loader import TrainingLoader, evaluation_batches
-from lockstep.distributed.memory import memory_of_a_rank, peak_of_a_rank
-from lockstep.distributed.place import place_of
+from lockstep.distributed.memory import peak_memory, rank_memory
+from lockstep.distributed.mesh_position import mesh_position
 from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
@@ -53,7 +53,7 @@ from lockstep.transforms.sync_batchnorm import SyncBatchNorm
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Objective, Source, Transform
-    from lockstep.distributed.place import Place
+    from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.engine.cutting import Cut, Cutting
     from lockstep.models.blank import Blank
@@ -93,7 +93,9 @@ def assemble(config: Config, world: World, given: Given) -> Session:
     transforms = _transforms(config, model, blocks, world)
     model = transform(model, transforms, world.device)
     cut = _cut(config, plan.mesh, world, model, blocks, source)
-    place = place_of(plan.mesh, world)  # what can be refused is refused by now: groups are made by all ranks together
+    place = mesh_position(
+        plan.mesh, world
+    )  # what can be refused is refused by now: groups are made by all ranks together
     across = _spread(place, model, divided)
     if config.run.determinism == "invariant":
         refuse_coupled(model, objective)
@@ -240,10 +242,10 @@ def _watch(config: Config, transforms: Sequence[Transform], world: World) -> Mem
     if options.mode != "adaptive":
         return None
     switch = next(one.switch for one in transforms if isinstance(one, RecomputeBlocks))
-    limit = memory_of_a_rank(world)
+    limit = rank_memory(world)
     return MemoryWatch(
         switch,
-        used=lambda: peak_of_a_rank(world.device) / limit,
+        used=lambda: peak_memory(world.device) / limit,
         threshold=options.threshold,
         look_every=options.look_every,
         speaks=world.rank == 0,
@@ -262,7 +264,7 @@ def _tensor_plan(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]
     return tensor_plan(model, options, mesh.tensor, ours if isinstance(model, Transformer) else None)
 
 
-def _spread(place: Place, model: nn.Module, plan: Mapping[str, str]) -> Across | None:
+def _spread(place: MeshPosition, model: nn.Module, plan: Mapping[str, str]) -> Across | None:
     """Divides the matrices that this rank has."""
     if not plan:
         return None
@@ -323,7 +325,7 @@ def _rate(config: Config, given: Given) -> Rate:
 
 
 def _machine(config: Config, world: World) -> Machine:
-    memory = memory_of_a_rank(world) if config.parallel.strategy == "auto" else None
+    memory = rank_memory(world) if config.parallel.strategy == "auto" else None
     return Machine(world.machine_ranks, memory, world.device.type)
 
 

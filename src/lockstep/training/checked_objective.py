@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.distributed.generators import drawn_again
+from lockstep.distributed.generators import replayed_draws
 from lockstep.engine.rehearsing import unchanged
 from lockstep.models.objectives import FunctionObjective
 from lockstep.monitor.metric_log import MetricLog, recording
@@ -75,7 +75,7 @@ class CheckedObjective:
         if halves is None:
             return loss
         with ExitStack() as stack:
-            has_drawn = stack.enter_context(drawn_again(loss.device))
+            has_drawn = stack.enter_context(replayed_draws(loss.device))
             loss_sum = _twin(self._objective.loss_sum, stack)
             found = [loss_sum(*half) for half in halves]
             is_random = has_drawn()

@@ -34,8 +34,8 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.out_of_memory import mark
 from lockstep.core.peers import blames_a_peer
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
-from lockstep.distributed.collectives import Alone, over_store
-from lockstep.distributed.timeouts import waited_in_vain
+from lockstep.distributed.collectives import LocalGroup, over_store
+from lockstep.distributed.timeouts import is_timeout
 from lockstep.monitor.folder import CHECKPOINTS
 from lockstep.monitor.jsonl import finite
 from lockstep.monitor.locked_folder import RunFolderTaken
@@ -430,7 +430,7 @@ class Checkpoints:
         exchange = session.rooms.world.exchange
         assert exchange is not None, "a rank that is alone fails together with all there are"
         if not exchange.called():
-            if blames_a_peer(error) or waited_in_vain(error):
+            if blames_a_peer(error) or is_timeout(error):
                 return "it is divided over ranks, and another rank has ended or hangs"
             exchange.call()
         told = cast("list[tuple[int, str | None]]", exchange.meet((session.progress.steps, unsound)))
@@ -460,7 +460,7 @@ class Checkpoints:
         state = session.own_state()
         with self._storage.alone(name) as first:
             if first:
-                saver = Saver(self._storage.apart(), Alone(), session.rooms.world.device, identity)
+                saver = Saver(self._storage.apart(), LocalGroup(), session.rooms.world.device, identity)
                 saver.start(state, self._moment(state))
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)

@@ -22,12 +22,12 @@ from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.json_output import emit
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
-from lockstep.core.stopping import held_signals, undone_by_a_stop
-from lockstep.core.terminal import say
-from lockstep.distributed.memory import memory_here
+from lockstep.core.stopping import blocked_signals, undo_on_stop
+from lockstep.core.terminal import echo
+from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.launch.local import launch
-from lockstep.launch.outcome import Outcome
+from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, read_summary, recipe_of
 from lockstep.plan.schedule import used_of_budget
 from lockstep.plan.told_sizes import NOT_READ, facts_of_config
@@ -45,7 +45,7 @@ from lockstep.training.weights import load_weights, to_rebuild
 if TYPE_CHECKING:
     from lockstep.checkpoint.local import LocalStorage
     from lockstep.checkpoint.manifest import Manifest
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
     from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
     from lockstep.core.records import DataFacts
@@ -55,7 +55,7 @@ _EVALUATION_SET = "data.evaluation: {held-out: {kind: digits, split: held-out}}"
 _SHOWN = 5  # settings that differ, in a message
 
 
-def train(loaded: Loaded, recipe: str, arguments: TrainArguments) -> int:
+def train(loaded: LoadedConfig, recipe: str, arguments: TrainArguments) -> int:
     """Returns the exit code."""
     config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
     refuse_given(loaded)
@@ -157,13 +157,13 @@ def _has_enough(config: Config, folder: Path) -> bool:
         if differences:
             raise ConfigError(_holds_another(folder, differences))
         if finished:
-            say(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
+            echo(f"the run in {folder} is finished; give it a longer run.steps (or epochs, ...) to go on, or --fresh")
         return finished
     too_far = _too_far(config, folder, finished=finished)
     if too_far is not None and not finished:
         raise ConfigError(too_far)
     if too_far is not None:
-        say(too_far)
+        echo(too_far)
     return too_far is not None
 
 
@@ -219,12 +219,12 @@ def _length(config: Config, manifest: Manifest) -> _Length:
     return _Length(used, budget, key, getattr(config.run, key))
 
 
-def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, Outcome]:
+def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResult]:
     """Makes the run's folder and runs the job on so many ranks of this machine; returns the folder too."""
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     asked = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
     was_there = asked is not None and asked.exists()
-    outcome = Outcome(ConfigError.exit_code)  # what `launch` raises
+    outcome = LaunchResult(ConfigError.exit_code)  # what `launch` raises
 
     def leave() -> None:
         folder.release()
@@ -232,9 +232,9 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, Outcome]:
             folder.remove_unbegun()
 
     with ExitStack() as stack:
-        with held_signals(forks=True):  # no stop comes between making the folder and what would undo it
+        with blocked_signals(forks=True):  # no stop comes between making the folder and what would undo it
             folder = RunFolder.create(asked, job.recipe, again=True)
-            stack.enter_context(undone_by_a_stop(leave))
+            stack.enter_context(undo_on_stop(leave))
         try:
             entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
             remedy = advice(setting_of(job.config, number), "forward")
@@ -317,7 +317,7 @@ def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments, file
         if session.rooms.world.rank == 0:
             for report in reports:
                 figures = "  ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
-                say(f"{report.name}: {figures}  ({report.samples:,} samples in {report.seconds:.1f} s)")
+                echo(f"{report.name}: {figures}  ({report.samples:,} samples in {report.seconds:.1f} s)")
             file.write_text(json.dumps(metrics_by_set(reports)), encoding="utf-8")
     return 0
 
@@ -348,7 +348,7 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
     if arguments.json:
         emit({"run": str(run), "prompt": prompt, "text": text})
     else:
-        say(prompt + text)
+        echo(prompt + text)
     return 0
 
 
@@ -357,7 +357,7 @@ def run_config(run: Path) -> Config:
     return loaded_config(run).config
 
 
-def loaded_config(run: Path) -> Loaded:
+def loaded_config(run: Path) -> LoadedConfig:
     """The same, with whether this user has started the run."""
     from lockstep.config.loading import load
 
@@ -368,7 +368,7 @@ def loaded_config(run: Path) -> Loaded:
 # --- before a run -------------------------------------------------------------------------------------------------
 
 
-def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
+def plan(loaded: LoadedConfig, recipe: str, arguments: PlanArguments) -> int:
     """What follows from a config, without starting a process or allocating the model."""
     from lockstep.models.build import sketch_model
     from lockstep.models.facts import parameter_facts
@@ -380,14 +380,14 @@ def plan(loaded: Loaded, recipe: str, arguments: PlanArguments) -> int:
     model = sketch_model(config.model, facts, trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(config.launch)
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
-    memory = arguments.memory or memory_here(gpus, count_cores(), ranks)
+    memory = arguments.memory or memory_if_started(gpus, count_cores(), ranks)
     made = make_plan(config, ranks, facts, parameter_facts(model), Machine(memory=memory))
     made = replace(made, warnings=(*made.warnings, *notes))
     refuse_cuts(config, made.mesh, model)
     if arguments.json:
         emit(as_json(made))
     else:
-        say(f"{recipe}\n{describe(made)}")
+        echo(f"{recipe}\n{describe(made)}")
     return 0
 
 
@@ -397,7 +397,7 @@ def _facts_to_plan_by(config: Config, given: Given) -> tuple[DataFacts, list[str
     return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
 
 
-def deepspeed_config(loaded: Loaded, *, trust_remote_code: bool) -> int:
+def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
     """Shows the DeepSpeed config that makes the same run without Lockstep; on stderr, what no config can say."""
     from lockstep.config.deepspeed import plain_config
     from lockstep.models.facts import describe_model
@@ -411,9 +411,9 @@ def deepspeed_config(loaded: Loaded, *, trust_remote_code: bool) -> int:
     facts, _ = _facts_to_plan_by(config, given)
     parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
     made = make_plan(config, choose_ranks(config.launch), facts, parameters)
-    say(json.dumps(plain_config(config, derived_for_deepspeed(made)), indent=2))
+    echo(json.dumps(plain_config(config, derived_for_deepspeed(made)), indent=2))
     for note in _beyond_deepspeed(config, len(made.groups)):
-        say(f"note: {note}", file=sys.stderr)
+        echo(f"note: {note}", file=sys.stderr)
     return 0
 
 

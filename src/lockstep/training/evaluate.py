@@ -12,7 +12,7 @@ import torch
 from lockstep.core.out_of_memory import mark
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
-from lockstep.distributed.everyone import print_once
+from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
         raise
     names = sorted(mine)
     told = torch.stack([mine[key].to(rooms.world.device) for key in names])
-    total = rooms.world.axis.sum(told if rooms.place.tells_sums else torch.zeros_like(told)).tolist()
+    total = rooms.world.axis.sum(told if rooms.place.reports_metrics else torch.zeros_like(told)).tolist()
     sums = dict(zip(names, total, strict=True))
     loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
     metrics = _metrics(rooms.objective, name, loss_sum, count, sums)

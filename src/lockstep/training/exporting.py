@@ -35,7 +35,7 @@ from lockstep.training.weights import FILE, save_for_transformers, save_tensors,
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
     from lockstep.core.arguments import ExportArguments
 
@@ -136,7 +136,7 @@ def _best(place: Place, config: Config) -> int:
     return step
 
 
-def _config_of(place: Place) -> Loaded:
+def _config_of(place: Place) -> LoadedConfig:
     """Of the run; or, where checkpoints lie alone, of the newest of them."""
     if place.loaded is not None:
         return place.loaded
@@ -150,7 +150,7 @@ def _config_of(place: Place) -> Loaded:
     raise RunFailed(f"{place.folder} has no checkpoint that can be used:{''.join(faults)}")
 
 
-def _config_in(manifest: Manifest, file: Path) -> Loaded:
+def _config_in(manifest: Manifest, file: Path) -> LoadedConfig:
     """As if the manifest were the config of its run."""
     loaded = validate(manifest.config)
     run = RunConfig(str(file), file.parent, known_as(manifest.run, manifest.config))

@@ -13,7 +13,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.optim.stepping import needs_closure
 
 if TYPE_CHECKING:
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
 
 
@@ -168,7 +168,7 @@ def _missing(one: Handed) -> Problem:
     return Problem("", one.key, f"{why}{one.key}: {one.instead}")
 
 
-def refuse_given(loaded: Loaded) -> None:
+def refuse_given(loaded: LoadedConfig) -> None:
     """Raise ConfigError if the config names objects, which nobody can hand over from the command line."""
     found = list(handed_in(loaded.config))
     if not found:

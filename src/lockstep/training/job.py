@@ -26,7 +26,7 @@ from lockstep.core.records import Request, RunFacts, StepReport
 from lockstep.data.fetch import names_hub
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
-from lockstep.launch.elsewhere import as_asked
+from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
 from lockstep.models.blocks import repeated_blocks
@@ -150,7 +150,7 @@ def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterat
 def opened(config: Config, given: Given) -> Iterator[Session]:
     """A session on this rank, among the ranks that the environment names."""
     grouped = names_a_rank(os.environ) or config.parallel.strategy in ("ddp", "fsdp", "deepspeed")
-    with as_asked(config.launch), joined(config.launch, grouped=grouped) as world:
+    with launch_environment(config.launch), joined(config.launch, grouped=grouped) as world:
         session: Session | None = None
         try:
             session = assemble(config, world, given)

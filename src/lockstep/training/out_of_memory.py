@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import OutOfMemory
 from lockstep.core.formatting import size
-from lockstep.core.out_of_memory import bytes_asked, place_of, ran_out
+from lockstep.core.out_of_memory import bytes_asked, error_location, ran_out
 
 if TYPE_CHECKING:
     import torch
 
     from lockstep.config.schema import Config
-    from lockstep.core.control_groups import Room
+    from lockstep.core.control_groups import MemoryLimit
     from lockstep.core.out_of_memory import Phase
 
 
@@ -58,9 +58,9 @@ def explain(error: BaseException, setting: Setting, device: torch.device) -> Out
     cause = ran_out(error)
     if cause is None:
         return None
-    from lockstep.distributed.memory import room_of
+    from lockstep.distributed.memory import memory_limit_of
 
-    place, asked, room = place_of(error), bytes_asked(cause), room_of(device)
+    place, asked, room = error_location(error), bytes_asked(cause), memory_limit_of(device)
     phase = None if place is None else place.phase
     where = f" {place}" if place is not None else " while the model and its training state were set up"
     wanted = f"{size(asked)} were asked for, and " if asked is not None else ""
@@ -68,7 +68,7 @@ def explain(error: BaseException, setting: Setting, device: torch.device) -> Out
     return OutOfMemory(f"out of memory{where}: {wanted}{free}. {advice(setting, phase, asked, room)}")
 
 
-def advice(setting: Setting, phase: Phase | None, asked: int | None = None, room: Room | None = None) -> str:
+def advice(setting: Setting, phase: Phase | None, asked: int | None = None, room: MemoryLimit | None = None) -> str:
     """What to change, the smallest change first.
 
     Args:
@@ -88,7 +88,7 @@ def advice(setting: Setting, phase: Phase | None, asked: int | None = None, room
     return f"{first[0].upper()}{first[1:]}.{more}"
 
 
-def _smaller(now: int, asked: int | None, room: Room | None) -> int:
+def _smaller(now: int, asked: int | None, room: MemoryLimit | None) -> int:
     """Half, or less where the failed allocation, which grows with the samples, is more than twice what there is."""
     return min(now // 2, now * room.total // asked) if asked and room is not None else now // 2
 

@@ -23,7 +23,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_escaping_links
 
 if TYPE_CHECKING:
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
 
 
@@ -40,7 +40,7 @@ class Place:
 
     folder: Path
     run: Path | None = None
-    loaded: Loaded | None = None
+    loaded: LoadedConfig | None = None
     name: str | None = None
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from lockstep.core.records import StepReport
-from lockstep.distributed.consensus import NEXT_TOKENS, Outcome
+from lockstep.distributed.consensus import NEXT_TOKENS, VoteResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class Judgement:
         scale, count: the loss scale and the valid targets that its loss was multiplied with and divided by.
     """
 
-    outcome: Outcome
+    outcome: VoteResult
     norm: float | Tensor
     keep: bool | Tensor
     scale: float | Tensor

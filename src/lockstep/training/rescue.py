@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Rescued, Stopped
 from lockstep.core.ranks import started_by_lockstep
-from lockstep.core.terminal import say
+from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
@@ -34,7 +34,7 @@ def rescuing(session: Session, *hopeless: type[Exception]) -> Iterator[None]:
         if outcome is not None:
             error.add_note(Rescued(outcome))
             if isinstance(error, SystemExit) and not started_by_lockstep(os.environ):  # nobody shows anything of it
-                say(f"lockstep: {outcome}", file=sys.stderr, flush=True)
+                echo(f"lockstep: {outcome}", file=sys.stderr, flush=True)
         raise
     finally:
         if session.rooms.world.exchange is not None:

@@ -20,12 +20,12 @@ from lockstep.core.out_of_memory import mark
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
-from lockstep.distributed.consensus import Consensus, had_one_gradient, requests_in, tallies_in
-from lockstep.distributed.everyone import print_once
+from lockstep.distributed.consensus import Consensus, gradients_agree, requests_in, tallies_in
+from lockstep.distributed.user_collectives import print_once
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.pieces import before_unused
 from lockstep.plan.schedule import fraction_done, is_finished
-from lockstep.resilience.guard import Patience, is_finite, ranks_differ, verdict
+from lockstep.resilience.guard import DiscardLimit, is_finite, ranks_differ, verdict
 from lockstep.sharding.buffers import BufferCopies
 from lockstep.sharding.state import unused_parameters
 from lockstep.training.evaluate import evaluate
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Engine, Objective, Sharding, Source
     from lockstep.data.loader import TrainingLoader
-    from lockstep.distributed.place import Place
+    from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.optim.precision import LossScaler
@@ -66,7 +66,7 @@ class Rooms:
     config: Config
     plan: Plan
     world: World
-    place: Place
+    place: MeshPosition
     objective: Objective
     sharding: Sharding
     tensors: ModelTensors
@@ -101,7 +101,7 @@ class Session:
     def __init__(self, rooms: Rooms) -> None:
         self.rooms = rooms
         self.progress = Progress()
-        self.patience = Patience()
+        self.patience = DiscardLimit()
         self.ledger = Ledger(rooms.world.size, _order_facts(rooms))
         self.standing: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.heard: Callable[[float, float], None] = lambda settled, failed: None
@@ -282,8 +282,8 @@ class Session:
             self._upcoming = self._next_batch(self._batches)
         upcoming = self._upcoming
         place = self.rooms.place
-        tallies = (float(self._current.digest) if place.tells_counts else 0.0, *self.standing())
-        loss_sum = loss_sum if place.tells_loss else loss_sum.new_zeros(())
+        tallies = (float(self._current.digest) if place.reports_counts else 0.0, *self.standing())
+        loss_sum = loss_sum if place.reports_loss else loss_sum.new_zeros(())
         self.rooms.consensus.open(loss_sum, *self._told(upcoming), tallies, self._requests)
         self._requests.clear()
 
@@ -329,7 +329,7 @@ class Session:
 
     def _told(self, batch: GlobalBatch) -> tuple[int, int]:
         """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""
-        return (batch.count, batch.tokens) if self.rooms.place.tells_counts else (0, 0)
+        return (batch.count, batch.tokens) if self.rooms.place.reports_counts else (0, 0)
 
     def _before_changes(self) -> None:
         """Of parameters and optimizer state: nobody reads them any more."""
@@ -354,7 +354,7 @@ class Session:
         progress = self.progress
 
         def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
-            if not had_one_gradient(slots, self.rooms.world.axis.size):
+            if not gradients_agree(slots, self.rooms.world.axis.size):
                 raise RunFailed(ranks_differ(progress.steps - 1))
             found = verdict(keep, scaled=self.rooms.scaler.enabled)
             self.patience.see(found, progress.steps)

@@ -11,8 +11,8 @@ from torch import nn
 
 from lockstep.config.deepspeed import engine_config
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.distributed.collectives import Alone
-from lockstep.distributed.place import pair_of_ends
+from lockstep.distributed.collectives import LocalGroup
+from lockstep.distributed.mesh_position import stage_pair
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
@@ -31,7 +31,7 @@ from lockstep.training.given import Given
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Optimizer, Sharding, Source
-    from lockstep.distributed.place import Place
+    from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.engine.cutting import Cut
     from lockstep.models.blank import Blank
@@ -114,7 +114,7 @@ class Parts:
     optimizer_of: OptimizerOf
     blank: Blank | None
     start: WeightMatch | None
-    place: Place
+    place: MeshPosition
     blocks: Sequence[str]
     names: Sequence[str]
     cut: Cut | None
@@ -134,7 +134,7 @@ class Parts:
         """Who holds what of the model. All ranks together, once: a group may be made."""
         place, cut = self.place, self.cut
         shared = cut.shared if cut is not None else ()
-        ends = pair_of_ends(place, cut.owners[0], cut.owners[-1]) if cut is not None and shared else Alone()
+        ends = stage_pair(place, cut.owners[0], cut.owners[-1]) if cut is not None and shared else LocalGroup()
         return Pieces(
             self.model,
             self.names,
@@ -222,7 +222,7 @@ def _replicas(parts: Parts) -> Sharding:
     from lockstep.sharding.replicas import Replicas
 
     model = parts.model.to(parts.world.device)
-    buffers = SharedBuffers(model, parts.place.with_share)
+    buffers = SharedBuffers(model, parts.place.data_parallel_group)
     return Replicas(
         model, parts.optimizer_of, squared_norm, parts.place.data, parts.make_pieces(), buffers, _before_unused(parts)
     )

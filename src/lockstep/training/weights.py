@@ -25,7 +25,7 @@ from lockstep.training.publishing import whole_file, whole_folder
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.config.loading import Loaded
+    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
     from lockstep.models.model_tensors import ModelTensors
 
@@ -189,7 +189,7 @@ def tokenizer_of(config: Config) -> str | None:
     return None if name == "bytes" else name
 
 
-def to_rebuild(loaded: Loaded, *, trusted: bool) -> Config:
+def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
     """The config with which a run's model is made again, to be given the weights that the run left.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lockstep.distributed.collectives import Alone, Together
+from lockstep.distributed.collectives import LocalGroup, RankGroup
 from lockstep.distributed.ring import Ring
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshPosition:
     """Attributes:
     coordinates: of this rank on each axis.
     share, shares: which part of each global batch it has, of how many.
@@ -39,7 +39,7 @@ class Place:
     data: the ranks that hold the same as this one.
     tensor: the ranks that hold the other parts of each matrix.
     ring: of those that have the other positions of the same samples; None: sequences are whole.
-    with_share: process group of the ranks that hold the same piece of the model, divided or not; None: all ranks.
+    data_parallel_group: the ranks that hold the same part of the model, sharded or not; None: all ranks.
     device_mesh: of a model that is cut; None: it isn't.
     """
 
@@ -51,21 +51,21 @@ class Place:
     data: Axis
     tensor: Axis
     ring: Ring | None = None
-    with_share: dist.ProcessGroup | None = None
+    data_parallel_group: dist.ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
 
     @property
-    def tells_counts(self) -> bool:
+    def reports_counts(self) -> bool:
         """Whether this rank speaks for its share's samples."""
-        return self.tells_sums and self.coordinates["context"] == 0
+        return self.reports_metrics and self.coordinates["context"] == 0
 
     @property
-    def tells_sums(self) -> bool:
+    def reports_metrics(self) -> bool:
         """Whether its sums of an evaluation count."""
         return self.coordinates["pipeline"] == 0 and self.coordinates["tensor"] == 0
 
     @property
-    def tells_loss(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether its sum of losses counts."""
         return self.coordinates["tensor"] == 0
 
@@ -75,19 +75,19 @@ class Place:
         return self.device_mesh.get_group("pipeline")
 
 
-def place_of(mesh: Mesh, world: World) -> Place:
+def mesh_position(mesh: Mesh, world: World) -> MeshPosition:
     """All ranks together: groups are made."""
     coordinates = mesh.coordinates(world.rank)
     share = coordinates["data"] * mesh.shard + coordinates["shard"]
     if mesh.pieces == 1:
         ring = _ring(mesh) if mesh.context > 1 else None
-        return Place(mesh, coordinates, share, mesh.shares, Alone(), world.axis, Alone(), ring)
+        return MeshPosition(mesh, coordinates, share, mesh.shares, LocalGroup(), world.axis, LocalGroup(), ring)
     from torch.distributed.device_mesh import init_device_mesh  # takes 0.5 s to import
 
     axes = ("pipeline", "data", "shard", "tensor")
     sizes = tuple(getattr(mesh, axis) for axis in axes)
     made = init_device_mesh(world.device.type, sizes, mesh_dim_names=axes)
-    return Place(
+    return MeshPosition(
         mesh,
         coordinates,
         share=share,
@@ -95,12 +95,12 @@ def place_of(mesh: Mesh, world: World) -> Place:
         pipeline=_axis(made, "pipeline"),
         data=_axis(made, "data"),
         tensor=_axis(made, "tensor"),
-        with_share=made["data", "shard"]._flatten().get_group(),
+        data_parallel_group=made["data", "shard"]._flatten().get_group(),
         device_mesh=made,
     )
 
 
-def pair_of_ends(place: Place, first: int, last: int) -> Axis:
+def stage_pair(place: MeshPosition, first: int, last: int) -> Axis:
     """This rank and, if it has the first or the last stage, the one with the other. All ranks together.
 
     Args:
@@ -112,7 +112,7 @@ def pair_of_ends(place: Place, first: int, last: int) -> Axis:
         group = dist.new_group(members)
         if dist.get_rank() in members:
             mine = group
-    return Together(mine) if mine is not None else Alone()
+    return RankGroup(mine) if mine is not None else LocalGroup()
 
 
 def _ring(mesh: Mesh) -> Ring:
@@ -128,4 +128,4 @@ def _ring(mesh: Mesh) -> Ring:
 
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     group = mesh.get_group(name)
-    return Together(group) if group.size() > 1 else Alone()
+    return RankGroup(group) if group.size() > 1 else LocalGroup()

@@ -4,7 +4,7 @@
     +-----------+
     |  box 0    |
     +-----------+
-    |  box 1    |                 Held(kind, (box 1,)), and the memory of it
+    |  box 1    |                 LocalShards(kind, (box 1,)), and the memory of it
     +-----------+
 
 A tensor that isn't sharded is held whole. DTensors are known by what they can do: to import them takes 0.7 s, which a
@@ -59,7 +59,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorInfo:
     """What a tensor is, whoever holds it.
 
     Attributes:
@@ -78,10 +78,10 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalShards:
     """What one rank holds of a tensor."""
 
-    kind: Kind
+    kind: TensorInfo
     boxes: tuple[Box, ...]
 
 
@@ -107,14 +107,14 @@ class FlatShard:
         return self.memory
 
     def __create_chunk_list__(self) -> list[Box]:  # as a DTensor calls it
-        return list(stretch(self.shape, self.start, self.start + self.memory.numel()))
+        return list(flat_boxes(self.shape, self.start, self.start + self.memory.numel()))
 
     def of(self, whole: Tensor) -> Tensor:
         """The same elements of a whole tensor."""
         return whole.reshape(-1)[self.start : self.start + self.memory.numel()]
 
 
-def stretch(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The elements from `start` to `stop`, as boxes: the rest of a row, whole rows, the beginning of one."""
     if stop <= start:
         return
@@ -125,35 +125,37 @@ def stretch(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     first, head = divmod(start, row)
     last, tail = divmod(stop, row)
     if first == last:
-        yield from _in_row(first, stretch(inner, head, tail))
+        yield from _in_row(first, flat_boxes(inner, head, tail))
         return
     if head:
-        yield from _in_row(first, stretch(inner, head, row))
+        yield from _in_row(first, flat_boxes(inner, head, row))
         first += 1
     if first < last:
         yield Box((first, *(0 for _ in inner)), (last - first, *inner))
-    yield from _in_row(last, stretch(inner, 0, tail))
+    yield from _in_row(last, flat_boxes(inner, 0, tail))
 
 
 def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
     return (Box((row, *box.offsets), (1, *box.sizes)) for box in boxes)
 
 
-def held(tensor: Tensor) -> Held:
+def local_shards(tensor: Tensor) -> LocalShards:
     """What this rank holds of it: all, or the shards of a DTensor."""
-    kind = Kind(dtype_name(tensor.dtype), tuple(tensor.shape))
+    kind = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
     if not is_sharded(tensor) or not kind.whole.elements:
-        return Held(kind, (kind.whole,))
+        return LocalShards(kind, (kind.whole,))
     chunks = cast("Any", tensor).__create_chunk_list__()
-    return Held(kind, tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if prod(chunk.sizes)))
+    return LocalShards(
+        kind, tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if prod(chunk.sizes))
+    )
 
 
-def part(tensor: Tensor, box: Box) -> Tensor:
-    """The live memory of one of the boxes that `held` named."""
-    return box_in(local(tensor), held(tensor).boxes, box)
+def shard_view(tensor: Tensor, box: Box) -> Tensor:
+    """The live memory of one of the boxes that `local_shards` named."""
+    return box_view(local_tensor(tensor), local_shards(tensor).boxes, box)
 
 
-def box_in(memory: Tensor, boxes: Sequence[Box], box: Box) -> Tensor:
+def box_view(memory: Tensor, boxes: Sequence[Box], box: Box) -> Tensor:
     """The memory of one of the boxes, whose elements lie there one after the other."""
     if len(boxes) == 1:
         return memory.view(box.sizes)
@@ -161,13 +163,13 @@ def box_in(memory: Tensor, boxes: Sequence[Box], box: Box) -> Tensor:
     return memory[before : before + box.elements].view(box.sizes)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The live memory that this rank holds of it."""
     found: Tensor = cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
     return found.detach()
 
 
-def as_part_of(whole: Tensor, value: Tensor) -> Tensor:
+def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
     """What belongs to this rank's part of a tensor, as a tensor that is divided like it."""
     if not is_sharded(whole):
         return value
@@ -177,7 +179,7 @@ def as_part_of(whole: Tensor, value: Tensor) -> Tensor:
     )
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a DTensor, on each rank; all ranks that hold parts of it together.
 
     What two axes of a mesh divide, one after the other, is summed up from where its parts lie: to be redistributed
@@ -189,10 +191,10 @@ def gathered(tensor: Tensor) -> Tensor:
         return cast("Tensor", found.full_tensor())
     import torch.distributed as dist
 
-    whole = local(tensor).new_zeros(tensor.shape)
-    everything = held(whole).kind.whole
-    for box in held(tensor).boxes:
-        whole[box.within(everything)] = part(tensor, box)
+    whole = local_tensor(tensor).new_zeros(tensor.shape)
+    everything = local_shards(whole).kind.whole
+    for box in local_shards(tensor).boxes:
+        whole[box.within(everything)] = shard_view(tensor, box)
     for axis in axes:
         dist.all_reduce(bits(whole), group=found.device_mesh.get_group(axis))
     return whole
@@ -215,8 +217,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def put(tensor: Tensor, whole: Tensor) -> None:
+def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
     """Gives a tensor the values of `whole`; a sharded one those of the part that this rank holds."""
-    everything = held(whole).kind.whole
-    for box in held(tensor).boxes:
-        part(tensor, box).copy_(whole.detach()[box.within(everything)])  # `part` is no part of a graph
+    everything = local_shards(whole).kind.whole
+    for box in local_shards(tensor).boxes:
+        shard_view(tensor, box).copy_(whole.detach()[box.within(everything)])  # `shard_view` is no part of a graph

@@ -43,7 +43,7 @@ def refuse_unsettable(asked: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def as_asked(launch: Launch) -> Iterator[None]:
+def launch_environment(launch: Launch) -> Iterator[None]:
     """While the block runs, this process is as `launch` asks. Under Lockstep's launcher it is already.
 
     Raises:
@@ -75,7 +75,7 @@ def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def refuse_number(ranks: int, key: str = "launch.ranks") -> None:
+def refuse_rank_count(ranks: int, key: str = "launch.ranks") -> None:
     """Raises ConfigError if another launcher has started another number of ranks on this machine."""
     problem = _other_number(ranks, key)
     if problem is not None:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch.distributed as dist
 
-from lockstep.distributed.collectives import Alone, Together
+from lockstep.distributed.collectives import LocalGroup, RankGroup
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
 
 T = TypeVar("T")
-_axes: list[Axis] = [Alone()]
+_axes: list[Axis] = [LocalGroup()]
 
 
 def gather(value: T) -> list[T]:
@@ -41,12 +41,12 @@ def print_once(*values: object) -> None:
 def all_ranks() -> Axis:
     """Of the run, or, outside of one, of the process group that this process has joined, if any."""
     if len(_axes) == 1 and dist.is_initialized():
-        return Together(dist.distributed_c10d._get_default_group())
+        return RankGroup(dist.distributed_c10d._get_default_group())
     return _axes[-1]
 
 
 @contextmanager
-def is_over(axis: Axis) -> Iterator[None]:
+def current_group(axis: Axis) -> Iterator[None]:
     """While the block runs, everyone is the ranks of `axis`."""
     _axes.append(axis)
     try:

@@ -20,7 +20,7 @@ from lockstep.config.foreign_words import Context, absent_value, instead, transl
 from lockstep.config.merging import inside
 from lockstep.config.overrides import PREFIX
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves
-from lockstep.config.shape import Shape
+from lockstep.config.shape import ValueShape
 from lockstep.config.wording import expectation, nearest, shown
 from lockstep.core.errors import Problem
 
@@ -100,7 +100,7 @@ def _unknown_inside(path: Path, node: Node, tree: Table, context: Context) -> li
     return [Problem(_key_place(tree, found), ".".join(found), answer) for found, answer in answers if answer]
 
 
-def _missing(at: Shape) -> str:
+def _missing(at: ValueShape) -> str:
     if at.kinds:
         return f"is missing; one of {', '.join(at.kinds)}"
     return f"is missing; it is {expectation(at)}"
@@ -109,7 +109,7 @@ def _missing(at: Shape) -> str:
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-def _refused(path: Path, node: Node, at: Shape, context: Context) -> str:
+def _refused(path: Path, node: Node, at: ValueShape, context: Context) -> str:
     """Why the value doesn't do, and what would."""
     if at.kinds and path[-1] == "kind" and isinstance(node, Leaf):
         near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
@@ -120,7 +120,7 @@ def _refused(path: Path, node: Node, at: Shape, context: Context) -> str:
     return answer or f"{shown(node)} is not {expectation(at)}{hint}"
 
 
-def _hint(node: Node, at: Shape) -> str:
+def _hint(node: Node, at: ValueShape) -> str:
     if isinstance(node, Leaf):
         return _leaf_hint(node, at)
     if isinstance(node, Items) and at.length:
@@ -144,7 +144,7 @@ _EXAMPLES = (
 )
 
 
-def _leaf_hint(leaf: Leaf, at: Shape) -> str:
+def _leaf_hint(leaf: Leaf, at: ValueShape) -> str:
     text, value = leaf.text or leaf.value, leaf.value
     if at.boolean and isinstance(value, str) and value.lower() in _SWITCHES:
         return f"; {value} is text in YAML 1.2: write {_SWITCHES[value.lower()]}"
@@ -185,7 +185,7 @@ def _path(loc: Sequence[int | str], kind: str) -> Path:
     for part in loc:
         section = at.select(None)
         if at.kinds and part in at.kinds:
-            at = Shape(section=at.kinds[str(part)])
+            at = ValueShape(section=at.kinds[str(part)])
         elif section and (part in shape.fields(section) or kind == "extra_forbidden"):
             path.append(str(part))
             at = shape.fields(section).get(str(part), shape.ANYTHING)
@@ -202,7 +202,7 @@ def _path(loc: Sequence[int | str], kind: str) -> Path:
     return (*path, "kind") if at.kinds and kind.startswith("union_tag") else tuple(path)
 
 
-def _find(tree: Table, path: Path) -> tuple[Node | None, Shape, str]:
+def _find(tree: Table, path: Path) -> tuple[Node | None, ValueShape, str]:
     """What was written at the path, what is wanted there, and the nearest place there is."""
     node: Node | None = tree
     at, where = shape.root(), tree.where
@@ -231,7 +231,7 @@ def _key_place(tree: Table, path: Path) -> str:
     return entry.where if entry else where
 
 
-def _chosen(tree: Table, path: Path, at: Shape) -> tuple[type, ...]:
+def _chosen(tree: Table, path: Path, at: ValueShape) -> tuple[type, ...]:
     node, _, _ = _find(tree, path)
     kind = node.get("kind") if isinstance(node, Table) else None
     section = at.select(kind.value if isinstance(kind, Leaf) else None)

@@ -16,7 +16,7 @@ _YAML_CONSTANTS = ("null", "true", "false", "yes", "no", "on", "off")
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class InitTemplate:
     """One way to begin.
 
     Attributes:
@@ -190,16 +190,16 @@ class Points(Dataset):
         return self.points[index], self.classes[index]
 '''
 
-STARTS: Mapping[str, Start] = {
-    "text": Start(
+STARTS: Mapping[str, InitTemplate] = {
+    "text": InitTemplate(
         "pretrain a language model on your own text",
         _TEXT,
         data="corpus.txt",
         prepare=("lockstep data prepare {data} --tokenizer bytes --output tokens",),
     ),
-    "finetune": Start("fine-tune a Hugging Face language model", _FINETUNE, model="gpt2", data="texts.jsonl"),
-    "classifier": Start(
+    "finetune": InitTemplate("fine-tune a Hugging Face language model", _FINETUNE, model="gpt2", data="texts.jsonl"),
+    "classifier": InitTemplate(
         "fine-tune a Hugging Face model as a classifier", _CLASSIFIER, model="bert-base-uncased", data="train.jsonl"
     ),
-    "own": Start("train a module and a Dataset of your own", _OWN, files={"own.py": _OWN_PY}),
+    "own": InitTemplate("train a module and a Dataset of your own", _OWN, files={"own.py": _OWN_PY}),
 }
