@@ -64,7 +64,8 @@ class Passes:
         self._now: list[int] = []
         self._learns = False
         self._begun = 0
-        self._place = _own_place(strategy, ranks.numbers[0])
+        self._strategy = strategy
+        self._place = ""
 
     @property
     def under_way(self) -> bool:
@@ -74,6 +75,8 @@ class Passes:
         """A pass comes; those of one kind make the same collectives."""
         self._kind, self._now, self._begun = kind, [], self._begun + 1
         self._learns = kind not in self._known
+        if not self._place:  # no rank ends, and the store with it, before all have been in the first collective
+            self._place = _own_place(self._strategy, self._ranks.numbers[0])
 
     def begin_forward(self) -> None:
         """Of the whole model: one that nobody trains with is a pass by itself."""
