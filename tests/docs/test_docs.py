@@ -164,6 +164,14 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}, link
 
 
+def test_the_architecture_lists_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    packages = {file.parent.name for file in (ROOT / "src" / "lockstep").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `src/lockstep/(\w+)` \|", page, re.MULTILINE)) == packages
+    layers = page.split("## Layers")[1].split("```")[1]
+    assert {name for line in layers.splitlines() for name in line[:59].split()} == packages
+
+
 # --- snippets -------------------------------------------------------------------------------------------------------
 
 
