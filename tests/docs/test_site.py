@@ -58,6 +58,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     [
         ("gradient accumulation", "quickstart.html"),
         ("mixed precision", "precision.html"),
+        ("all-gather", "choosing.html"),
         ("resume", "checkpoints.html"),
         ("out of memory", "memory.html"),
         ("activation checkpointing", "memory.html"),
