@@ -1,4 +1,4 @@
-"""The report: one file that says what the run was, whatever is left of it, and runs nothing that the run wrote."""
+"""The report: one file that shows the run, whatever is left of it, and executes nothing that the run wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = "description: Learns to read\noptim:\n  lr: 0.0003\nrun:\n  steps: 30\n
 Happening = Callable[[EventLog], object]
 
 
-def a_run(
+def make_run(
     where: Path,
     *,
     steps: int = 30,
@@ -42,7 +42,7 @@ def a_run(
     happenings: dict[int, Iterable[Happening]] | None = None,
     **changes: object,
 ) -> Path:
-    """A run's folder, written by what writes it; `changes` are those of every report."""
+    """Write a run's folder with the classes that a run uses; `changes` are those of every report."""
     run = RunFolder.create(where / "run", again=True)
     run.write_config(CONFIG)
     run.write_environment(environment.describe())
@@ -84,7 +84,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.scripts: list[str] = []
-        self.said: list[str] = []
+        self.texts: list[str] = []
         self.feed(text)
         self.close()
 
@@ -100,14 +100,14 @@ class Page(HTMLParser):
         if self.open and self.open[-1] == "script":
             self.scripts.append(data)
         elif not self.open or self.open[-1] != "style":
-            self.said.append(data)
+            self.texts.append(data)
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.said).split())
+        return " ".join(" ".join(self.texts).split())
 
     def charts(self) -> list[str]:
-        """Titles of the charts, with what they say."""
+        """Titles of the charts, with what they state."""
         return [str(attributes["aria-label"]) for tag, attributes in self.elements if attributes.get("role") == "img"]
 
     def count(self, class_: str) -> int:
@@ -121,12 +121,12 @@ def page_of(run: Path) -> Page:
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_told_in_figures_and_curves(tmp_path: Path) -> None:
+def test_a_finished_run_is_shown_in_figures_and_curves(tmp_path: Path) -> None:
     happenings = {
         step: [evaluated("held-out", step, loss=2.0 - step / 30, accuracy=step / 40), saved(step)]
         for step in (10, 20, 30)
     }
-    page = page_of(a_run(tmp_path, happenings=happenings))
+    page = page_of(make_run(tmp_path, happenings=happenings))
     assert "Finished" in page.text
     assert "not finished" not in page.text
     for words in (
@@ -153,7 +153,7 @@ def test_a_finished_run_is_told_in_figures_and_curves(tmp_path: Path) -> None:
 
 
 def test_without_tokens_the_throughput_is_of_samples(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+    run = make_run(tmp_path)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     alike = [json.dumps({**line, "tokens_per_second": line["samples_per_second"]}) for line in lines]
     (run / "metrics.jsonl").write_text("\n".join(alike) + "\n")
@@ -165,13 +165,13 @@ def test_each_set_has_its_row_and_its_curve(tmp_path: Path) -> None:
         step: [evaluated("held-out", step, loss=2.0, perplexity=7.4), evaluated("code", step, loss=1.5)]
         for step in (10, 30)
     }
-    page = page_of(a_run(tmp_path, happenings=happenings))
+    page = page_of(make_run(tmp_path, happenings=happenings))
     assert "training 1.033 held-out 2 code 1.5" in page.text
     assert "Set step loss perplexity held-out 30 2 7.4 code 30 1.5" in page.text
 
 
-def test_restarts_are_marked_in_every_chart_and_told(tmp_path: Path) -> None:
-    page = page_of(a_run(tmp_path, happenings={10: [resumed(10, 2)], 20: [resumed(20, 4), resumed(20, 4)]}))
+def test_restarts_are_marked_in_every_chart_and_listed(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path, happenings={10: [resumed(10, 2)], 20: [resumed(20, 4), resumed(20, 4)]}))
     assert page.count("restart") == len(page.charts()) * 2
     assert "Resumed 3 times: from step 10 on 2 ranks, from step 20 on 4 ranks, from step 20 on 4 ranks." in page.text
     assert "restarted, 2 ranks" in page.text
@@ -179,18 +179,18 @@ def test_restarts_are_marked_in_every_chart_and_told(tmp_path: Path) -> None:
     assert "Time 3.25 s over 4 attempts" in page.text
 
 
-def test_a_save_that_failed_is_marked_and_told(tmp_path: Path) -> None:
-    page = page_of(a_run(tmp_path, happenings={10: [saved(10)], 20: [saved(20, "No space left on device")]}))
+def test_a_save_that_failed_is_marked_and_listed(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path, happenings={10: [saved(10)], 20: [saved(20, "No space left on device")]}))
     assert page.count("failed") == len(page.charts()) + 1
     assert "Saved once, last after step 10" in page.text
     assert "1 failed: Step 20: not saved: No space left on device" in page.text
 
 
-def test_discarded_updates_are_marked_and_told(tmp_path: Path) -> None:
+def test_discarded_updates_are_marked_and_listed(tmp_path: Path) -> None:
     def discard(step: int, verdict: Verdict) -> Happening:
         return lambda log: log.see(report(step, verdict=verdict, grad_norm=math.inf, loss=math.nan))
 
-    run = a_run(
+    run = make_run(
         tmp_path, happenings={30: [discard(31, Verdict.NON_FINITE), discard(32, Verdict.OVERFLOW)]}, grad_norm=0.5
     )
     page = page_of(run)
@@ -200,26 +200,26 @@ def test_discarded_updates_are_marked_and_told(tmp_path: Path) -> None:
 
 
 def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
-    run = a_run(tmp_path, happenings={30: [lambda log: log.see(report(31, loss=math.nan))]}, steps=30)
+    run = make_run(tmp_path, happenings={30: [lambda log: log.see(report(31, loss=math.nan))]}, steps=30)
     text = write_report(run).read_text()
     assert "1 value is not finite: a gap, shaded." in Page(text).text
     assert text.count('class="gap" d="M1000 0H1000v') == 1
 
 
 def test_a_run_of_one_update_is_a_dot(tmp_path: Path) -> None:
-    page = page_of(a_run(tmp_path, steps=1))
-    assert page.charts()[0] == "Loss. 2, at step 1 alone"
+    page = page_of(make_run(tmp_path, steps=1))
+    assert page.charts()[0] == "Loss. 2 at step 1, the only value"
     assert page.count("dot") == len(page.charts())
 
 
 def test_what_users_logged_is_drawn(tmp_path: Path) -> None:
     values = {step: [lambda log, step=step: log.logged(step, Logged({"expert_load": step / 100}))] for step in (5, 10)}
-    page = page_of(a_run(tmp_path, happenings=values))
+    page = page_of(make_run(tmp_path, happenings=values))
     assert page.charts()[-1] == "Expert load. Median 0.075; highest 0.1, at step 10"
 
 
 def test_of_very_many_logged_values_some_are_drawn(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+    run = make_run(tmp_path)
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps({"logged": {f"value {number}": number for number in range(100)}, "step": 10}) + "\n")
     page = page_of(run)
@@ -227,7 +227,9 @@ def test_of_very_many_logged_values_some_are_drawn(tmp_path: Path) -> None:
 
 
 def test_samples_are_shown_from_the_first_to_the_last(tmp_path: Path) -> None:
-    page = page_of(a_run(tmp_path, happenings={step: [logged(step, sample=f"text {step}")] for step in range(1, 31)}))
+    page = page_of(
+        make_run(tmp_path, happenings={step: [logged(step, sample=f"text {step}")] for step in range(1, 31)})
+    )
     assert page.count("sample") == 6
     assert "step 1 · sample text 1" in page.text
     assert "step 30 · sample text 30" in page.text
@@ -235,7 +237,7 @@ def test_samples_are_shown_from_the_first_to_the_last(tmp_path: Path) -> None:
 
 
 def test_config_and_environment_stand_in_it(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+    run = make_run(tmp_path)
     surroundings = {
         "created": "2026-11-21T11:09:07+0100",
         "gpus": [{"name": "NVIDIA H200", "memory_bytes": 150_000_000_000}] * 8,
@@ -261,12 +263,12 @@ def test_config_and_environment_stand_in_it(tmp_path: Path) -> None:
 # --- what is missing or damaged -------------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_killed_says_so_and_how_to_go_on(tmp_path: Path) -> None:
-    run = a_run(tmp_path, steps=17, finished=False, happenings={10: [saved(10)], 15: [saved(15, "full")]})
+def test_an_unfinished_run_names_the_command_that_resumes_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=17, finished=False, happenings={10: [saved(10)], 15: [saved(15, "full")]})
     text = page_of(run).text
     expected = (
         "This run was not finished when the report was made: step 17 of 30 is the last recorded. "
-        f"lockstep train {run} goes on from the save of step 10."
+        f"lockstep train {run} resumes it from the save of step 10."
     )
     assert expected in text
     assert "Steps 17 Samples 1,088" in text
@@ -275,7 +277,7 @@ def test_a_run_that_was_killed_says_so_and_how_to_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"", b'{"step": 10, "lo'])
 def test_without_a_whole_line_there_is_still_a_report(tmp_path: Path, content: bytes | None) -> None:
-    run = a_run(tmp_path, finished=False)
+    run = make_run(tmp_path, finished=False)
     (run / "metrics.jsonl").unlink()
     (run / "events.jsonl").unlink(missing_ok=True)
     if content is not None:
@@ -284,23 +286,23 @@ def test_without_a_whole_line_there_is_still_a_report(tmp_path: Path, content: b
     assert "This run was not finished when the report was made. No save is recorded." in page.text
     assert "No update is recorded: metrics.jsonl is missing or has no whole line." in page.text
     assert "There is no curve: no finite value is recorded." in page.text
-    assert ("The last line of metrics.jsonl is not whole" in page.text) == bool(content)
+    assert ("The last line of metrics.jsonl is torn" in page.text) == bool(content)
     assert page.charts() == []
 
 
 def test_damaged_lines_are_counted_and_the_others_shown(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+    run = make_run(tmp_path)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines[4], lines[7] = b"\xff\xfe{]\n", b'{"step": "eight"}\n'
     (run / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 31, "loss": 1')
     page = page_of(run)
     assert "2 lines of metrics.jsonl can't be read, the first of them line 5; they are left out." in page.text
-    assert "The last line of metrics.jsonl is not whole, as a kill or a run under way leaves it" in page.text
+    assert "The last line of metrics.jsonl is torn, as a kill or a running run leaves it" in page.text
     assert "From 2 to 1.033" in page.charts()[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "flaw"),
     [
         ("summary.json", "{", "summary.json is damaged and left out."),
         ("environment.json", "[1]", "environment.json is damaged and left out."),
@@ -308,14 +310,14 @@ def test_damaged_lines_are_counted_and_the_others_shown(tmp_path: Path) -> None:
         ("config.yaml", "!!int ''", "config.yaml is damaged; it is shown as it is."),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, name: str, content: str, said: str) -> None:
-    run = a_run(tmp_path)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: str, flaw: str) -> None:
+    run = make_run(tmp_path)
     (run / name).write_text(content)
-    assert said in page_of(run).text
+    assert flaw in page_of(run).text
 
 
 def test_what_is_nested_very_deep_is_left_out(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+    run = make_run(tmp_path)
     nested = '{"command_line": [' * 250 + "1" + "]}" * 250
     (run / "environment.json").write_text(f'{{"host": {nested}, "command_line": [{nested}], "variables": {nested}}}')
     with (run / "events.jsonl").open("a") as file:
@@ -362,7 +364,7 @@ def test_no_content_of_the_files_stops_a_report(
 # --- one file, and safe ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_a_run_wrote_is_run(tmp_path: Path) -> None:
+def test_nothing_that_a_run_wrote_is_executed(tmp_path: Path) -> None:
     attack = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>\"' onload=alert(3) \ud800"
     happenings: dict[int, Iterable[Happening]] = {
         10: [
@@ -373,7 +375,7 @@ def test_nothing_that_a_run_wrote_is_run(tmp_path: Path) -> None:
         ],
         20: [evaluated(attack, 20, **{"loss": 1.0, attack: 2.0})],
     }
-    run = a_run(tmp_path, happenings=happenings)
+    run = make_run(tmp_path, happenings=happenings)
     (run / "config.yaml").write_text(json.dumps({"description": attack, attack: attack}))
     (run / "environment.json").write_text(json.dumps({attack: attack, "variables": {attack: attack}}))
     page = page_of(run)
@@ -384,7 +386,7 @@ def test_nothing_that_a_run_wrote_is_run(tmp_path: Path) -> None:
 
 
 def test_only_its_own_script_may_run_and_nothing_is_fetched(tmp_path: Path) -> None:
-    page = page_of(a_run(tmp_path))
+    page = page_of(make_run(tmp_path))
     (script,) = page.scripts
     (policy,) = (a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -396,7 +398,7 @@ def test_only_its_own_script_may_run_and_nothing_is_fetched(tmp_path: Path) -> N
 
 @pytest.mark.drill
 def test_a_million_lines_make_a_small_page_on_which_a_spike_is_seen(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+    run = make_run(tmp_path)
     line = '{"step": %d, "loss": %s, "grad_norm": %.4f, "lr": 0.001, "loss_scale": 1, '
     line += '"samples_per_second": %d, "tokens_per_second": %d, "kept": true}\n'
     with (run / "metrics.jsonl").open("w") as file:
@@ -412,20 +414,22 @@ def test_a_million_lines_make_a_small_page_on_which_a_spike_is_seen(tmp_path: Pa
     assert "running median of 40,001 values" in text
 
 
-# --- the door -------------------------------------------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_verb_writes_into_the_run_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = a_run(tmp_path)
+def test_the_command_writes_into_the_run_and_prints_the_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
     assert verb.run([str(run), "--json"]) == 0
-    *said, last = capsys.readouterr().out.splitlines()
-    assert said == [str(run / "report.html")]
+    *printed, last = capsys.readouterr().out.splitlines()
+    assert printed == [str(run / "report.html")]
     assert json.loads(last) == {"run": str(run), "report": str(run / "report.html"), "finished": True}
     assert Page((run / "report.html").read_text()).charts()
 
 
-def test_the_verb_writes_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = a_run(tmp_path)
+def test_the_command_writes_to_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
     assert verb.run([str(run), "--output", str(tmp_path / "mine.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
     assert not (run / "report.html").exists()
@@ -435,8 +439,8 @@ def test_the_verb_writes_where_it_is_told(tmp_path: Path, capsys: pytest.Capture
         write_report(run, run)
 
 
-def test_what_is_no_run_is_refused_with_the_one_that_was_meant(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+def test_a_folder_that_is_not_a_run_is_refused_with_the_run_that_may_be_meant(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
     with pytest.raises(RunFailed, match=rf"there is no folder {tmp_path}/nothing$"):
         write_report(tmp_path / "nothing")
     with pytest.raises(RunFailed, match=rf"is not the folder of a run: .* the newest runs in it are {run}$"):
@@ -447,8 +451,8 @@ def test_what_is_no_run_is_refused_with_the_one_that_was_meant(tmp_path: Path) -
         write_report(run / "logs")
 
 
-def test_what_the_system_won_t_read_is_said_with_the_reason(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+def test_a_file_that_the_system_refuses_to_read_is_named_with_the_reason(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
     with pytest.raises(RunFailed, match=rf"can't read {run}/metrics.jsonl: Is a directory"):
@@ -456,7 +460,7 @@ def test_what_the_system_won_t_read_is_said_with_the_reason(tmp_path: Path) -> N
 
 
 def test_no_torch_is_needed(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
+    run = make_run(tmp_path)
     code = "import sys; from lockstep.cli.report import run; run(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"

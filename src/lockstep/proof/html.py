@@ -1,6 +1,6 @@
-"""A proof as one page to read, on the paper of the training report: one file that needs nothing else.
+"""A proof as one page to read, in the style of the training report: one file that needs nothing else.
 
-masthead      what was proved, or wasn't
+header        what was proved, or wasn't
 differences   of each run that isn't the same: where, and the likely reason
 runs          the table
 tolerances, remarks
@@ -12,13 +12,21 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep import __version__
 from lockstep.proof.rows import HEAD, Row, cells, story
 from lockstep.proof.tolerances import NORMALISING
-from lockstep.report import page
-from lockstep.report.markup import Markup, element
-from lockstep.report.wording import date
+from lockstep.report.facts import date
+from lockstep.report.html import render
+
+_LEGEND = (
+    "Losses and norms are compared at each update, relative to the single process's. Of each parameter, gradients are "
+    "compared in units of their norm, and weights after the last update in units of the summed learning rate. Shown is "
+    "the largest difference of all updates and parameters.",
+    "Adam and its like divide a gradient by its own size, so that rounding in a gradient near zero becomes a visible "
+    "step: that is why each strategy is run under SGD too, where weights differ by no more than gradients do.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,46 +41,25 @@ class Told:
 
 
 def compose(told: Told, verdict: str, tolerances: str) -> str:
-    """The page."""
-    parts = [
-        _masthead(told, verdict),
-        _flaws(told),
-        page.big_figures(_figures(told)),
-        page.section("Runs", _table(told)),
-        page.section(
-            "How much may differ",
-            element("p", tolerances[:1].upper() + tolerances[1:] + "."),
-            *(element("p", words) for words in _LEGEND),
-        ),
-        _remarks(told),
-        _footer(),
-    ]
-    return page.document(f"{told.recipe}: proof", element("main", *parts))
-
-
-def _tolerances(said: str) -> Markup:
-    words = (f"{said[:1].upper()}{said[1:]}.", *_LEGEND)
-    return page.section("How much may differ", *(element("p", one) for one in words))
-
-
-_LEGEND = (
-    "Losses and norms are compared at each update, relative to the single process's. Of each parameter, gradients are "
-    "compared in units of their norm, and weights after the last update in units of the summed learning rate. Shown is "
-    "the largest difference of all updates and parameters.",
-    "Adam and its like divide a gradient by its own size, so that rounding in a gradient near zero becomes a visible "
-    "step: that is why each strategy is run under SGD too, where weights differ by no more than gradients do.",
-)
-
-
-def _masthead(told: Told, verdict: str) -> Markup:
+    """Return the page."""
+    failed = _failed(told)
     ranks = ", ".join(str(number) for number in dict.fromkeys(row.ranks for row in told.rows))
-    byline = f" · {told.steps} updates · {told.precision} · on {ranks} ranks"
-    return element(
-        "header",
-        element("p", "Strategies beside the single process", class_="kicker"),
-        element("h1", told.recipe),
-        element("p", verdict[:1].upper() + verdict[1:] + ".", class_="standfirst"),
-        element("p", element("b", "Not proved" if _failed(told) else "Proved"), byline, class_="byline"),
+    now = date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    return render(
+        "proof.html",
+        Path(__file__).parent,
+        title=f"{told.recipe}: proof",
+        kicker="Strategies beside the single process",
+        heading=told.recipe,
+        standfirst=verdict[:1].upper() + verdict[1:] + ".",
+        state="Not proved" if failed else "Proved",
+        byline=f" · {told.steps} updates · {told.precision} · on {ranks} ranks",
+        flaws=[story(row) for row in failed],
+        figures=_figures(told),
+        rows=[[*(word.capitalize() for word in HEAD[:-1]), ""], *(list(cells(row)) for row in told.rows)],
+        tolerances=[tolerances[:1].upper() + tolerances[1:] + ".", *_LEGEND],
+        remarks=[*told.remarks, *(story(row) for row in told.rows if row.status == "refused")],
+        footer=f"Made by Lockstep {__version__} on {now}.",
     )
 
 
@@ -99,25 +86,3 @@ def _most(values: Iterable[float | None]) -> str:
 
 def _failed(told: Told) -> list[Row]:
     return [row for row in told.rows if row.passed is False]
-
-
-def _flaws(told: Told) -> Markup:
-    failed = _failed(told)
-    if not failed:
-        return Markup()
-    return element("div", *(element("p", story(row)) for row in failed), class_="flaws")
-
-
-def _table(told: Told) -> Markup:
-    return page.table([*(word.capitalize() for word in HEAD[:-1]), ""], [list(cells(row)) for row in told.rows])
-
-
-def _remarks(told: Told) -> Markup:
-    refused = [story(row) for row in told.rows if row.status == "refused"]
-    remarks = [*told.remarks, *refused]
-    return page.section("Remarks", *(element("p", words) for words in remarks)) if remarks else Markup()
-
-
-def _footer() -> Markup:
-    now = date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    return element("footer", element("p", f"Made by Lockstep {__version__} on {now}."))

@@ -1,52 +1,42 @@
-"""Line charts over steps, as SVG. Pure functions: numbers in, markup out.
+"""Line charts over steps, as SVG: numbers in, markup out. `chart.html` has the elements.
 
              ▼ restarted                           above: restarts; hanging there: discarded updates
     5.0  .___:______'_'___________________
-         |`. :  |                                  thin: what was logged, thinned; thick: its running median
+         |`. :  |                                  thin: values, thinned out; thick: their running median
     2.5  |  `:--|-----:._____-------------
          |___:________:__|________________         a shade where a value isn't finite: the line has a gap there
           ' ' ' ' ' ' ' ' ' ' ' ' ' ' ' '          below: a tick for each save
     step 0       100      200      300
 
-The svg has no viewBox: heights are pixels, places along the steps per cent of whatever width it gets, and only the
-curves lie in a frame of their own that is stretched. So letters and strokes keep their size on a telephone.
+The svg has no viewBox: heights are pixels, places along the steps percents of the width, and only the curves lie in a
+frame that is stretched. So letters and strokes keep their size on a phone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.report.markup import Markup, element, joined
-from lockstep.report.scales import Scale, Unit, step_ticks, tick_labels, ticks
+from lockstep.report.html import render
+from lockstep.report.scales import Scale, Unit, step_ticks, tick_labels, ticks, value_text
 from lockstep.report.series import Numbers, Series, gaps, running_median, thin
 
-_COLOURS = 6
+_COLORS = 6
 _DOTTED = 25  # values up to which each gets a dot
 _SLOTS = 500  # places along a chart at which a mark can stand
 _TOP, _BOTTOM = 16, 26  # pixels above and below the plot
 _STRETCH = 1000  # width of the stretched frame, in its own units
-_LEFT_EDGE = 4  # per cent
-_LABEL_ROOM = 0.16  # of the width, for what is written beside a restart
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Attributes:
-    label: what is written beside it, where there is room.
-    """
-
-    step: int
-    label: str
+_LEFT_EDGE = 0.04  # of the width, where a label would run into the word "step"
+_LABEL_WIDTH = 0.16  # of the width, for the label of a restart
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What happened, by step."""
+    """Steps at which something happened; restarts with their labels."""
 
-    restarts: Sequence[Restart] = ()
+    restarts: Mapping[int, str] = field(default_factory=dict)
     discarded: Sequence[int] = ()
     saves: Sequence[int] = ()
     failed_saves: Sequence[int] = ()
@@ -54,11 +44,13 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Attributes:
-    title: what is shown; `finding` says what there is to see.
-    series: one at least, each with a finite value.
-    first, last: the steps at the edges.
-    is_large: over the whole width, with words beside its marks.
+    """One chart.
+
+    Attributes:
+        title: what is shown; `finding` states what there is to see.
+        series: at least one, each with a finite value.
+        first: the step at the left edge; `last` at the right.
+        is_large: over the whole width, with labels beside its restarts.
     """
 
     title: str
@@ -80,108 +72,94 @@ class Chart:
     def plot_height(self) -> int:
         return self.height - _TOP - _BOTTOM
 
-    def place(self, steps: Numbers) -> Numbers:
-        """0 at the left edge, 1 at the right."""
+    @property
+    def values(self) -> list[tuple[Series, str, str]]:
+        """The series with their CSS classes and last values: the legend."""
+        return [(series, color_class(series), value_text(series.known[-1], self.unit)) for series in self.series]
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest value."""
+        return max(int(series.known_steps[-1]) for series in self.series)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know of how it is drawn."""
+        notes = ["Logarithmic scale."] if self.scale.is_logarithmic else []
+        for series in self.series:
+            if series.is_smoothed:
+                notes.append(f"Thin: as logged. Thick: running median of {series.window:,} values.")
+            if missing := len(series.values) - len(series.known):
+                notes.append(f"{missing:,} {'value is' if missing == 1 else 'values are'} not finite: a gap, shaded.")
+        return notes
+
+    def along(self, steps: Numbers) -> Numbers:
+        """Return 0 for the left edge, 1 for the right."""
         return (steps - self.first) / max(1, self.last - self.first)
 
+    def down(self, values: Numbers) -> Numbers:
+        """Return pixels below the plot's upper edge."""
+        return (1 - self.scale.heights(values)) * self.plot_height
 
-def colour(series: Series) -> str:
-    """The classes that give it; when all have been used, they come again with dashes."""
-    return f"s{series.colour % _COLOURS}" + (" again" if series.colour >= _COLOURS else "")
+
+def color_class(series: Series) -> str:
+    """Return the classes that give a series its color; when all have been used, they return dashed."""
+    return f"s{series.color % _COLORS}" + (" again" if series.color >= _COLORS else "")
 
 
-def draw(chart: Chart) -> Markup:
-    """The svg. Its `data-` attributes are what the page's script needs to say what is under the pointer."""
-    plot = chart.plot_height
-    stretched = [_gaps(chart), *(_curves(chart, series) for series in reversed(chart.series))]  # the first on top
-    return element(
-        "svg",
-        _grid(chart),
-        _saves(chart),
-        element(
-            "svg",
-            *stretched,
-            y=_TOP,
-            width="100%",
-            height=plot,
-            viewBox=f"0 0 {_STRETCH} {plot}",
-            preserveAspectRatio="none",
-            overflow="visible",
-        ),
-        _dots(chart),
-        _discarded(chart),
-        _restarts(chart),
-        class_="chart",
-        role="img",
-        aria_label=f"{chart.title}. {chart.finding}",
-        width="100%",
-        height=chart.height,
-        data_first=chart.first,
-        data_last=chart.last,
-        data_low=chart.scale.low,
-        data_high=chart.scale.high,
-        data_logarithmic="" if chart.scale.is_logarithmic else None,
-        data_top=_TOP,
-        data_plot=plot,
-        data_unit=chart.unit,
+def draw(chart: Chart) -> str:
+    """Return the svg. Its `data-` attributes are what page.js needs to show the values under the pointer."""
+    values, steps = ticks(chart.scale), step_ticks(chart.first, chart.last)
+    labels, label_places = tick_labels(steps, "plain"), chart.along(np.array(steps, dtype=float))
+    drawn_first_last = list(reversed(chart.series))
+    return render(
+        "chart.html",
+        chart=chart,
+        top=_TOP,
+        bottom=chart.height - _BOTTOM,
+        stretch=_STRETCH,
+        rules=[
+            (_short(_TOP + height), _short(_TOP + height + 4), label)
+            for height, label in zip(chart.down(np.array(values)), tick_labels(values, chart.unit), strict=True)
+        ],
+        step_labels=[
+            (_percent(place), "step" if label == "0" or place >= _LEFT_EDGE else "", label)
+            for place, label in zip(label_places, labels, strict=True)
+        ],
+        gap=_gap_path(chart),
+        curves=[curve for series in drawn_first_last for curve in _curves(chart, series)],
+        dots=[dot for series in drawn_first_last for dot in _dots(chart, series)],
+        marks=[
+            (kind, place, top, top + length)
+            for kind, marked, top, length in (
+                ("save", chart.marks.saves, chart.height - _BOTTOM + 1, 4),
+                ("failed", chart.marks.failed_saves, chart.height - _BOTTOM + 1, 7),
+                ("discarded", chart.marks.discarded, _TOP, 7),
+            )
+            for place in _distinct_places(chart, marked)
+        ],
+        restarts=_restarts(chart),
     )
 
 
-# --- axes -----------------------------------------------------------------------------------------------------------
-
-
-def _grid(chart: Chart) -> Markup:
-    values = ticks(chart.scale)
-    heights = _pixels(chart, np.array(values))
-    labels = tick_labels(values, chart.unit)
-    rules = [_rule(height, label) for height, label in zip(heights, labels, strict=True)]
-    base = element("line", class_="base", x1=0, x2="100%", y1=_bottom(chart), y2=_bottom(chart))
-    return joined([*rules, base, _step_axis(chart)])
-
-
-def _rule(height: float, label: str) -> Markup:
-    line = element("line", class_="grid", x1=0, x2="100%", y1=_short(height), y2=_short(height))
-    return joined([line, element("text", label, class_="value", x=-8, y=_short(height + 4))])
-
-
-def _step_axis(chart: Chart) -> Markup:
-    steps = step_ticks(chart.first, chart.last)
-    places = _percent(chart, steps)
-    labels = [_step_label(chart, *place) for place in zip(places, tick_labels(steps, "plain"), strict=True)]
-    return joined([element("text", "step", class_="value", x=-8, y=chart.height - 4), *labels])
-
-
-def _step_label(chart: Chart, place: str, label: str) -> Markup:
-    """In the middle below its place, but clear of the word on the left."""
-    kind = "" if label != "0" and float(place.rstrip("%")) < _LEFT_EDGE else "step"
-    return element("text", label, class_=kind, x=place, y=chart.height - 4)
-
-
-# --- curves ---------------------------------------------------------------------------------------------------------
-
-
-def _curves(chart: Chart, series: Series) -> Markup:
+def _curves(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
+    """Return class, path and data points: the values, thin if their median is drawn over them."""
     kept = thin(series.steps, series.values, 800 if chart.is_large else 300)
     steps, values = series.steps[kept], series.values[kept]
-    logged = element(
-        "path",
-        class_=f"line {colour(series)}" + (" thin" if series.is_smoothed else ""),
-        d=_path(chart, steps, values),
-        data_points=_points(steps, values),
-    )
+    finite = np.isfinite(values)
+    since = np.diff(steps[finite], prepend=0.0).tolist()  # steps since the point before
+    points = ",".join(f"{step:.0f} {value:.5g}" for step, value in zip(since, values[finite].tolist(), strict=True))
+    kind, path = f"line {color_class(series)}", _path(chart, steps, values)
     if not series.is_smoothed:
-        return logged
+        return [(kind, path, points)]
     median = running_median(series)
-    path = _path(chart, median.steps, median.values)
-    return joined([logged, element("path", class_=f"line {colour(series)}", d=path)])
+    return [(f"{kind} thin", path, points), (kind, _path(chart, median.steps, median.values), "")]
 
 
 def _path(chart: Chart, steps: Numbers, values: Numbers) -> str:
-    """Lifted where a value is missing; a value between two that are missing is a dot (`h0`, round ends)."""
-    along = (chart.place(steps) * _STRETCH).tolist()
-    down = ((1 - chart.scale.heights(values)) * chart.plot_height).tolist()
+    """Return a path, lifted where a value is missing; a value between two missing ones is a dot (`h0`, round ends)."""
     parts, pen = [], "M"
-    for x, y in zip(along, down, strict=True):
+    for x, y in zip((chart.along(steps) * _STRETCH).tolist(), chart.down(values).tolist(), strict=True):
         if y != y:
             pen = "M"
             continue
@@ -190,95 +168,45 @@ def _path(chart: Chart, steps: Numbers, values: Numbers) -> str:
     return "".join(parts)
 
 
-def _points(steps: Numbers, values: Numbers) -> str:
-    """`STEPS_SINCE_THE_ONE_BEFORE VALUE,...` of the finite ones."""
-    known = np.isfinite(values)
-    since = np.diff(steps[known], prepend=0.0).tolist()
-    return ",".join(f"{step:.0f} {value:.5g}" for step, value in zip(since, values[known].tolist(), strict=True))
-
-
-def _dots(chart: Chart) -> Markup:
-    """On every value if there are few; on the last one always."""
-    return joined(
-        element("circle", class_=f"dot {colour(series)}", cx=place, cy=_short(height), r=2.5)
-        for series in reversed(chart.series)
-        for place, height in _dotted(chart, series)
-    )
-
-
-def _dotted(chart: Chart, series: Series) -> Iterable[tuple[str, float]]:
+def _dots(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
+    """Return class and place of a dot on every value if there are few, otherwise on the last one."""
     chosen = slice(None) if len(series.known) <= _DOTTED else slice(-1, None)
-    steps, values = series.steps[series.finite][chosen], series.known[chosen]
-    return zip(_percent(chart, steps), _pixels(chart, values), strict=True)
-
-
-def _gaps(chart: Chart) -> Markup:
-    """A shade over each stretch of values that aren't finite, two pixels wide at least (by its stroke)."""
-    stretches = {
-        (_short(first), _short(last))
-        for series in chart.series
-        for first, last in np.round(chart.place(np.array(gaps(series), dtype=float).reshape(-1, 2)) * _STRETCH, 0)
-    }
-    if not stretches:
-        return Markup()
-    path = "".join(f"M{first} 0H{last}v{chart.plot_height}H{first}z" for first, last in sorted(stretches))
-    return element("path", class_="gap", d=path)
-
-
-# --- marks ----------------------------------------------------------------------------------------------------------
-
-
-def _saves(chart: Chart) -> Markup:
-    good, failed = chart.marks.saves, chart.marks.failed_saves
-    bottom = _bottom(chart)
-    return joined([*_ticks_at(chart, good, "save", bottom + 1, 4), *_ticks_at(chart, failed, "failed", bottom + 1, 7)])
-
-
-def _discarded(chart: Chart) -> Markup:
-    return joined(_ticks_at(chart, chart.marks.discarded, "discarded", _TOP, 7))
-
-
-def _ticks_at(chart: Chart, steps: Sequence[int], kind: str, top: float, length: float) -> list[Markup]:
+    places, heights = chart.along(series.known_steps[chosen]), chart.down(series.known[chosen])
     return [
-        element("line", class_=kind, x1=place, x2=place, y1=top, y2=top + length) for place in _spread(chart, steps)
+        (color_class(series), _percent(place), _short(_TOP + height))
+        for place, height in zip(places, heights, strict=True)
     ]
 
 
-def _restarts(chart: Chart) -> Markup:
-    written_until = -1.0
-    parts = []
-    for restart in chart.marks.restarts:
-        share = float(chart.place(np.array(restart.step, dtype=float)))
-        place = f"{100 * share:.2f}%"
-        parts.append(element("line", class_="restart", x1=place, x2=place, y1=_TOP - 4, y2=_bottom(chart)))
-        head = element("path", class_="head", d="M-4.5 -7h9l-4.5 7z")
-        parts.append(element("svg", head, x=place, y=_TOP - 4, overflow="visible"))
-        if chart.is_large and written_until <= share <= 1 - _LABEL_ROOM:
-            parts.append(element("svg", element("text", restart.label, x=8, y=-1), class_="label", x=place, y=_TOP - 4))
-            written_until = share + _LABEL_ROOM
-    return joined(parts)
+def _gap_path(chart: Chart) -> str:
+    """Return a shade over each stretch of values that aren't finite, by its stroke at least two pixels wide."""
+    stretches = {
+        (_short(first), _short(last))
+        for series in chart.series
+        for first, last in np.round(chart.along(np.array(gaps(series), dtype=float).reshape(-1, 2)) * _STRETCH)
+    }
+    return "".join(f"M{first} 0H{last}v{chart.plot_height}H{first}z" for first, last in sorted(stretches))
 
 
-def _spread(chart: Chart, steps: Sequence[int]) -> list[str]:
-    """Of marks in the same place, one."""
-    slots = np.unique(np.round(chart.place(np.array(steps, dtype=float)) * _SLOTS))
+def _restarts(chart: Chart) -> list[tuple[str, str]]:
+    """Return place and label of each restart; no label where there is no space for it."""
+    free_from, restarts = 0.0, []
+    for step, label in chart.marks.restarts.items():
+        place = float(chart.along(np.array(step, dtype=float)))
+        is_labeled = chart.is_large and free_from <= place <= 1 - _LABEL_WIDTH
+        free_from = place + _LABEL_WIDTH if is_labeled else free_from
+        restarts.append((_percent(place), label if is_labeled else ""))
+    return restarts
+
+
+def _distinct_places(chart: Chart, steps: Sequence[int]) -> list[str]:
+    """Return the places of marks, once each."""
+    slots = np.unique(np.round(chart.along(np.array(steps, dtype=float)) * _SLOTS))
     return [f"{100 * slot / _SLOTS:g}%" for slot in slots]
 
 
-# --- places ---------------------------------------------------------------------------------------------------------
-
-
-def _percent(chart: Chart, steps: Sequence[float] | Numbers) -> list[str]:
-    return [f"{100 * place:.2f}%" for place in chart.place(np.asarray(steps, dtype=float))]
-
-
-def _pixels(chart: Chart, values: Numbers) -> list[float]:
-    """From the top of the svg."""
-    return [_TOP + (1 - height) * chart.plot_height for height in chart.scale.heights(values).tolist()]
-
-
-def _bottom(chart: Chart) -> int:
-    return chart.height - _BOTTOM
+def _percent(place: float) -> str:
+    return f"{100 * place:.2f}%"
 
 
 def _short(number: float) -> str:

@@ -1,4 +1,4 @@
-"""Which charts a report shows, and what there is to see in each.
+"""The charts of a report, and what there is to see in each.
 
 loss (training, and each evaluation set)      large
 every other metric of the evaluations, gradient norm, learning rate, throughput, loss scale, what users logged
@@ -6,207 +6,140 @@ every other metric of the evaluations, gradient norm, learning rate, throughput,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
-from lockstep.report.charts import Chart, Marks, Restart
-from lockstep.report.recorded import Events, Recorded
-from lockstep.report.scales import Unit, fitted, said
-from lockstep.report.series import Numbers, Series
+from lockstep.report.charts import Chart, Marks
+from lockstep.report.run_data import RunData
+from lockstep.report.scales import Unit, fitted, value_text
+from lockstep.report.series import Series
 
-MOST_LOGGED = 24  # charts of what users logged; more would not be looked at
+MAX_LOGGED = 24  # charts of what users logged; more would not be looked at
+
+_Finding = Literal["fall", "change", "peak", "median", "median and peak"]
 
 
-def charts(recorded: Recorded) -> list[Chart]:
-    """The first is the loss, if there is one. Nothing is drawn of what never was finite."""
-    events = recorded.events
+def charts(run: RunData) -> list[Chart]:
+    """Return the charts, the loss first. There is none of what never was finite."""
+    column = run.columns
+    metrics = dict.fromkeys(name for metrics in run.evaluations.values() for name in metrics if name != "loss")
+    evaluations = {name: evaluation_series(run, name) for name in metrics}
+    speed, loss_scale = throughput(run), column["loss_scale"]
     drawn = [
-        _loss(recorded),
-        *(_evaluation(events, name) for name in _metrics(events) if name != "loss"),
-        _gradient_norm(recorded),
-        _learning_rate(recorded),
-        _throughput(recorded),
-        _loss_scale(recorded),
-        *(_logged(events, name) for name in list(events.values)[:MOST_LOGGED]),
+        _chart("Loss", [replace(column["loss"], name="training", noisy=True), *evaluation_series(run, "loss")], "fall"),
+        *(
+            _chart(capitalized(name), series, "change", unit_of(name))
+            for name, series in evaluations.items()
+            if max(len(values.known) for values in series) > 1  # a single value is in the table
+        ),
+        _chart("Gradient norm", [replace(column["grad_norm"], noisy=True)], "median and peak"),
+        _chart("Learning rate", [column["lr"]], "peak", from_zero=True),
+        _chart(f"{capitalized(speed.name)} per second", [speed], "median", "rate", from_zero=True),
+        _chart("Loss scale", [loss_scale], "change") if (loss_scale.known != 1).any() else None,  # of fp16 alone
+        *(
+            _chart(
+                capitalized(name),
+                [Series.of(name, values, values.values(), noisy=True)],
+                "median and peak",
+                unit_of(name),
+            )
+            for name, values in list(run.logged.items())[:MAX_LOGGED]
+        ),
     ]
-    kept = [chart for chart in drawn if chart is not None]
-    first, last = _span(recorded, kept)
-    marks = _marks(recorded)
-    return [replace(chart, first=first, last=last, marks=marks) for chart in kept]
+    charts = [chart for chart in drawn if chart is not None]
+    first, last = _span(run, charts)
+    marks = _marks(run)
+    return [replace(chart, first=first, last=last, marks=marks, is_large=chart.title == "Loss") for chart in charts]
 
 
-def evaluation_series(events: Events, metric: str) -> list[Series]:
-    """One for each set that has it."""
+def evaluation_series(run: RunData, metric: str) -> list[Series]:
+    """Return one series for each set that has the metric."""
     return [
-        replace(Series.of(name, metrics[metric], metrics[metric].values()), colour=colour)
-        for colour, (name, metrics) in enumerate(events.evaluations.items(), 1)
+        Series.of(name, metrics[metric], metrics[metric].values(), color=color)
+        for color, (name, metrics) in enumerate(run.evaluations.items(), 1)
         if metric in metrics
     ]
 
 
-def throughput(recorded: Recorded) -> Series:
-    """Of tokens if samples have any, otherwise of samples; the name says which. 0 means that nothing was known yet."""
-    samples, tokens = (recorded.updates.columns[f"{name}_per_second"] for name in ("samples", "tokens"))
-    alike = np.array_equal(samples.values, tokens.values, equal_nan=True)
-    name, chosen = ("samples", samples) if alike else ("tokens", tokens)
+def throughput(run: RunData) -> Series:
+    """Return tokens per second if samples have tokens, otherwise samples; the series' name is the word. 0 means that
+    nothing was known yet."""
+    samples, tokens = run.columns["samples_per_second"], run.columns["tokens_per_second"]
+    are_alike = np.array_equal(samples.values, tokens.values, equal_nan=True)
+    name, chosen = ("samples", samples) if are_alike else ("tokens", tokens)
     known = ~(chosen.values <= 0)
     return Series(name, chosen.steps[known], chosen.values[known], noisy=True)
 
 
 def unit_of(metric: str) -> Unit:
-    """Accuracies are percentages; see `formatting.metric`."""
+    """Return percent for accuracies, as `formatting.metric` does."""
     return "percent" if metric.endswith("accuracy") else "plain"
 
 
-def capitalised(name: str) -> str:
-    """bits_per_byte as a title: Bits per byte."""
+def capitalized(name: str) -> str:
+    """Return a name as a title: Bits per byte for bits_per_byte."""
     words = name.replace("_", " ").strip()
     return words[:1].upper() + words[1:]
 
 
-# --- one each -------------------------------------------------------------------------------------------------------
-
-
-def _loss(recorded: Recorded) -> Chart | None:
-    trained = replace(recorded.updates.columns["loss"], name="training", noisy=True)
-    series = [trained, *evaluation_series(recorded.events, "loss")]
-    chart = _chart("Loss", series, _fall, may_be_logarithmic=True)
-    return chart and replace(chart, is_large=True)
-
-
-def _evaluation(events: Events, metric: str) -> Chart | None:
-    """From two values on: one alone stands in the table."""
-    series = evaluation_series(events, metric)
-    if max(len(one.known) for one in series) < 2:
-        return None
-    return _chart(capitalised(metric), series, _last, unit_of(metric), may_be_logarithmic=True)
-
-
-def _gradient_norm(recorded: Recorded) -> Chart | None:
-    series = replace(recorded.updates.columns["grad_norm"], name="gradient norm", noisy=True)
-    return _chart("Gradient norm", [series], _middle_and_peak, may_be_logarithmic=True)
-
-
-def _learning_rate(recorded: Recorded) -> Chart | None:
-    series = replace(recorded.updates.columns["lr"], name="learning rate")
-    return _chart("Learning rate", [series], _peak, from_zero=True)
-
-
-def _throughput(recorded: Recorded) -> Chart | None:
-    series = throughput(recorded)
-    return _chart(capitalised(f"{series.name} per second"), [series], _middle, "rate", from_zero=True)
-
-
-def _loss_scale(recorded: Recorded) -> Chart | None:
-    """Only fp16 has one."""
-    series = replace(recorded.updates.columns["loss_scale"], name="loss scale")
-    return _chart("Loss scale", [series], _last, may_be_logarithmic=True) if (series.known != 1).any() else None
-
-
-def _logged(events: Events, name: str) -> Chart | None:
-    values = events.values[name]
-    series = replace(Series.of(name, values, values.values()), noisy=True)
-    return _chart(capitalised(name), [series], _middle_and_peak, unit_of(name), may_be_logarithmic=True)
-
-
 def _chart(
-    title: str,
-    series: Sequence[Series],
-    finding: Callable[[Series, Unit], str],
-    unit: Unit = "plain",
-    *,
-    from_zero: bool = False,
-    may_be_logarithmic: bool = False,
+    title: str, series: Sequence[Series], finding: _Finding, unit: Unit = "plain", *, from_zero: bool = False
 ) -> Chart | None:
-    """None if no value is finite. The finding is that of the first series."""
-    known = [one for one in series if one.finite.any()]
-    if not known:
+    """Return a chart with the finding of its first series; None if no value is finite."""
+    drawn = [values for values in series if values.finite.any()]
+    if not drawn:
         return None
-    values = np.concatenate([one.known for one in known])
-    scale = fitted(values, from_zero=from_zero, may_be_logarithmic=may_be_logarithmic)
-    return Chart(title, finding(known[0], unit), known, scale, 0, 1, unit=unit)
+    known = np.concatenate([values.known for values in drawn])
+    scale = fitted(known, from_zero=from_zero, may_be_logarithmic=not from_zero)
+    return Chart(title, _describe(drawn[0], finding, unit), drawn, scale, 0, 1, unit=unit)
 
 
-# --- what there is to see -------------------------------------------------------------------------------------------
+def _describe(series: Series, finding: _Finding, unit: Unit) -> str:
+    values, steps = series.known, series.known_steps
+    first, last, median = (value_text(float(value), unit) for value in (values[0], values[-1], np.median(values)))
+    lowest, highest = int(values.argmin()), int(values.argmax())
+    peak = f"ighest {value_text(values[highest], unit)}, at step {steps[highest]:,.0f}"
+    if finding == "peak":
+        return f"H{peak}"
+    if finding == "median":
+        return f"Median {median}"
+    if finding == "median and peak":
+        return f"Median {median}; h{peak}"
+    if len(values) == 1:
+        return f"{last} at step {steps[0]:,.0f}, the only value"
+    if finding == "change":
+        return f"From {first} to {last}"
+    if lowest == len(values) - 1:
+        return f"From {first} to {last}, the lowest"
+    return f"From {first} to {last}; lowest {value_text(values[lowest], unit)}, at step {steps[lowest]:,.0f}"
 
 
-def _fall(series: Series, unit: Unit) -> str:
-    if len(series.known) == 1:
-        return _last(series, unit)
-    lowest, found = (
-        int(np.nanargmin(series.values)),
-        f"From {said(series.known[0], unit)} to {said(series.last()[1], unit)}",
-    )
-    if series.steps[lowest] == series.last()[0]:
-        return f"{found}, the lowest"
-    return f"{found}; lowest {said(series.values[lowest], unit)}, at step {series.steps[lowest]:,.0f}"
-
-
-def _last(series: Series, unit: Unit) -> str:
-    step, value = series.last()
-    if len(series.known) == 1:
-        return f"{said(value, unit)}, at step {step:,} alone"
-    return f"From {said(series.known[0], unit)} to {said(value, unit)}"
-
-
-def _peak(series: Series, unit: Unit) -> str:
-    highest = int(np.nanargmax(series.values))
-    return f"Highest {said(series.values[highest], unit)}, at step {series.steps[highest]:,.0f}"
-
-
-def _middle(series: Series, unit: Unit) -> str:
-    return f"Median {said(_median(series.known), unit)}"
-
-
-def _middle_and_peak(series: Series, unit: Unit) -> str:
-    peak = _peak(series, unit)
-    return f"{_middle(series, unit)}; {peak[0].lower()}{peak[1:]}"
-
-
-def _median(values: Numbers) -> float:
-    return float(np.median(values))
-
-
-# --- steps and marks ------------------------------------------------------------------------------------------------
-
-
-def _metrics(events: Events) -> list[str]:
-    """Names, in the order in which they first come."""
-    return list(dict.fromkeys(name for metrics in events.evaluations.values() for name in metrics))
-
-
-def _span(recorded: Recorded, drawn: Iterable[Chart]) -> tuple[int, int]:
-    """From the start of the run, unless its history begins far later."""
-    edges = [series.steps[[0, -1]] for chart in drawn for series in chart.series]
-    first = min((int(edge[0]) for edge in edges), default=0)
-    last = max((int(edge[1]) for edge in edges), default=1)
-    happened = [step for step, _ in recorded.events.restarts] + [save.step for save in recorded.events.saves]
-    last = max([1, last, *happened])
+def _span(run: RunData, charts: Sequence[Chart]) -> tuple[int, int]:
+    """Return the steps at the edges: from the start of the run, unless its history begins far later."""
+    drawn = [series for chart in charts for series in chart.series]
+    first = min((int(series.steps[0]) for series in drawn), default=0)
+    ends = [int(series.steps[-1]) for series in drawn]
+    last = max([1, *ends, *(step for step, _ in run.restarts), *(save.step for save in run.saves)])
     return (0 if first < 0.5 * last or first == last else first), last
 
 
-def _marks(recorded: Recorded) -> Marks:
-    events = recorded.events
+def _marks(run: RunData) -> Marks:
+    """Return the marks; restarts from the same step are one, and ranks are named if their number changes."""
+    names_ranks = len({ranks for _, ranks in run.restarts}) > 1
+    ranks_by_step: dict[int, list[int]] = {}
+    for step, ranks in sorted(run.restarts, key=lambda restart: restart[0]):
+        ranks_by_step.setdefault(step, []).append(ranks)
+    labels = {}
+    for step, numbers in ranks_by_step.items():
+        times = f"restarted {len(numbers)} times" if len(numbers) > 1 else "restarted"
+        ranks_text = f", {numbers[-1]} rank{'s' if numbers[-1] != 1 else ''}" if names_ranks and numbers[-1] else ""
+        labels[step] = times + ranks_text
     return Marks(
-        _restarts(events.restarts),
-        [step for step, _ in recorded.updates.discarded],
-        [save.step for save in events.saves if save.failure is None],
-        [save.step for save in events.saves if save.failure is not None],
+        labels,
+        [step for step, _ in run.discarded],
+        [save.step for save in run.saves if save.failure is None],
+        [save.step for save in run.saves if save.failure is not None],
     )
-
-
-def _restarts(found: Sequence[tuple[int, int]]) -> list[Restart]:
-    """Several from the same step are one mark; ranks are named if they aren't always as many."""
-    names_ranks = len({ranks for _, ranks in found}) > 1
-    by_step: dict[int, list[int]] = {}
-    for step, ranks in sorted(found, key=lambda restart: restart[0]):
-        by_step.setdefault(step, []).append(ranks)
-    return [Restart(step, _restart_label(ranks, names_ranks)) for step, ranks in by_step.items()]
-
-
-def _restart_label(ranks: Sequence[int], names_ranks: bool) -> str:
-    times = f"restarted {len(ranks)} times" if len(ranks) > 1 else "restarted"
-    number = f"{ranks[-1]} rank" + ("s" if ranks[-1] != 1 else "")
-    return f"{times}, {number}" if names_ranks and ranks[-1] else times

@@ -1,4 +1,4 @@
-"""Axes: which range, which round numbers stand on it, and how they are written.
+"""Axes: their range, the round numbers on them, and how these are written.
 
 0.31 ... 4.87   --fitted-->   Scale(0, 5, step 1)   --ticks-->   0  1  2  3  4  5
 """
@@ -17,8 +17,8 @@ from lockstep.report.series import Numbers
 
 Unit = Literal["plain", "percent", "rate"]
 
-_STEEP = 20.0  # largest value over the median from which on a logarithmic scale says more
-_NEAR_ZERO = 0.35  # lowest value over the largest up to which zero belongs to the picture
+_STEEP = 20.0  # largest value over the median from which on a logarithmic scale shows more
+_NEAR_ZERO = 0.35  # lowest value over the largest up to which the axis begins at zero
 _DECADES = 12  # of a logarithmic scale, at most
 
 
@@ -39,7 +39,7 @@ class Scale:
         return self.step is None
 
     def heights(self, values: Numbers) -> Numbers:
-        """0 at the bottom, 1 at the top; NaN stays NaN, and what lies outside is at the edge."""
+        """Return 0 for the bottom, 1 for the top; NaN stays NaN, and values outside are at the edge."""
         inside = np.clip(values, self.low, self.high)
         if self.is_logarithmic:
             return np.asarray(np.log(inside / self.low) / math.log(self.high / self.low))
@@ -47,35 +47,46 @@ class Scale:
 
 
 def fitted(values: Numbers, *, from_zero: bool = False, may_be_logarithmic: bool = False) -> Scale:
-    """Shows all of the values (at least one; `known` ones of series). Begins at a tick, ends at one or half-way."""
+    """Return a scale that shows all values (finite ones, at least one). It begins at a tick, and ends at one or half a
+    step beyond."""
     low, high = float(values.min()), float(values.max())
     if may_be_logarithmic and low > 0 and high > _STEEP * float(np.median(values)):
-        return _logarithmic(low, high)
+        low = max(low, high * 10.0**-_DECADES)
+        below, above = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.floor(math.log10(high))
+        return Scale(
+            max(factor * below for factor in (1, 2, 5) if factor * below <= low * (1 + 1e-9)),
+            min(factor * above for factor in (1, 2, 5, 10) if factor * above >= high * (1 - 1e-9)),
+            step=None,
+        )
     if from_zero or 0 < low < _NEAR_ZERO * high:
         low = min(low, 0.0)
-    if high - low <= 1e-6 * max(abs(low), abs(high)):  # all alike: well inside
-        room = abs(high) / 2 or 1.0
-        low, high = low - room, high + room
+    if high - low <= 1e-6 * max(abs(low), abs(high)):  # all alike: in the middle
+        margin = abs(high) / 2 or 1.0
+        low, high = low - margin, high + margin
     step = _round_step(high - low, 4)
     return Scale(step * math.floor(low / step + 1e-6), step * math.ceil(2 * high / step - 1e-6) / 2, step)
 
 
 def ticks(scale: Scale) -> list[float]:
-    """About four round values, or the powers of ten."""
-    if scale.step is None:
-        return _log_ticks(scale)
-    first, last = round(scale.low / scale.step), math.floor(scale.high / scale.step + 1e-6)
-    return [number * scale.step for number in range(first, last + 1)]
+    """Return about four round values, or the powers of ten."""
+    if scale.step is not None:
+        lowest, highest = round(scale.low / scale.step), math.floor(scale.high / scale.step + 1e-6)
+        return [number * scale.step for number in range(lowest, highest + 1)]
+    first, last = math.floor(math.log10(scale.low) + 1e-9), math.ceil(math.log10(scale.high) - 1e-9)
+    factors = (1, 2, 5) if scale.high <= 100.1 * scale.low else (1,)
+    powers = range(first, last + 1, math.ceil((last - first) / 7))
+    values = [factor * 10.0**power for power in powers for factor in factors]
+    return [value for value in values if scale.low * (1 - 1e-9) <= value <= scale.high * (1 + 1e-9)]
 
 
 def step_ticks(first: int, last: int) -> list[int]:
-    """About five round steps between the two."""
+    """Return about five round steps between the two."""
     step = max(1, round(_round_step(max(1, last - first), 5)))
     return list(range(-(-first // step) * step, last + 1, step))
 
 
-def said(value: float, unit: Unit) -> str:
-    """A value as people read it. The page's script says it the same way."""
+def value_text(value: float, unit: Unit) -> str:
+    """Return a value as people read it; page.js writes it the same way."""
     if not math.isfinite(value):
         return "not finite"
     if unit == "percent":
@@ -84,58 +95,29 @@ def said(value: float, unit: Unit) -> str:
 
 
 def tick_labels(values: Sequence[float], unit: Unit) -> list[str]:
-    """As short as can be while no two are the same: 0.5, 1.0; 2,500; 20k; 3e-4; 98 %."""
+    """Return labels as short as they can be while no two are the same: 0.5, 1.0; 2,500; 20k; 3e-4; 98 %."""
     if unit == "percent":
         return [label + " %" for label in tick_labels([100 * value for value in values], "plain")]
     short = [_trimmed(formatting.short(value)) for value in values]
     if max(map(abs, values), default=0.0) >= 10_000 and len(set(short)) == len(short):
         return short
-    decimals = max((_decimals(value) for value in values), default=0)
-    if decimals <= 4 and _evenly_spaced(values):
+    nine_digits = [f"{value:.9g}" for value in values]
+    decimals = max((len(text.partition(".")[2]) for text in nine_digits), default=0)
+    is_even = len(values) < 3 or math.isclose(values[1] - values[0], values[-1] - values[-2], rel_tol=1e-6)
+    if decimals <= 4 and is_even and not any("e" in text for text in nine_digits):
         return [f"{value:,.{decimals}f}" if value else "0" for value in values]
     return [_brief(value) for value in values]
 
 
-# --- round numbers --------------------------------------------------------------------------------------------------
-
-
-def _logarithmic(low: float, high: float) -> Scale:
-    low = max(low, high * 10.0**-_DECADES)
-    below, above = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.floor(math.log10(high))
-    return Scale(
-        max(factor * below for factor in (1, 2, 5) if factor * below <= low * (1 + 1e-9)),
-        min(factor * above for factor in (1, 2, 5, 10) if factor * above >= high * (1 - 1e-9)),
-        step=None,
-    )
-
-
-def _log_ticks(scale: Scale) -> list[float]:
-    first, last = math.floor(math.log10(scale.low) + 1e-9), math.ceil(math.log10(scale.high) - 1e-9)
-    factors = (1, 2, 5) if scale.high <= 100.1 * scale.low else (1,)
-    powers = range(first, last + 1, math.ceil((last - first) / 7))
-    values = [factor * 10.0**power for power in powers for factor in factors]
-    return [value for value in values if scale.low * (1 - 1e-9) <= value <= scale.high * (1 + 1e-9)]
-
-
 def _round_step(length: float, number: int) -> float:
-    """1, 2 or 5 times a power of ten, so that about `number` of them make up `length`."""
+    """Return 1, 2 or 5 times a power of ten, so that about `number` of them make up `length`."""
     rough = length / number
     power = 10.0 ** math.floor(math.log10(rough))
     return float(min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough))))
 
 
-def _evenly_spaced(values: Sequence[float]) -> bool:
-    return len(values) < 3 or math.isclose(values[1] - values[0], values[-1] - values[-2], rel_tol=1e-6)
-
-
-def _decimals(value: float) -> int:
-    """That nine digits of it have; many if it takes an exponent."""
-    written = f"{value:.9g}"
-    return 9 if "e" in written else len(written.partition(".")[2])
-
-
 def _brief(value: float) -> str:
-    """3e-4, not 0.0003 or 3e-04."""
+    """Return 3e-4, not 0.0003 or 3e-04."""
     if value == 0 or abs(value) >= 1e-3:
         return f"{value:,.9g}"
     mantissa, power = f"{value:.8e}".split("e")
@@ -143,7 +125,6 @@ def _brief(value: float) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """1.50M becomes 1.5M."""
+    """Return 1.5M for 1.50M."""
     number = text.rstrip("TGMk")
-    letter = text[len(number) :]
-    return (number.rstrip("0").rstrip(".") if "." in number else number) + letter
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + text[len(number) :]

@@ -1,0 +1,242 @@
+"""What a report states about a run, in figures and sentences, each from the best source that there is.
+
+summary.json, if the run is finished   >   the last line of metrics.jsonl   >   the config
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from lockstep.core import formatting
+from lockstep.core.secrets import hidden_variable
+from lockstep.monitor.folder import EARLIER
+from lockstep.report.curves import capitalized, throughput, unit_of
+from lockstep.report.run_data import RunData
+from lockstep.report.scales import value_text
+
+_MAX_EVALUATIONS = 3  # among the large figures
+_MAX_LISTED = 20
+_LARGEST = 10**18  # larger integers aren't shown
+_REASONS = {"overflow": "fp16 overflow", "non_finite": "gradient not finite"}
+_ENVIRONMENT = ("command_line", "created", "host", "platform", "cpu", "cpus", "memory_bytes", "gpus", "git")
+_LABELS = {"cpu": "CPU", "cpus": "CPU cores", "gpus": "GPUs"}
+
+
+def flaws(run: RunData) -> list[str]:
+    """Return what a reader must know before trusting the rest."""
+    unfinished = []
+    if run.summary is None:
+        steps, configured = run.columns["loss"].steps, run.configured("run", "steps")
+        of = f" of {count_text(configured)}" if configured else ""
+        last = f": step {steps[-1]:,.0f}{of} is the last recorded" if len(steps) else ""
+        saved = [save.step for save in run.saves if save.failure is None]
+        command = f"lockstep train {shlex.quote(str(run.folder))}"
+        rest = f"{command} resumes it from the save of step {max(saved):,}." if saved else "No save is recorded."
+        unfinished = [f"This run was not finished when the report was made{last}. {rest}"]
+    return [
+        *unfinished,
+        *(["No update is recorded: metrics.jsonl is missing or has no whole line."] if not run.last else []),
+        *(["No evaluation is recorded."] if not run.evaluations else []),
+        *run.flaws,
+    ]
+
+
+def large_figures(run: RunData) -> list[tuple[str, str, str]]:
+    """Return (name, value, remark) of what people want to know first."""
+    figures = []
+    loss, speed, seconds = run.columns["loss"], throughput(run), _at_end(run, "seconds")
+    if len(loss.steps):
+        figures.append(("Training loss", value_text(loss.values[-1], "plain"), f"at step {loss.steps[-1]:,.0f}"))
+    evaluations = last_evaluations(run)
+    figures += [
+        (capitalized(f"{name} {metric}"), value_text(value, unit_of(metric)), f"at step {step:,}")
+        for name, metrics in evaluations.items()
+        for metric, (step, value) in metrics.items()
+        if metric == "loss" or len(evaluations) == 1  # of several sets, only their losses
+    ][:_MAX_EVALUATIONS]
+    if _is_amount(seconds):
+        attempts = f"over {len(run.restarts) + 1} attempts" if run.restarts else ""
+        figures.append(("Time", formatting.duration(float(seconds)), attempts))
+    if len(speed.known):
+        figures.append(("Throughput", value_text(float(np.median(speed.known)), "rate"), f"{speed.name}/s, median"))
+    return figures
+
+
+def last_evaluations(run: RunData) -> dict[str, dict[str, tuple[int, float]]]:
+    """Return step and value of the last evaluation, by set and metric; the loss first."""
+    return {
+        name: {metric: max(metrics[metric].items()) for metric in sorted(metrics, key=lambda metric: metric != "loss")}
+        for name, metrics in run.evaluations.items()
+    }
+
+
+def evaluation_table(run: RunData) -> list[list[str]]:
+    """Return the rows of the last evaluations, the head first; empty if there are none."""
+    evaluations = last_evaluations(run)
+    metrics = list(dict.fromkeys(metric for values in evaluations.values() for metric in values))
+    rows = [["Set", "step", *(metric.replace("_", " ") for metric in metrics)]]
+    for name, values in evaluations.items():
+        texts = [value_text(values[metric][1], unit_of(metric)) if metric in values else "" for metric in metrics]
+        rows.append([name, f"{max((step for step, _ in values.values()), default=0):,}", *texts])
+    return rows if evaluations else []
+
+
+def facts(run: RunData) -> list[tuple[str, str]]:
+    """Return (name, value); unknown ones are left out."""
+    summary = run.summary or {}
+    tokens, samples = _at_end(run, "tokens"), _at_end(run, "samples")
+    parameters, trainable = summary.get("parameters"), summary.get("trainable")
+    batch, ranks = _resolved(run, "global_size", "batch"), _resolved(run, "ranks", "launch")
+    if run.summary is None and run.restarts and run.restarts[-1][1]:
+        ranks = f"{run.restarts[-1][1]:,}"  # of the last attempt
+    backend = as_text(summary.get("backend")) if summary.get("ranks") != 1 else ""
+    entries = [
+        ("Steps", count_text(_at_end(run, "steps"))),
+        ("Samples", count_text(samples)),
+        ("Tokens", count_text(tokens) if tokens != samples else ""),
+        ("Parameters", count_text(parameters)),
+        ("Trained parameters", count_text(trainable) if trainable != parameters else ""),
+        ("Global batch", f"{batch} samples" if batch else ""),
+        ("Ranks", ranks),
+        ("Strategy", _resolved(run, "strategy", "parallel") + (f" over {backend}" if backend else "")),
+        ("Device", _resolved(run, "device", "launch")),
+        ("Precision", _resolved(run, "precision", "precision", "compute")),
+        ("Restarts", f"{len(run.restarts):,}"),
+        ("Discarded updates", f"{len(run.discarded):,}"),
+    ]
+    return [(name, value) for name, value in entries if value]
+
+
+def events(run: RunData) -> list[str]:
+    """Return sentences about restarts, saves and discarded updates."""
+    failed = [save for save in run.saves if save.failure is not None][:_MAX_LISTED]
+    return [
+        _restarts(run),
+        _saves(run),
+        *(f"Step {save.step:,}: not saved: {save.failure}" for save in failed),
+        _discarded(run),
+    ]
+
+
+def _restarts(run: RunData) -> str:
+    earlier = f" Lines that later attempts replaced are in {EARLIER}/ ({run.earlier:,})." if run.earlier else ""
+    if not run.restarts:
+        return f"The run was never resumed.{earlier}"
+    shown = [
+        f"from step {step:,}" + (f" on {ranks:,} rank{'s' if ranks != 1 else ''}" if ranks else "")
+        for step, ranks in run.restarts[:_MAX_LISTED]
+    ]
+    more = f", and {len(run.restarts) - _MAX_LISTED:,} more" if len(run.restarts) > _MAX_LISTED else ""
+    return f"Resumed {_times(len(run.restarts))}: {', '.join(shown)}{more}.{earlier}"
+
+
+def _saves(run: RunData) -> str:
+    saved = [save for save in run.saves if save.failure is None]
+    failed = f"{len(run.saves) - len(saved):,} failed:" if len(run.saves) > len(saved) else ""
+    if not saved:
+        return f"No save was made; {failed}" if failed else "No save was made."
+    size = formatting.size(float(np.median([save.size for save in saved])))
+    seconds = formatting.duration(float(np.median([save.seconds for save in saved])))
+    median = " (median)" if len(saved) > 1 else ""
+    lost = formatting.duration(sum(save.lost for save in run.saves))
+    last = f"last after step {max(save.step for save in saved):,}"
+    return (
+        f"Saved {_times(len(saved))}, {last}: {size} in {seconds} each{median}. Training waited {lost} in all. {failed}"
+    )
+
+
+def _discarded(run: RunData) -> str:
+    if not run.discarded:
+        return "No update was discarded."
+    numbers = Counter(verdict for _, verdict in run.discarded)
+    reasons = ", ".join(f"{number:,} × {_REASONS.get(verdict, verdict)}" for verdict, number in numbers.items())
+    first, last = run.discarded[0][0], run.discarded[-1][0]
+    when = f"at step {first:,}" if first == last else f"between step {first:,} and {last:,}"
+    return f"Discarded updates: {reasons}, {when}."
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
+
+
+def environment(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, value) of environment.json, without secrets, the interesting ones first."""
+    if isinstance(variables := values.get("variables"), Mapping):
+        shown = {str(name): hidden_variable(str(name), str(value)) for name, value in variables.items()}
+        values = {**values, "variables": shown}
+    names = dict.fromkeys((*(name for name in _ENVIRONMENT if name in values), *values))
+    labels = {name: name.removesuffix("_bytes").replace("_", " ") for name in names}
+    entries = [
+        (_LABELS.get(label, capitalized(label)), _described(name, values[name])) for name, label in labels.items()
+    ]
+    return [(name, value) for name, value in entries if value]
+
+
+def _resolved(run: RunData, name: str, section: str, key: str = "") -> str:
+    """Return what the run resolved; while it isn't finished, what was configured."""
+    if run.summary and name in run.summary:
+        return as_text(run.summary[name])
+    configured = run.configured(section, key or name)
+    return "auto (as configured)" if configured == "auto" else as_text(configured)
+
+
+def _at_end(run: RunData, name: str) -> object:
+    """Return a value of the summary, or of the last line of metrics.jsonl."""
+    return (run.summary or {}).get(name, run.last.get("step" if name == "steps" else name))
+
+
+def _described(name: str, value: object, depth: int = 3) -> str:
+    """Return a value as text by its name in environment.json."""
+    if name == "command_line" and isinstance(value, list):
+        return shlex.join(as_text(word, depth - 1) for word in value)
+    if name == "created":
+        return date(value) or as_text(value)
+    if name.endswith("_bytes") and _is_amount(value):
+        return formatting.size(float(value))
+    if name == "variables" and isinstance(value, Mapping):
+        return "\n".join(f"{variable}={as_text(setting, depth - 1)}" for variable, setting in value.items())
+    return as_text(value, depth)
+
+
+def as_text(value: object, depth: int = 3) -> str:
+    """Return a value of JSON or YAML as flat text; what is nested deeper, or absurdly large, is left out.
+
+    `{"commit": "1aaa609", "changed_files": 3}` is `commit 1aaa609, changed files 3`; three equal items of a list are
+    `3 × ...`.
+    """
+    if isinstance(value, Mapping | list) and depth <= 0:
+        return "…"
+    if isinstance(value, Mapping):
+        labels = {name: str(name).removesuffix("_bytes").replace("_", " ") for name in value}
+        return ", ".join(f"{labels[name]} {_described(str(name), part, depth - 1)}" for name, part in value.items())
+    if isinstance(value, list):
+        numbers = Counter(as_text(part, depth - 1) for part in value)
+        return "; ".join(part if number == 1 else f"{number} × {part}" for part, number in numbers.items())
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return "…"
+    return "" if value is None else str(value)
+
+
+def count_text(value: object) -> str:
+    """Return 1,920."""
+    return f"{value:,}" if isinstance(value, int) and abs(value) <= _LARGEST else as_text(value)
+
+
+def _is_amount(value: object) -> TypeGuard[float]:
+    """Return whether it is a number of seconds, bytes or the like."""
+    return isinstance(value, int | float) and 0 <= value < _LARGEST
+
+
+def date(value: object) -> str:
+    """Return 21 November 2026, 11:09 UTC+01:00; empty if it is no date."""
+    try:
+        moment = datetime.fromisoformat(value if isinstance(value, str) else "")
+    except ValueError:
+        return ""
+    return f"{moment.day} {moment:%B %Y, %H:%M} {moment:%Z}".rstrip()

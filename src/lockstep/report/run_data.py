@@ -1,0 +1,240 @@
+"""What a run wrote, read again, however much of it is there.
+
+    config.yaml  environment.json  summary.json  metrics.jsonl  events.jsonl   -->  RunData, with its flaws
+
+A file may be missing, empty, torn by a kill or damaged: what can be read is read, and `flaws` lists the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
+from lockstep.core.bounded_files import MOST_JSON, read_bounded
+from lockstep.monitor.events import EVENTS
+from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
+from lockstep.report.series import Series
+
+Json: TypeAlias = Mapping[str, Any]
+
+COLUMNS = ("loss", "grad_norm", "lr", "loss_scale", "samples_per_second", "tokens_per_second")
+_NOT_METRICS = ("evaluation", "step", "samples", "seconds", "not_finite")
+_LARGEST_STEP = 2**53  # beyond, floats skip whole numbers
+_LONGEST_TEXT = 4000
+_LONGEST_LINE = 2**20  # characters; of a longer line each part counts as damaged
+_decode = json.JSONDecoder().raw_decode
+_values_of = itemgetter(*COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One line about a save; a number that it lacks is 0."""
+
+    step: int
+    size: float
+    seconds: float
+    lost: float
+    failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text that user code, or the run itself, logged; cut where it is very long."""
+
+    step: int
+    name: str
+    text: str
+
+
+@dataclass(slots=True)
+class RunData:
+    """A run's folder, read.
+
+    Attributes:
+        config_text: config.yaml as it is; empty if it is missing.
+        config: its content; empty where it can't be read.
+        environment: empty where it can't be read.
+        summary: None while the run isn't finished; empty if it can't be read.
+        columns: of metrics.jsonl, by `COLUMNS`.
+        last: the last line of metrics.jsonl, empty if there is none.
+        discarded: step and verdict of each discarded update.
+        evaluations: by set, then metric, then step.
+        logged: numbers that user code logged, by name, then step.
+        restarts: step that was resumed from, and ranks (0: unknown).
+        earlier: number of attempts whose files are in `earlier`.
+        flaws: what could not be read, a sentence each.
+    """
+
+    folder: Path
+    config_text: str = ""
+    config: Json = field(default_factory=dict)
+    environment: Json = field(default_factory=dict)
+    summary: Json | None = None
+    columns: dict[str, Series] = field(default_factory=dict)
+    last: Json = field(default_factory=dict)
+    discarded: list[tuple[int, str]] = field(default_factory=list)
+    evaluations: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
+    logged: dict[str, dict[int, float]] = field(default_factory=dict)
+    texts: list[Text] = field(default_factory=list)
+    restarts: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    earlier: int = 0
+    flaws: list[str] = field(default_factory=list)
+
+    def configured(self, section: str, key: str) -> object:
+        """Return a value of the config; None if there is none."""
+        values = self.config.get(section)
+        return values.get(key) if isinstance(values, Mapping) else None
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run's folder.
+
+    Raises:
+        OSError: a file is there and the system refuses to read it.
+    """
+    run = RunData(folder)
+    _read_config(run)
+    run.environment = _object(run, ENVIRONMENT) or {}
+    run.summary = _object(run, SUMMARY)
+    _read_updates(run)
+    for step, record in _records(run, EVENTS):
+        _take_event(run, step, record)
+    run.earlier = sum(entry.name.isdecimal() for entry in (folder / EARLIER).glob("*"))
+    return run
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return read_bounded(file, MOST_JSON).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return None
+
+
+def _read_config(run: RunData) -> None:
+    text = _text(run.folder / CONFIG)
+    if text is None:
+        run.flaws.append(f"{CONFIG} is missing.")
+        return
+    run.config_text = text
+    tree = read_yaml(text, CONFIG)[0] if len(text) <= MOST_BYTES else None
+    if tree is None or not tree.entries:
+        run.flaws.append(f"{CONFIG} is damaged; it is shown as it is.")
+        return
+    run.config = cast("Json", to_python(tree))
+
+
+def _object(run: RunData, name: str) -> Json | None:
+    """Return a file's object: None if there is no file, empty if it is damaged."""
+    text = _text(run.folder / name)
+    if text is None:
+        return None
+    content = _parsed(text)
+    if content is None:
+        run.flaws.append(f"{name} is damaged and left out.")
+    return content or {}
+
+
+def _parsed(text: str) -> Json | None:
+    text = text.strip()
+    try:
+        content, end = _decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) and end == len(text) else None
+
+
+def _records(run: RunData, name: str) -> Iterator[tuple[int, Json]]:
+    """Yield step and object of each line that has both."""
+    damaged: list[int] = []
+    is_torn = False
+    try:
+        lines = (run.folder / name).open(encoding="utf-8", errors="replace", newline="\n")
+    except FileNotFoundError:
+        return
+    with lines:
+        for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), ""), 1):
+            record = _parsed(line)
+            step = _step(record.get("step")) if record is not None else None
+            if record is not None and step is not None:
+                yield step, record
+            elif line.endswith("\n"):
+                damaged.append(number)
+            else:
+                is_torn = True
+    if is_torn:
+        run.flaws.append(f"The last line of {name} is torn, as a kill or a running run leaves it; it is left out.")
+    if len(damaged) == 1:
+        run.flaws.append(f"Line {damaged[0]:,} of {name} can't be read; it is left out.")
+    elif damaged:
+        first = f"{len(damaged):,} lines of {name} can't be read, the first of them line {damaged[0]:,}"
+        run.flaws.append(f"{first}; they are left out.")
+
+
+def _read_updates(run: RunData) -> None:
+    rows = array("d")
+    for step, record in _records(run, METRICS):
+        run.last = record
+        rows.append(step)
+        try:
+            rows.extend(array("d", _values_of(record)))  # as nearly all of a million lines
+        except (KeyError, TypeError, OverflowError):  # one is missing, null, or no number
+            rows.extend(_number(record.get(name)) for name in COLUMNS)
+        if record.get("kept") is False:
+            run.discarded.append((step, _name(record.get("verdict"))))
+    steps, *columns = np.frombuffer(rows).reshape(-1, 1 + len(COLUMNS)).T
+    run.columns = {name: Series.of(name, steps, column) for name, column in zip(COLUMNS, columns, strict=True)}
+
+
+def _take_event(run: RunData, step: int, record: Json) -> None:
+    if "evaluation" in record:
+        metrics = run.evaluations.setdefault(_name(record["evaluation"]), {})
+        for name, value in record.items():
+            if name not in _NOT_METRICS and _is_number(value):
+                metrics.setdefault(name.removeprefix("metric."), {})[step] = _number(value)
+    elif "resumed" in record:
+        run.restarts.append((step, _step(record.get("ranks")) or 0))
+    elif "saved" in record:
+        numbers = (_number(record.get(name)) for name in ("bytes", "seconds", "lost_seconds"))
+        size, seconds, lost = (number if number >= 0 and math.isfinite(number) else 0.0 for number in numbers)
+        failure = record.get("failure")
+        run.saves.append(Save(step, size, seconds, lost, None if failure is None else _name(failure)))
+    elif isinstance(logged := record.get("logged"), dict):
+        for name, value in logged.items():
+            if isinstance(value, str):
+                text = value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "…"
+                run.texts.append(Text(step, name, text))
+            elif _is_number(value):
+                run.logged.setdefault(name, {})[step] = _number(value)
+
+
+def _step(value: object) -> int | None:
+    is_step = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_STEP
+    return cast("int", value) if is_step else None
+
+
+def _name(value: object) -> str:
+    return value if isinstance(value, str) else "(no name)"
+
+
+def _is_number(value: object) -> bool:
+    """Return whether it is a number; null stands for one that wasn't finite."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _number(value: object) -> float:
+    """Return a number; NaN for anything else."""
+    try:
+        return float(cast("float", value)) if _is_number(value) and value is not None else math.nan
+    except OverflowError:
+        return math.nan
