@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.core.errors import Failure as Failure
     from lockstep.core.errors import RunFailed as RunFailed
     from lockstep.core.errors import VerificationError as VerificationError
+    from lockstep.core.protocols import Objective as Objective
     from lockstep.core.records import Batch as Batch
     from lockstep.core.records import EvaluationReport as EvaluationReport
     from lockstep.core.records import StepReport as StepReport
@@ -50,6 +51,7 @@ _HOMES = {
     "EvaluationReport": "lockstep.core.records",
     "Failure": "lockstep.core.errors",
     "RunFailed": "lockstep.core.errors",
+    "Objective": "lockstep.core.protocols",
     "Session": "lockstep.training.session",
     "StepReport": "lockstep.core.records",
     "VerificationError": "lockstep.core.errors",

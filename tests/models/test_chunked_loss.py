@@ -20,8 +20,9 @@ from lockstep.config.schema import TransformerModel
 from lockstep.core.records import Batch, DataFacts
 from lockstep.measuring.peak import peak_of
 from lockstep.models.build import build_model
+from lockstep.models.building_objectives import FunctionObjective
 from lockstep.models.chunked_loss import ChunkedHeadLoss, LossShape, chunk_head_loss, chunked_cross_entropy
-from lockstep.models.objectives import FunctionObjective, NextTokenLoss, TargetLoss, cross_entropy_sum
+from lockstep.models.objectives import TargetLoss, cross_entropy_sum
 
 CPU = torch.device("cpu")
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
@@ -74,7 +75,7 @@ def test_all_logits_are_never_there() -> None:
     for vocabulary in (500, 4500):
         for name in peaks:
             model = model_of(vocabulary)
-            objective: Any = NextTokenLoss()
+            objective: Any = TargetLoss(language=True)
             if name == "chunked":
                 objective = chunk_head_loss(objective, model, 64)
                 objective.show(batch)
@@ -131,7 +132,7 @@ class Twice(Scaling):
 def test_a_model_that_changes_its_logits_is_found_out(make: type[Scaling]) -> None:
     model, tokens = make(), torch.randint(0, 9, (2, 3))
     batch = Batch({"tokens": tokens}, tokens, 2, 6)
-    objective = chunk_head_loss(NextTokenLoss(), model, 4)
+    objective = chunk_head_loss(TargetLoss(language=True), model, 4)
     objective.show(batch)
     with pytest.raises(lockstep.RunFailed, match=r"memory\.loss_chunk: the model makes something of its logits"):
         objective.loss_sum(model(tokens), batch)
@@ -140,7 +141,7 @@ def test_a_model_that_changes_its_logits_is_found_out(make: type[Scaling]) -> No
 def test_logits_without_a_loss_are_logits() -> None:
     model, tokens = model_of(50), torch.randint(0, 50, (2, 3))
     expected = copy.deepcopy(model)(tokens)
-    assert isinstance(chunk_head_loss(NextTokenLoss(), model, 4), ChunkedHeadLoss)
+    assert isinstance(chunk_head_loss(TargetLoss(language=True), model, 4), ChunkedHeadLoss)
     assert torch.equal(model(tokens), expected)
 
 
@@ -149,7 +150,7 @@ def test_logits_without_a_loss_are_logits() -> None:
     [
         (TargetLoss(language=False), model_of(9), "this objective is of one class a sample"),
         (FunctionObjective(lambda batch: 1, lambda outputs, batch: outputs), model_of(9), "this objective is your own"),
-        (NextTokenLoss(), nn.Linear(2, 2), "of a Linear it isn't known which linear makes the logits"),
+        (TargetLoss(language=True), nn.Linear(2, 2), "of a Linear it isn't known which linear makes the logits"),
     ],
 )
 def test_what_it_is_not_for_is_refused(objective: Any, model: nn.Module, said: str) -> None:

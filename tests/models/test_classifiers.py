@@ -9,7 +9,7 @@ from lockstep.config.schema import ImageClassifierModel, TextClassifierModel
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts
 from lockstep.models.build import build_model
-from lockstep.models.objectives import coupling
+from lockstep.models.building_objectives import coupling
 
 FACTS = DataFacts(100, None, vocabulary=256, classes=4)
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lockstep.config import schema
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import as_batch
+from lockstep.models.building_objectives import build_objective
 from lockstep.models.heads import head_of, preparation
-from lockstep.models.objectives import ModelLoss, build_objective
+from lockstep.models.objectives import ModelLoss
 
 pytestmark = [pytest.mark.drill, pytest.mark.filterwarnings("ignore")]
 

@@ -14,9 +14,9 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.build import build_model
+from lockstep.models.building_objectives import build_objective, coupling
 from lockstep.models.facts import describe_model, parameter_facts
 from lockstep.models.heads import head_of, preparation
-from lockstep.models.objectives import build_objective, coupling
 
 FACTS = DataFacts(100, 16, vocabulary=60, classes=3)
 SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}

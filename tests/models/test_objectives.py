@@ -14,16 +14,8 @@ from torch import nn
 from lockstep.config import schema
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import Batch, DataFacts
-from lockstep.models.objectives import (
-    FunctionObjective,
-    NextTokenLoss,
-    TargetLoss,
-    adapt_objective,
-    build_objective,
-    count_targets,
-    coupling,
-    cross_entropy_sum,
-)
+from lockstep.models.building_objectives import FunctionObjective, adapt_objective, build_objective, coupling
+from lockstep.models.objectives import TargetLoss, count_targets, cross_entropy_sum
 
 V, T = 7, 5
 
@@ -41,9 +33,9 @@ def _random(samples, seed, classes_only):
 
 
 OBJECTIVES = [
-    pytest.param(NextTokenLoss(), id="next-token"),
-    pytest.param(NextTokenLoss(shift=True), id="next-token-shifted"),
-    pytest.param(NextTokenLoss(label_smoothing=0.1), id="smoothed"),
+    pytest.param(TargetLoss(language=True), id="next-token"),
+    pytest.param(TargetLoss(language=True, shift=True), id="next-token-shifted"),
+    pytest.param(TargetLoss(language=True, label_smoothing=0.1), id="smoothed"),
     pytest.param(TargetLoss(language=True), id="masked-lm"),
     pytest.param(TargetLoss(language=True, label_smoothing=0.2), id="seq2seq"),
     pytest.param(TargetLoss(language=False), id="classification"),
@@ -92,21 +84,21 @@ def test_ignored_positions_count_nothing_and_get_no_gradient():
     targets = torch.full((2, T), -100)
     targets[0, 3] = 2
     batch = Batch({}, targets, 2, 10)
-    assert NextTokenLoss().count(batch) == 1
-    (gradient,) = torch.autograd.grad(NextTokenLoss().loss_sum(logits, batch), logits)
+    assert TargetLoss(language=True).count(batch) == 1
+    (gradient,) = torch.autograd.grad(TargetLoss(language=True).loss_sum(logits, batch), logits)
     assert gradient.abs().sum(-1).count_nonzero() == 1
     nothing = Batch({}, torch.full((2, T), -100), 2, 10)
-    assert NextTokenLoss().count(nothing) == 0
-    assert NextTokenLoss().loss_sum(logits, nothing) == 0
+    assert TargetLoss(language=True).count(nothing) == 0
+    assert TargetLoss(language=True).loss_sum(logits, nothing) == 0
 
 
 def test_the_loss_is_fp32_whatever_the_outputs():
     logits, targets = _random(4, 1, False)
     rough = logits.bfloat16()
-    loss = NextTokenLoss().loss_sum(rough, _batch(logits, targets)[1])
+    loss = TargetLoss(language=True).loss_sum(rough, _batch(logits, targets)[1])
     assert loss.dtype is torch.float32
     torch.testing.assert_close(
-        loss, NextTokenLoss().loss_sum(rough.float(), _batch(logits, targets)[1]), rtol=0, atol=0
+        loss, TargetLoss(language=True).loss_sum(rough.float(), _batch(logits, targets)[1]), rtol=0, atol=0
     )
 
 
@@ -126,7 +118,7 @@ def test_metrics_by_hand():
     targets = torch.tensor([[0, 1, -100]])
     logits = torch.zeros(1, 3, 4)
     logits[0, 0, 0] = 1.0
-    objective = NextTokenLoss(bytes_per_token=2.0)
+    objective = TargetLoss(language=True, bytes_per_token=2.0)
     batch = Batch({}, targets, 1, 3)
     sums = {name: float(value) for name, value in objective.metric_sums(logits, batch).items()}
     metrics = objective.metrics(float(objective.loss_sum(logits, batch)), 2, sums)
@@ -140,7 +132,7 @@ def test_perplexity_is_of_the_plain_loss_under_label_smoothing():
     logits, targets = _random(4, 1, False)
     batch = _batch(logits, targets)[1]
     found = []
-    for objective in (NextTokenLoss(), NextTokenLoss(label_smoothing=0.3)):
+    for objective in (TargetLoss(language=True), TargetLoss(language=True, label_smoothing=0.3)):
         sums = {name: float(value) for name, value in objective.metric_sums(logits, batch).items()}
         found.append(objective.metrics(float(objective.loss_sum(logits, batch)), objective.count(batch), sums))
     assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"])
@@ -149,7 +141,7 @@ def test_perplexity_is_of_the_plain_loss_under_label_smoothing():
 
 def test_an_empty_evaluation_is_nan_and_a_lost_model_has_infinite_perplexity():
     assert math.isnan(TargetLoss(language=False).metrics(0.0, 0.0, {"right": 0.0})["loss"])
-    assert NextTokenLoss().metrics(1e6, 1.0, {"right": 0.0})["perplexity"] == math.inf
+    assert TargetLoss(language=True).metrics(1e6, 1.0, {"right": 0.0})["perplexity"] == math.inf
 
 
 def test_what_does_not_go_together_is_told():
@@ -158,7 +150,7 @@ def test_what_does_not_go_together_is_told():
         TargetLoss(language=False).loss_sum(torch.zeros(2, 3), batch)
     with pytest.raises(RunFailed, match=r"outputs are \[2, 5, 3\] and targets \[2\]"):
         TargetLoss(language=False).loss_sum(torch.zeros(2, 5, 3), batch)
-    for objective in (NextTokenLoss(shift=True), NextTokenLoss(), TargetLoss(language=True)):
+    for objective in (TargetLoss(language=True, shift=True), TargetLoss(language=True), TargetLoss(language=True)):
         with pytest.raises(RunFailed, match=r"a batch has no targets, .* `labels`"):
             objective.count(Batch({}, None, 2, 2))
 
@@ -181,15 +173,15 @@ def _huggingface(task, **architecture):
 @pytest.mark.parametrize(
     ("model", "facts", "expected"),
     [
-        (TRANSFORMER, DataFacts(1, 1, vocabulary=2), (NextTokenLoss, True)),
+        (TRANSFORMER, DataFacts(1, 1, vocabulary=2), (TargetLoss, True)),
         (schema.TextClassifierModel(kind="text-classifier"), DataFacts(1, 1), (TargetLoss, False)),
         (schema.ImageClassifierModel(kind="image-classifier"), DataFacts(1, 1), (TargetLoss, False)),
-        (_huggingface("causal-lm"), DataFacts(1, 1), (NextTokenLoss, True)),
+        (_huggingface("causal-lm"), DataFacts(1, 1), (TargetLoss, True)),
         (_huggingface("masked-lm"), DataFacts(1, 1), (TargetLoss, True)),
         (_huggingface("seq2seq"), DataFacts(1, 1), (TargetLoss, True)),
         (_huggingface("sequence-classification"), DataFacts(1, 1), (TargetLoss, False)),
         (CUSTOM, DataFacts(1, 1, vocabulary=9, classes=3), (TargetLoss, False)),
-        (CUSTOM, DataFacts(1, 1, vocabulary=9), (NextTokenLoss, True)),
+        (CUSTOM, DataFacts(1, 1, vocabulary=9), (TargetLoss, True)),
     ],
 )
 def test_auto_is_what_the_model_is_made_for(model, facts, expected):
@@ -220,9 +212,9 @@ def test_aligned_labels_are_shifted():
         ({"kind": "custom", "target": "math:pi"}, CUSTOM, "math:pi is a float"),
         ({"kind": "custom", "target": "collections:Counter"}, CUSTOM, "an objective is .*; this is a Counter"),
         (
-            {"kind": "custom", "target": "torch.nn:MSELoss"},
+            {"kind": "custom", "target": "torch.nn:MSELoss", "arguments": {"reduction": "none"}},
             CUSTOM,
-            "reduction='mean'.*give MSELoss\\(reduction=\"sum\"\\)",
+            "reduction='none'.*give reduction='mean' or 'sum'",
         ),
     ],
 )

@@ -66,9 +66,8 @@ def test_every_rank_refuses_it() -> None:
     assert ["a mean, not a sum" in said for said in in_world(2, mean_on_ranks)] == [True, True]
 
 
-def test_a_function_of_torch_is_refused() -> None:
-    with pytest.raises(lockstep.ConfigError, match=r"torch\.nn\.functional\.cross_entropy returns a mean"):
-        losses(objective=F.cross_entropy)
+def test_a_function_of_torch_is_its_loss_module() -> None:
+    assert losses(objective=F.cross_entropy) == pytest.approx(losses(), rel=1e-6)
 
 
 def test_a_sum_is_taken_and_looked_at_once() -> None:
@@ -190,3 +189,79 @@ def test_groups_keep_their_own_numbers() -> None:
     assert rates(optimizer) == [0.3, 0.3]
     assert [group["lr"] for group in made[0].param_groups] == [0.6, 0.3]
     assert [group["weight_decay"] for group in made[0].param_groups] == [0.05, 0.0]
+
+
+# --- losses of torch --------------------------------------------------------------------------------------------------
+
+CLASS_WEIGHTS = [0.02, 0.3, 0.1]  # whose sum over an update is less than 1
+TORCH_LOSSES: dict[str, tuple[Any, str]] = {
+    "mean": (nn.CrossEntropyLoss(), "points"),
+    "class weights": (nn.CrossEntropyLoss(torch.tensor(CLASS_WEIGHTS), label_smoothing=0.1, ignore_index=2), "points"),
+    "pos_weight": (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0])), "vectors"),
+    "positions": (nn.CrossEntropyLoss(), "positions"),
+}
+OF_CONFIG = {"weight": CLASS_WEIGHTS, "label_smoothing": 0.1, "ignore_index": 2}
+
+
+def dataset_of(kind: str) -> Any:
+    inputs, classes = small.points(11).tensors
+    targets = {
+        "points": classes,
+        "vectors": torch.eye(3)[classes],
+        "positions": torch.stack([classes, (classes + 1) % 3, classes], 1),
+    }
+    return torch.utils.data.TensorDataset(inputs, targets[kind].contiguous())
+
+
+class Positions(small.Net):
+    """As many positions as classes: [samples, 3, 3], classes in the second dim."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(points)
+        return torch.stack([logits, 2 * logits, logits.roll(1, 1)], 2)
+
+
+def net_of(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    return Positions() if kind == "positions" else small.Net()
+
+
+def trained_by_torch(loss: nn.Module, kind: str) -> list[float]:
+    inputs, targets = dataset_of(kind).tensors
+    model = net_of(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    values = []
+    for _ in range(4):
+        value = loss(model(inputs), targets)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        values.append(value.item())
+    return values
+
+
+def trained_here(loss: Any, kind: str, objective: dict[str, Any] | None = None) -> list[float]:
+    """Whole batches of 11 samples in micro-batches of 2."""
+    optim = {"name": "sgd", "lr": 0.5, "momentum": 0, "weight_decay": 0, "clip_norm": None}
+    batch, schedule = {"global_size": 11, "micro_size": 2}, {"kind": "constant"}
+    asked = small.config(batch=batch, optim=optim, schedule=schedule, run={"steps": 4})
+    asked |= {"objective": objective} if objective is not None else {}
+    if objective is None:
+        del asked["objective"]
+    del asked["model"]
+    with lockstep.session(asked, model=net_of(kind), dataset=dataset_of(kind), objective=loss) as session:
+        return [report.loss for report in lockstep.steps(session)]
+
+
+@pytest.mark.parametrize("case", TORCH_LOSSES)
+def test_a_loss_of_torch_trains_as_in_torch_on_one_process_and_on_two_ranks(case: str) -> None:
+    loss, kind = TORCH_LOSSES[case]
+    expected = pytest.approx(trained_by_torch(loss, kind), rel=1e-5)
+    assert trained_here(loss, kind) == expected
+    assert in_world(2, trained_here, loss, kind) == [expected] * 2
+
+
+def test_a_config_names_a_loss_of_torch() -> None:
+    loss, kind = TORCH_LOSSES["class weights"]
+    named = {"kind": "custom", "target": "CrossEntropyLoss", "arguments": OF_CONFIG}
+    assert trained_here(None, kind, named) == trained_here(loss, kind)

@@ -200,7 +200,8 @@ class ObjectiveConfig(Section):
     label_smoothing: Fraction = 0.0
     """Share of a target's probability that is spread evenly over all classes or tokens; 0: none."""
     target: PathText | None = None
-    """For `custom`: `package.module:Name` or `path/to/file.py:Name` of a class with `count` and `loss_sum`."""
+    """For `custom`: `package.module:Name`, `path/to/file.py:Name` or the registered name of a class with `count` and
+    `loss_sum`; or a loss of torch, such as `CrossEntropyLoss`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `target`."""
 

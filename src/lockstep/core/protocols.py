@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lockstep.core.records import (
     Batch,
@@ -50,29 +50,37 @@ class Source(Protocol):
         """The samples at `indices` [samples], collated, on the CPU. `samples` and `tokens` are filled in."""
 
 
+@runtime_checkable
 class Objective(Protocol):
-    """What the model is trained for: a sum over valid targets, and how many of them there are.
+    """The loss that a model is trained for: a sum over targets, and the number of targets.
 
-    The gradient of an update is that of `sum of loss_sum / sum of count`, over its micro-batches and ranks, so any
+    The gradient of an update is that of `sum of loss_sum / sum of count` over all its micro-batches and ranks, so any
     split of the samples gives the same gradient.
+
+    Three more members are optional: `decomposes` (False if the loss of a batch is not the sum of its samples' losses),
+    `metric_sums` and `metrics`, as in `EvaluatedObjective`.
     """
+
+    def count(self, batch: Batch) -> float:
+        """Return the number of targets in the batch, known before the forward: what the loss is divided by."""
+
+    def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the sum, not the mean, of the targets' losses: fp32, 0-dim, whatever the precision of the outputs."""
+
+
+class EvaluatedObjective(Objective, Protocol):
+    """An objective with metrics, as the training step uses it; one with the optional members left out gets defaults."""
 
     @property
     def decomposes(self) -> bool:
-        """False if the loss of a batch is not the sum of its samples' losses (in-batch contrast, batch norm):
-        then micro size and ranks change the run."""
+        """True if the loss of a batch is the sum of its samples' losses; if not (in-batch contrast, batch norm), micro
+        size and ranks change the run."""
 
-    def count(self, batch: Batch) -> int:
-        """Valid targets in the batch, known before the forward. Called on CPU tensors."""
-
-    def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Sum of the losses of the valid targets: fp32, 0-dim, whatever the precision of the outputs."""
-
-    def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        """Further 0-dim sums for evaluation, such as the number of right answers."""
+    def metric_sums(self, outputs: Any, batch: Batch) -> Mapping[str, Tensor]:
+        """Return further 0-dim sums for evaluation, such as the number of right answers."""
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        """What people read, from sums over the whole evaluation set. `loss` is among them."""
+        """Return the reported metrics, from sums over the whole evaluation set; `loss` is among them."""
 
 
 class Sharding(Protocol):

@@ -37,7 +37,7 @@ class GlobalBatch:
     Attributes:
         micro_batches: as many on every rank.
         samples: over all ranks, filler not counted.
-        count: valid targets in this rank's share, by the objective.
+        count: valid targets in this rank's share, by the objective; with class weights the sum of their weights.
         tokens: in this rank's share.
         epoch: of its samples, from 0.
         cursor: samples consumed by the run once this update is done.
@@ -47,7 +47,7 @@ class GlobalBatch:
 
     micro_batches: tuple[Batch, ...]
     samples: int
-    count: int
+    count: float
     tokens: int
     epoch: int
     cursor: int

@@ -63,7 +63,7 @@ class TrainingLoader:
         drop_last: bool,
         options: Loader,
         device: torch.device,
-        count: Callable[[Batch], int],
+        count: Callable[[Batch], float],
     ) -> None:
         """`count` tells the valid targets of a micro-batch, on the CPU.
 
@@ -126,7 +126,7 @@ class TrainingLoader:
             yield self._update(share, [next(batches) for _ in share.requests])
 
     def _update(self, share: _Share, micro_batches: list[Batch]) -> GlobalBatch:
-        count = tokens = 0
+        count, tokens = 0.0, 0
         for batch in micro_batches:
             if batch.samples:
                 count += self._count(batch)

@@ -64,12 +64,12 @@ class HostConsensus:
         self._norm_before = 0.0
         self._finish: Callable[[], list[float]] = list
 
-    def announce(self, count: int, tokens: int) -> tuple[float, float]:
+    def announce(self, count: float, tokens: int) -> tuple[float, float]:
         """Sums over the axis of a first update's counts; later ones come with the vote before them."""
         return tuple(self._start_sum([float(count), float(tokens)])())  # type: ignore[return-value]
 
     def open(
-        self, loss_sum: Tensor, count: int, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
+        self, loss_sum: Tensor, count: float, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
     ) -> None:
         """Says what this rank knows before the backward; returns at once. Each `open` needs a `close`.
 
@@ -115,12 +115,12 @@ class DeviceConsensus:
         self._norm_before = torch.zeros(2, dtype=torch.float64, device=device)
         self._finish: Callable[[], Tensor] | None = None
 
-    def announce(self, count: int, tokens: int) -> tuple[Tensor, Tensor]:
+    def announce(self, count: float, tokens: int) -> tuple[Tensor, Tensor]:
         numbers = self._axis.start_sum(self._to_device([float(count), float(tokens)]))()
         return numbers[0], numbers[1]
 
     def open(
-        self, loss_sum: Tensor, count: int, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
+        self, loss_sum: Tensor, count: float, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
     ) -> None:
         asked = [*_NO_REQUESTS]
         for request in requests:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.out_of_memory import Phase
-    from lockstep.core.protocols import Objective, Sharding
+    from lockstep.core.protocols import EvaluatedObjective, Sharding
     from lockstep.core.records import Batch, GlobalBatch, Inputs
 
 _FORWARD: Phase = "forward"
@@ -49,7 +49,7 @@ class Eager:
     def __init__(
         self,
         sharding: Sharding,
-        objective: Objective,
+        objective: EvaluatedObjective,
         autocast: Autocast,
         key_draws: Callable[[int, int], None],
         unheard: Unheard = nullcontext,

@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.core.protocols import Objective
+    from lockstep.core.protocols import EvaluatedObjective
     from lockstep.core.records import Batch
 
 Unheard = Callable[[], AbstractContextManager[object]]
@@ -46,7 +46,7 @@ def add_up(
     return sums
 
 
-def sums_of_outputs(objective: Objective, outputs: object, batch: Batch) -> dict[str, Tensor]:
+def sums_of_outputs(objective: EvaluatedObjective, outputs: object, batch: Batch) -> dict[str, Tensor]:
     """What an evaluation adds up of one batch."""
     count = torch.tensor(float(objective.count(batch)))
     loss_sum = objective.loss_sum(outputs, batch)

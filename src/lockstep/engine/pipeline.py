@@ -23,7 +23,7 @@ from lockstep.engine.staging import Order, Stage
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.core.protocols import Axis, Objective, Sharding
+    from lockstep.core.protocols import Axis, EvaluatedObjective, Sharding
     from lockstep.core.records import Batch, GlobalBatch, Inputs
     from lockstep.engine.cutting import Cut, Hidden
     from lockstep.engine.eager import Autocast
@@ -43,7 +43,7 @@ class Pipelined:
     def __init__(
         self,
         sharding: Sharding,
-        objective: Objective,
+        objective: EvaluatedObjective,
         autocast: Autocast,
         key_draws: Callable[[int, int, int], None],
         unheard: Unheard,

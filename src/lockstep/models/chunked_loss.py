@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.protocols import Objective
+from lockstep.core.protocols import EvaluatedObjective
 from lockstep.core.records import Batch
-from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, NextTokenLoss, SpanLoss, TargetLoss
+from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
 from lockstep.models.outputs import logits_of
 from lockstep.models.transformer import Transformer
 
@@ -152,7 +152,7 @@ class ChunkedHeadLoss:
         chunk: positions at a time.
     """
 
-    def __init__(self, objective: NextTokenLoss | TargetLoss, head: nn.Linear, chunk: int) -> None:
+    def __init__(self, objective: TargetLoss, head: nn.Linear, chunk: int) -> None:
         self._objective = objective
         self._shape = LossShape(chunk, objective.label_smoothing)
         self._targets: Tensor | None = None
@@ -200,13 +200,13 @@ class ChunkedHeadLoss:
         return self._sums.loss
 
 
-def chunk_head_loss(objective: Objective, model: nn.Module, chunk: int) -> ChunkedHeadLoss:
+def chunk_head_loss(objective: EvaluatedObjective, model: nn.Module, chunk: int) -> ChunkedHeadLoss:
     """Moves the loss into the model's head.
 
     Raises:
         ConfigError: the objective is no cross-entropy of tokens, or the model has no head that is known.
     """
-    if not isinstance(objective, NextTokenLoss | TargetLoss) or not objective.language:
+    if not isinstance(objective, TargetLoss) or not objective.language:
         ours, of_samples = (
             isinstance(objective, SpanLoss | ModelLoss),
             isinstance(objective, TargetLoss | ClassifierLoss),

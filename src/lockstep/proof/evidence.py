@@ -23,7 +23,7 @@ class Seen:
     samples: int
     digest: int
     content: list[float]
-    counts: list[list[int]]
+    counts: list[list[float]]
     reported: bool = False
     loss: float = float("nan")
     norm: float = float("nan")

@@ -263,7 +263,7 @@ def _see(seen: list[Seen], report: StepReport | None) -> None:
     one.loss, one.norm, one.rate, one.kept = report.loss, report.grad_norm, report.lr, report.kept
 
 
-def _count(session: Session, batch: Batch) -> int:
+def _count(session: Session, batch: Batch) -> float:
     return session.rooms.objective.count(_on_cpu(batch)) if batch.samples else 0
 
 

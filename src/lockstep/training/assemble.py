@@ -23,9 +23,10 @@ from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.build import blank_model, build_model, sketch_model
+from lockstep.models.building_objectives import coupling
 from lockstep.models.facts import parameter_facts
 from lockstep.models.model_tensors import model_tensors
-from lockstep.models.objectives import ClassifierLoss, NextTokenLoss, TargetLoss, coupling
+from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
 from lockstep.models.transformer import Transformer
 from lockstep.models.weight_matching import match_initial_weights
@@ -52,7 +53,7 @@ from lockstep.transforms.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Objective, Source, Transform
+    from lockstep.core.protocols import EvaluatedObjective, Source, Transform
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.engine.cutting import Cut, Cutting
@@ -275,7 +276,7 @@ def _spread(place: MeshPosition, model: nn.Module, plan: Mapping[str, str]) -> A
     return Across(place.tensor, found.alike, found.partial)
 
 
-def _refuse_for_parts(config: Config, given: Given, objective: Objective) -> None:
+def _refuse_for_parts(config: Config, given: Given, objective: EvaluatedObjective) -> None:
     """Raises ConfigError: something that was handed over doesn't know what to do with parts of matrices."""
     if given.optimizer is not None:
         why = (
@@ -284,9 +285,7 @@ def _refuse_for_parts(config: Config, given: Given, objective: Objective) -> Non
         raise ConfigError(
             Problem("", "parallel.tensor", f"{why}; name one in optim.name, or leave parallel.tensor out")
         )
-    if config.parallel.tensor_parallel.loss_parallel and not isinstance(
-        objective, NextTokenLoss | TargetLoss | ClassifierLoss
-    ):
+    if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, TargetLoss | ClassifierLoss):
         why = "true, but an objective of your own takes whole logits; write false"
         raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
 

@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.distributed.generators import replayed_draws
 from lockstep.engine.rehearsing import unchanged
-from lockstep.models.objectives import FunctionObjective
+from lockstep.models.building_objectives import FunctionObjective
 from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
-    from lockstep.core.protocols import Objective
+    from lockstep.core.protocols import EvaluatedObjective
     from lockstep.core.records import Batch
 
 _LOG = logging.getLogger("lockstep")
@@ -59,7 +59,7 @@ class CheckedObjective:
         self.metrics = objective.metrics
 
     @classmethod
-    def of(cls, objective: Objective, model: nn.Module, key: str) -> Objective:
+    def of(cls, objective: EvaluatedObjective, model: nn.Module, key: str) -> EvaluatedObjective:
         """Of an objective that nothing is known of; ours are what they are."""
         return cls(objective, model, key) if isinstance(objective, FunctionObjective) else objective
 

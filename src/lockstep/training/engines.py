@@ -17,7 +17,7 @@ from lockstep.distributed.rng import KeyedDraws
 from lockstep.engine.eager import Eager, call
 from lockstep.engine.numbered import Numbered
 from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss
-from lockstep.models.objectives import ModelLoss, NextTokenLoss, TargetLoss
+from lockstep.models.objectives import ModelLoss, TargetLoss
 from lockstep.monitor.metric_log import MetricLog, recording
 from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.sharding.invariant import Invariant
@@ -25,7 +25,7 @@ from lockstep.training.shardings import Parts
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Engine, Objective, Sharding
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Sharding
     from lockstep.core.records import Batch
     from lockstep.distributed.consensus import Consensus
     from lockstep.distributed.ring import Ring
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 _REHEARSED = 32  # positions of a sequence
 
 
-def computed_objective(config: Config, mesh: Mesh, model: nn.Module, objective: Objective) -> Objective:
+def computed_objective(
+    config: Config, mesh: Mesh, model: nn.Module, objective: EvaluatedObjective
+) -> EvaluatedObjective:
     """The objective as a rank computes it: of its own positions, in the model's head."""
     if mesh.pipeline > 1 and isinstance(objective, ModelLoss) and not objective.decomposes:
         why = (
@@ -46,7 +48,7 @@ def computed_objective(config: Config, mesh: Mesh, model: nn.Module, objective: 
         )
         raise ConfigError(Problem("", "parallel.pipeline", why))
     if mesh.context > 1:
-        if not isinstance(objective, NextTokenLoss | TargetLoss) or not objective.language or _has_two_sequences(model):
+        if not isinstance(objective, TargetLoss) or not objective.language or _has_two_sequences(model):
             kind = "two sequences" if _has_two_sequences(model) else "an objective that isn't of tokens"
             why = f"{mesh.context} divides a sequence of tokens that all have targets, and here is {kind}; leave it out"
             raise ConfigError(Problem("", "parallel.context", why))
@@ -61,7 +63,7 @@ def _has_two_sequences(model: nn.Module) -> bool:
 
 
 def engine_and_vote(
-    parts: Parts, told: Objective, objective: Objective, sharding: Sharding
+    parts: Parts, told: EvaluatedObjective, objective: EvaluatedObjective, sharding: Sharding
 ) -> tuple[Engine, Consensus]:
     """Args:
     told: what people asked for.
@@ -102,7 +104,7 @@ def engine_and_vote(
 
 
 def _rehearse_plan(
-    parts: Parts, told: Objective, model: nn.Module, forwards: Sequence[Callable[[Batch], object]]
+    parts: Parts, told: EvaluatedObjective, model: nn.Module, forwards: Sequence[Callable[[Batch], object]]
 ) -> None:
     """Of a plan that isn't ours. All ranks together.
 
@@ -131,17 +133,17 @@ def _rehearse_plan(
     )
     batch = next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device))
     batches = [batch]
-    if (
-        isinstance(told, NextTokenLoss | TargetLoss) and told.language
-    ):  # long sequences may not fit where matrices are whole
+    if isinstance(told, TargetLoss) and told.language:  # long sequences may not fit where matrices are whole
         batches.insert(0, beginning(batch, told.targets_of(batch).shape[1], _REHEARSED))
     with unheard():
         for forward in forwards:
             rehearse(what, forward, batches)
 
 
-def _in_context(parts: Parts, ring: Ring, objective: Objective, computed: Objective, sharding: Sharding) -> InContext:
-    assert isinstance(objective, NextTokenLoss | TargetLoss), "others were refused"
+def _in_context(
+    parts: Parts, ring: Ring, objective: EvaluatedObjective, computed: EvaluatedObjective, sharding: Sharding
+) -> InContext:
+    assert isinstance(objective, TargetLoss), "others were refused"
     world, config = parts.world, parts.config
     if world.device.type == "cuda" and not config.run.allow_untested:
         why = f"{ring.size} was never tested on GPUs; --allow-untested tries it"

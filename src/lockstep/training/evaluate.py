@@ -16,7 +16,7 @@ from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
-    from lockstep.core.protocols import Objective, Source
+    from lockstep.core.protocols import EvaluatedObjective, Source
     from lockstep.training.session import Session
 
 
@@ -53,7 +53,7 @@ def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport
 
 
 def _metrics(
-    objective: Objective, name: str, loss_sum: float, count: float, sums: Mapping[str, float]
+    objective: EvaluatedObjective, name: str, loss_sum: float, count: float, sums: Mapping[str, float]
 ) -> dict[str, float]:
     """What people read. A user's own that raises costs all but the loss, not the run: all ranks have the same sums."""
     try:

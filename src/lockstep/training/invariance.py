@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.models.objectives import coupling
+from lockstep.models.building_objectives import coupling
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lockstep.core.protocols import Objective
+    from lockstep.core.protocols import EvaluatedObjective
 
 NOTE = (
     "run.determinism invariant: each rank computes with one thread on the CPU; training has the same bits on any "
@@ -18,7 +18,7 @@ NOTE = (
 )
 
 
-def refuse_coupled(model: nn.Module, objective: Objective) -> None:
+def refuse_coupled(model: nn.Module, objective: EvaluatedObjective) -> None:
     """Raises:
     ConfigError: samples of different micro-batches or ranks look at each other.
     """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Engine, Objective, Sharding, Source
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Sharding, Source
     from lockstep.data.loader import TrainingLoader
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
@@ -67,7 +67,7 @@ class Rooms:
     plan: Plan
     world: World
     place: MeshPosition
-    objective: Objective
+    objective: EvaluatedObjective
     sharding: Sharding
     tensors: ModelTensors
     engine: Engine
@@ -143,7 +143,7 @@ class Session:
             print_once(
                 f"lockstep: update {step} has no valid target (all are -100): nothing is learned; look at labels"
             )
-        self._count = at_least_one(count)
+        self._count = nonzero_count(count)
         self.rooms.readback.start(int(tokens))
 
     @property
@@ -206,7 +206,7 @@ class Session:
         self.progress = self.progress.advance(batch.samples, tokens)
         judgement = Judgement(outcome, norm, keep, scale, self._count)
         report = rooms.readback.push(judgement, self._reporter(batch, rate, tokens))
-        self._batch, self._count, self._upcoming = upcoming, at_least_one(outcome.next_count), None
+        self._batch, self._count, self._upcoming = upcoming, nonzero_count(outcome.next_count), None
         self._accumulating = self._updating = False
         self._hear_of_failure(report)
         self._watch_memory(report)
@@ -327,7 +327,7 @@ class Session:
             lost -= self._buffers_before.names
         return [*sorted(lost), *generators.registered()]
 
-    def _told(self, batch: GlobalBatch) -> tuple[int, int]:
+    def _told(self, batch: GlobalBatch) -> tuple[float, int]:
         """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""
         return (batch.count, batch.tokens) if self.rooms.place.reports_counts else (0, 0)
 
@@ -402,9 +402,12 @@ def _order_facts(rooms: Rooms) -> OrderFacts:
     )
 
 
-def at_least_one(count: float | Tensor) -> float | Tensor:
-    """What a loss is divided by: an update without a valid target has a loss of 0, not of 0 / 0."""
-    return max(count, 1.0) if isinstance(count, float) else count.clamp(min=1.0)
+def nonzero_count(count: float | Tensor) -> float | Tensor:
+    """Return what a loss is divided by: 1 for an update without a valid target, whose loss is 0, not 0 / 0.
+
+    A count may be less than 1, since class weights count by their sum.
+    """
+    return (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
 
 
 def steps(session: Session) -> Iterator[StepReport]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.protocols import Objective, Source
+from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import evaluation_batches
@@ -24,9 +24,10 @@ from lockstep.data.prepared import PreparedSource, renamed_inputs
 from lockstep.data.sources import open_source
 from lockstep.data.tasks import OWN
 from lockstep.models.build import build_model, sketch_model
+from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
 from lockstep.models.freezing import freeze
 from lockstep.models.heads import Head, head_of, preparation
-from lockstep.models.objectives import ModelLoss, NextTokenLoss, adapt_objective, build_objective, repeats_inputs
+from lockstep.models.objectives import ModelLoss
 from lockstep.training.checked_objective import CheckedObjective
 from lockstep.training.given import Given, not_given
 
@@ -93,7 +94,7 @@ def facts_of_data(config: Config, given: Given) -> DataFacts:
 
 def make_objective(
     config: Config, sources: Sources, given: Given, model: nn.Module
-) -> tuple[Objective, Source, dict[str, Source]]:
+) -> tuple[EvaluatedObjective, Source, dict[str, Source]]:
     """What the run is trained for, and the sources in the form that it and the model take.
 
     Raises:
@@ -102,7 +103,10 @@ def make_objective(
     train, evaluation = sources
     head = head_of(model)
     objective = _objective(config, train.facts, given, model, head, aligned=False)
-    if isinstance(objective, NextTokenLoss) and _users_objective(config, given) is None:
+    if (
+        _users_objective(config, given) is None
+        and objective_kind(config.objective, config.model, train.facts, head) == "next-token"
+    ):
         aligned = _aligned(config, config.data.train, train, head)
         for name, source in evaluation.items():
             if _aligned(config, config.data.evaluation[name], source, head) is not aligned:
@@ -118,7 +122,7 @@ def make_objective(
 
 def _objective(
     config: Config, facts: DataFacts, given: Given, model: nn.Module, head: Head | None, *, aligned: bool
-) -> Objective:
+) -> EvaluatedObjective:
     if given.objective is None and config.objective.kind == "given":
         raise not_given("objective", "an object with `count` and `loss_sum`", None)
     key = _users_objective(config, given)
