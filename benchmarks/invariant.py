@@ -17,6 +17,8 @@ from typing import Any
 
 from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say, within_rounds
 
+from lockstep.training.session import components_of
+
 PACKAGES = ("torch",)
 CONTESTANTS = ("default", "deterministic", "invariant")
 MICRO, GLOBAL = 4, 32
@@ -62,10 +64,10 @@ def be_contestant(determinism: str, steps: int) -> dict[str, float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(GPT(), torch.nn.Dropout(0.1))  # of the logits: it draws as any other dropout
     times = []
-    with lockstep.session(config, model=model, dataset=TensorDataset(*text(steps * GLOBAL))) as session:
-        for _ in lockstep.steps(session):
+    with lockstep.session(config, model=model, train_dataset=TensorDataset(*text(steps * GLOBAL))) as session:
+        for _ in session:
             times.append(time.perf_counter())
-        weights = b"".join(value.numpy().tobytes() for _, value in session.rooms.sharding.weights())
+        weights = b"".join(value.numpy().tobytes() for _, value in components_of(session).sharding.weights())
     first = steps // 4
     return {
         "milliseconds": (times[-1] - times[first]) / (len(times) - 1 - first) * 1e3,

@@ -133,8 +133,8 @@ def _under_lockstep(kind: str, count: int, samples: tuple[torch.Tensor, torch.Te
         "parallel": {"strategy": "single"} if kind == "single" else pipeline,
         "run": {"steps": steps},
     }
-    with lockstep.session(config, model=model(), dataset=TensorDataset(*samples)) as session:
-        reports = lockstep.steps(session)
+    with lockstep.session(config, model=model(), train_dataset=TensorDataset(*samples)) as session:
+        reports = session
         return _timed(lambda step: next(reports) and None, steps)
 
 

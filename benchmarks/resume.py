@@ -158,7 +158,7 @@ def lockstep() -> float:
         from lockstep.core.progress import Progress
 
         with ours.session(
-            config, model=nn.Linear(1, 1), dataset=tokens, objective=nn.MSELoss(reduction="sum")
+            config, model=nn.Linear(1, 1), train_dataset=tokens, objective=nn.MSELoss(reduction="sum")
         ) as session:
             session.progress = Progress(position // BATCH, position, position)
             began = time.perf_counter()

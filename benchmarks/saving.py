@@ -22,6 +22,8 @@ from typing import Any
 
 from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say
 
+from lockstep.training.session import components_of
+
 PACKAGES = ("torch", "safetensors", "xxhash")
 WIDTH, LAYERS, BATCH = 2048, 6, 4
 STRETCH, PAIRS = 10, 10  # steps of a stretch; stretches with a save
@@ -276,7 +278,7 @@ def lockstep(folder: Path) -> dict[str, float]:
     import lockstep
 
     with lockstep.session(_config(), **_given()) as session:
-        checkpoints = lockstep.checkpoints(session, folder)
+        checkpoints = session.checkpoints(folder)
         batches = session.batches()
 
         def step() -> None:
@@ -312,7 +314,7 @@ def _given() -> dict[str, Any]:
 
     return {
         "model": make_model(),
-        "dataset": TensorDataset(*make_data()),
+        "train_dataset": TensorDataset(*make_data()),
         "objective": nn.CrossEntropyLoss(reduction="sum"),
     }
 
@@ -357,7 +359,7 @@ def load_with_lockstep(folder: Path) -> dict[str, float]:
     from lockstep.checkpoint.local import LocalStorage
 
     with lockstep.session(_config(), **_given()) as session:
-        checkpoints = lockstep.checkpoints(session, folder)
+        checkpoints = session.checkpoints(folder)
         session.accumulate(next(session.batches()))
         session.commit()
         checkpoints.save()
@@ -365,7 +367,7 @@ def load_with_lockstep(folder: Path) -> dict[str, float]:
         times = []
         for _ in range(LOADS):
             began = time.perf_counter()
-            found = load_newest(LocalStorage(folder), session.rooms.world.axis, session.state())
+            found = load_newest(LocalStorage(folder), components_of(session).world.axis, session.state())
             assert found is not None
             session.restore(found.state)
             times.append(time.perf_counter() - began)

@@ -130,7 +130,7 @@ def lockstep(task: Task) -> None:
         "monitor": {"every": 10, "tensorboard": True, "progress": "none"},
         "run": {"steps": task.steps, "folder": os.path.join(task.folder, "run")},
     }
-    lockstep.train(config, model=task.model, dataset=TensorDataset(*task.data))
+    lockstep.train(config, model=task.model, train_dataset=TensorDataset(*task.data))
 
 
 # --- peers --------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def under_lockstep(task: Task, parallel: dict[str, Any]) -> None:
         "monitor": {"every": 10, "tensorboard": True, "progress": "none"},
         "run": {"steps": task.steps, "folder": os.path.join(task.folder, "run")},
     }
-    lockstep.train(config, model=task.model, dataset=TensorDataset(*task.data))
+    lockstep.train(config, model=task.model, train_dataset=TensorDataset(*task.data))
 
 
 def _fsdp(sharding: str, **degrees: int) -> dict[str, Any]:

@@ -333,12 +333,12 @@ def lockstep_(folder: Path, tell: Tell) -> None:
         "checkpoint": {"keep_last": 2},
         "run": {"steps": ENDLESS},
     }
-    given: dict[str, Any] = {"model": make_model(), "dataset": Pairs(), "objective": nn.MSELoss(reduction="sum")}
+    given: dict[str, Any] = {"model": make_model(), "train_dataset": Pairs(), "objective": nn.MSELoss(reduction="sum")}
     with lockstep.session(config, **given) as session:
-        checkpoints = lockstep.checkpoints(session, folder)
+        checkpoints = session.checkpoints(folder)
         tell("resumed", checkpoints.resumed_from or 0, fingerprint(session.state().tensors))
         under_way: int | None = None
-        for report in lockstep.steps(session):
+        for report in session:
             if under_way is not None and (folder / f"step-{under_way:08d}").exists():
                 tell.end(under_way)
                 under_way = None

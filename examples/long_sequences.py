@@ -45,7 +45,7 @@ def main() -> None:
             "run": {"steps": 40},
         },
         model=Reader,
-        dataset=TensorDataset(texts[:, :-1], texts[:, 1:]),
+        train_dataset=TensorDataset(texts[:, :-1], texts[:, 1:]),
         ranks=2,
     )
     print(finished.summary["strategy"], f"loss {finished.summary['loss']:.3f}")

@@ -8,8 +8,8 @@ import lockstep
 
 CONFIG = {"batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"epochs": 50}}
 
-with lockstep.session(CONFIG, model=Curve, dataset=points(), objective=SquaredError()) as session:
-    for report in lockstep.steps(session):
+with lockstep.session(CONFIG, model=Curve, train_dataset=points(), objective=SquaredError()) as session:
+    for report in session:
         if report.loss < 0.05:
             print(f"update {report.step}: loss {report.loss:.3f} after {report.samples} samples")
             break

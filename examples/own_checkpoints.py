@@ -17,9 +17,9 @@ CONFIG = {"batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"steps": 
 dice = random.Random(7)
 lockstep.register_generator("dice", dice)  # your generator's state is saved and restored too
 
-with lockstep.session(CONFIG, model=Curve, dataset=points(), objective=SquaredError()) as session:
-    checkpoints = lockstep.checkpoints(session, sys.argv[1])
-    for report in lockstep.steps(session):
+with lockstep.session(CONFIG, model=Curve, train_dataset=points(), objective=SquaredError()) as session:
+    checkpoints = session.checkpoints(sys.argv[1])
+    for report in session:
         if report.step % 50 == 0:
             checkpoints.save()  # returns at once; training continues during the write
     checkpoints.save()

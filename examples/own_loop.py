@@ -13,7 +13,9 @@ import lockstep
 CONFIG = {"precision": {"compute": "fp32"}, "batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"epochs": 5}}
 HELD_OUT = {"sparse": points(101)}
 
-with lockstep.session(CONFIG, model=Curve, dataset=points(), evaluation=HELD_OUT, objective=SquaredError()) as session:
+with lockstep.session(
+    CONFIG, model=Curve, train_dataset=points(), eval_datasets=HELD_OUT, objective=SquaredError()
+) as session:
     for batch in session.batches():
         session.accumulate(batch)
         session.commit()

@@ -61,9 +61,9 @@ def main(kind: str) -> None:
     config: dict[str, Any] = {"batch": {"global_size": 32}, "optim": {"lr": 0.003}, "run": {"steps": 30}}
     if kind == "prompts":
         config["model"] = {"kind": "transformer", "layers": 2, "width": 32, "heads": 4, "vocabulary": 256}
-        finished = lockstep.train(config, dataset=Prompts(), collate=pad)
+        finished = lockstep.train(config, train_dataset=Prompts(), collate=pad)
     else:
-        finished = lockstep.train(config, model=small_t5, dataset=Sums(), collate=pad)
+        finished = lockstep.train(config, model=small_t5, train_dataset=Sums(), collate=pad)
     print(f"{kind}: loss {finished.summary['loss']:.3f}")
 
 

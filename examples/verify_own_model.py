@@ -13,7 +13,7 @@ def main(ranks: list[int]) -> None:
     rows = lockstep.verify(
         {"batch": {"global_size": 50}, "optim": {"lr": 0.01}, "run": {"epochs": 5}},
         model=Curve,
-        dataset=points(),
+        train_dataset=points(),
         objective=SquaredError(),
         strategies=["ddp", "fsdp"],
         ranks=ranks,

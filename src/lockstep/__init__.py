@@ -35,11 +35,10 @@ if TYPE_CHECKING:
     from lockstep.monitor import metric_log as log
     from lockstep.proof.api import verify as verify
     from lockstep.training.activation_checkpointing import checkpoint_activations as checkpoint_activations
-    from lockstep.training.api import checkpoints as checkpoints
     from lockstep.training.api import session as session
     from lockstep.training.api import train as train
     from lockstep.training.session import Session as Session
-    from lockstep.training.session import steps as steps
+    from lockstep.training.user_objects import Objects as Objects
 
 __version__ = "0.1.0"
 
@@ -52,12 +51,12 @@ _HOMES = {
     "Failure": "lockstep.core.errors",
     "RunFailed": "lockstep.core.errors",
     "Objective": "lockstep.core.protocols",
+    "Objects": "lockstep.training.user_objects",
     "Session": "lockstep.training.session",
     "StepReport": "lockstep.core.records",
     "VerificationError": "lockstep.core.errors",
     "broadcast": "lockstep.distributed.user_collectives",
     "checkpoint_activations": "lockstep.training.activation_checkpointing",
-    "checkpoints": "lockstep.training.api",
     "count_parameters": "lockstep.models.facts",
     "exit_with": "lockstep.launch.torchrun",
     "gather": "lockstep.distributed.user_collectives",
@@ -66,12 +65,17 @@ _HOMES = {
     "print_once": "lockstep.distributed.user_collectives",
     "register_generator": "lockstep.distributed.generators",
     "session": "lockstep.training.api",
-    "steps": "lockstep.training.session",
     "train": "lockstep.training.api",
     "verify": "lockstep.proof.api",
 }
 
-_RENAMED = {"Distrust": "VerificationError", "GiveUp": "RunFailed", "Waited": "CollectiveTimeout"}
+_RENAMED = {
+    "Distrust": "lockstep.VerificationError",
+    "GiveUp": "lockstep.RunFailed",
+    "Waited": "lockstep.CollectiveTimeout",
+    "checkpoints": "session.checkpoints(folder)",
+    "steps": "`for report in session`",
+}
 
 __all__ = ["__version__", "log", *sorted(_HOMES)]
 
@@ -93,5 +97,5 @@ def __getattr__(name: str) -> "Any":
         _refuse_other_systems()
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _RENAMED:
-        raise AttributeError(f"lockstep.{name} is now called lockstep.{_RENAMED[name]}")
+        raise AttributeError(f"lockstep.{name} is now {_RENAMED[name]}")
     raise AttributeError(f"lockstep has no {name!r}; it has {', '.join(__all__)}")

@@ -104,7 +104,7 @@ def _train(storage: LocalStorage, writers: int, run: str, seed: int) -> None:
     config = small.config(run={"steps": NEWEST, "seed": seed})
     config["model"] = {"kind": "custom", "target": "test_corruption:Wide"}
     with lockstep.session(config) as session:
-        for report in lockstep.steps(session):
+        for report in session:
             if report.step in (OLDER, NEWEST):
                 assert save(storage, [session.state()] * writers, report.step, run) == []
 

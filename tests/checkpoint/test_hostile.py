@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with lockstep.session(CONFIG) as session:
         checkpoints = Checkpoints(session, LocalStorage(folder), {})
         checkpoints.begin(Resume())
-        for report in lockstep.steps(session):
+        for report in session:
             if report.step in (4, 8):
                 checkpoints.save()
         checkpoints.finish()
@@ -58,7 +58,7 @@ def _begin(folder: Path) -> tuple[int | None, list[str]]:
     with lockstep.session(config) as session:
         checkpoints = Checkpoints(session, LocalStorage(folder), {})
         notes = checkpoints.begin(Resume())
-        assert [report.step for report in lockstep.steps(session)][-1] == 10
+        assert [report.step for report in session][-1] == 10
         return checkpoints.resumed_from, notes
 
 
@@ -113,7 +113,7 @@ def test_an_older_one_may_be_anything(saves: Path, name: str) -> None:
         checkpoints = Checkpoints(session, LocalStorage(saves), {})
         checkpoints.begin(Resume())
         assert checkpoints.resumed_from == 8
-        for report in lockstep.steps(session):
+        for report in session:
             checkpoints.save()
             assert [one.failure for one in checkpoints.finish()] == [None], report.step
     assert LocalStorage(saves).names() == [OLDER, "step-00000012"]

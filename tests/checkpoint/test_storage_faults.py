@@ -31,6 +31,7 @@ from lockstep.config.schema import Checkpoint
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.session import components_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `End` ends threads
 
@@ -314,18 +315,18 @@ def _run_on_a_bad_disk(config: dict[str, Any], folder: str, rank: int, verb: str
     """Trains 8 updates and saves after 2, 5 and at the end; the call that `verb` begins fails in the save after 5."""
     with pytest.MonkeyPatch.context() as patch, lockstep.session(config) as session:
         disk = Disk(Path(folder), patch)
-        mine = session.rooms.world.rank == rank
+        mine = components_of(session).world.rank == rank
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume())
         ended, steps = [], []
-        for report in lockstep.steps(session):
+        for report in session:
             steps.append(report.step)
             ended += checkpoints.outcomes()
             if report.step in (2, 5):
                 disk.fault = _fails_in_the_second_save(verb, number) if mine else lambda call: None
                 checkpoints.save()
         checkpoints.save()
-        ended += checkpoints.finish() if session.rooms.world.rank == 0 else checkpoints.finish()[:0]
+        ended += checkpoints.finish() if components_of(session).world.rank == 0 else checkpoints.finish()[:0]
         return {"steps": steps, "ended": [(one.step, one.failure) for one in ended], "last": session.progress.steps}
 
 

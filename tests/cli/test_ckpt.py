@@ -559,7 +559,7 @@ def test_a_run_that_was_cut_is_the_one_that_was_not(ask: Ask, tmp_path: Path) ->
         with lockstep.session(small.config(run={"steps": 9, "folder": str(folder)})) as session:
             checkpoints = Checkpoints(session, LocalStorage(folder), {})
             checkpoints.begin(Resume())
-            for report in lockstep.steps(session):
+            for report in session:
                 if report.step == until:
                     checkpoints.save()
                     checkpoints.finish()

@@ -64,7 +64,7 @@ def test_a_url_on_the_command_line_is_refused(
 
 def test_a_session_of_the_library_saves_to_no_url() -> None:
     with lockstep.session(small.config()) as session, pytest.raises(ConfigError, match="is a URL"):
-        lockstep.checkpoints(session, "s3://bucket/x")
+        session.checkpoints("s3://bucket/x")
 
 
 @pytest.mark.parametrize("text", ["runs/x", "/runs/x", "C:/runs", "a:b", "package.mod:Name", "x.py:Name", "org/name"])

@@ -111,7 +111,7 @@ def _noisy(folder: str, step: int | None) -> list[float]:
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume(step=step))
         losses = []
-        for report in lockstep.steps(session):
+        for report in session:
             losses.append(report.loss)
             if step is None and report.step == 3:
                 checkpoints.save()

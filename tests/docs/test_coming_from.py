@@ -39,9 +39,9 @@ def test_every_row_has_a_counterpart_or_says_nothing_is_needed() -> None:
 def test_what_is_named_is_there(name: str) -> None:
     if name.startswith("lockstep "):
         return command_is_there(name.split()[1:])
-    if name.startswith("lockstep."):
-        return python_is_there(name)
-    if name in OF_AN_OBJECTIVE or name == "for report in":
+    if name.startswith(("lockstep.", "session.")):
+        return python_is_there(name.replace("session.", "Session."))
+    if name in OF_AN_OBJECTIVE or name == "for report in session":
         return None
     key, _, value = name.partition(": ")
     assert key in keys(), name
@@ -65,7 +65,7 @@ def python_is_there(name: str) -> None:
         thing = getattr(thing, part)
     for argument in re.findall(r"(\w+)=", arguments):
         assert callable(thing)
-        assert argument in inspect.signature(thing).parameters, name
+        assert argument in {*inspect.signature(thing).parameters, *lockstep.Objects.__annotations__}, name
 
 
 def keys() -> set[str]:

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.training.session import components_of
+
 
 def _replace(session: Any, **rooms: Any) -> None:
-    session.rooms = dataclasses.replace(session.rooms, **rooms)
+    session._components = dataclasses.replace(components_of(session), **rooms)
 
 
 class _Wrapped:
@@ -33,18 +35,18 @@ def mean_of_means(session: Any) -> None:
 
     class Objective(_Wrapped):
         def loss_sum(self, outputs: object, batch: Any) -> torch.Tensor:
-            ranks, micro_batches = session.rooms.world.size, session.rooms.plan.batch.accumulation
+            ranks, micro_batches = components_of(session).world.size, components_of(session).plan.batch.accumulation
             mean = self._original.loss_sum(outputs, batch) / max(1, self._original.count(batch))
             return mean * session._count / (ranks * micro_batches)
 
-    engine = session.rooms.engine
+    engine = components_of(session).engine
     engine = getattr(engine, "_engine", engine)  # of divided sequences
     engine._objective = Objective(engine._objective)
 
 
 def missing_division_by_ranks(session: Any) -> None:
     """The reduction's mean is undone twice: gradients are too large by the number of ranks."""
-    session.rooms.sharding.averages_over = session.rooms.world.size**2
+    components_of(session).sharding.averages_over = components_of(session).world.size ** 2
 
 
 def double_reduction(session: Any) -> None:
@@ -53,10 +55,10 @@ def double_reduction(session: Any) -> None:
     class Engine(_Wrapped):
         def accumulate(self, *batches_and_scale: Any) -> None:
             self._original.accumulate(*batches_and_scale)
-            for parameter in session.rooms.sharding.bare.parameters():
+            for parameter in components_of(session).sharding.bare.parameters():
                 dist.all_reduce(parameter.grad)
 
-    _replace(session, engine=Engine(session.rooms.engine))
+    _replace(session, engine=Engine(components_of(session).engine))
 
 
 def swapped_sample(session: Any) -> None:
@@ -70,7 +72,7 @@ def swapped_sample(session: Any) -> None:
                 indices[0] = (indices[0] + 1) % self._original.facts.samples
             return self._original.fetch(indices)
 
-    loader = session.rooms.loader
+    loader = components_of(session).loader
     loader._source = Source(loader._source)
     _restart(session)
 
@@ -87,9 +89,9 @@ def clip_norm_of_one_rank(session: Any) -> None:
 
     class Sharding(_Wrapped):
         def squared_norm(self) -> torch.Tensor:
-            return self._original.squared_norm() / session.rooms.world.size
+            return self._original.squared_norm() / components_of(session).world.size
 
-    _replace(session, sharding=Sharding(session.rooms.sharding))
+    _replace(session, sharding=Sharding(components_of(session).sharding))
 
 
 def stale_moment(session: Any) -> None:
@@ -104,7 +106,7 @@ def stale_moment(session: Any) -> None:
                 for name, tensor in before.items():
                     moments[name].copy_(tensor)
 
-    _replace(session, sharding=Sharding(session.rooms.sharding))
+    _replace(session, sharding=Sharding(components_of(session).sharding))
 
 
 def lost_when_published(session: Any) -> None:
@@ -121,7 +123,7 @@ class _GatheredAgain(_Wrapped):
     """What `change` makes of the weights, each further time that they are asked for between two updates."""
 
     def __init__(self, session: Any, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
-        super().__init__(session.rooms.sharding)
+        super().__init__(components_of(session).sharding)
         self._session, self._change, self._asked = session, change, -1
 
     def weights(self, *, wanted: bool = True) -> Any:
@@ -134,7 +136,7 @@ class _GatheredAgain(_Wrapped):
 
 def unsynchronised_tied_weight(session: Any) -> None:
     """Of a weight that is embedding and head, the head's part of the gradient stays this rank's own."""
-    model = session.rooms.sharding.bare
+    model = components_of(session).sharding.bare
     head, part = model.head, []
 
     def see(module: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -148,10 +150,10 @@ def unsynchronised_tied_weight(session: Any) -> None:
             own = torch.stack(part).sum(dim=0)
             mean = own.clone()
             dist.all_reduce(mean)
-            head.weight.grad += own - mean / session.rooms.world.size
+            head.weight.grad += own - mean / components_of(session).world.size
 
     head.register_forward_hook(see)
-    _replace(session, engine=Engine(session.rooms.engine))
+    _replace(session, engine=Engine(components_of(session).engine))
 
 
 def _restart(session: Any, progress: Any = None) -> None:
@@ -173,7 +175,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 
 OF_PIECES: dict[str, Callable[[Any], None]] = {
     "ends that keep their own gradient of a tied weight": lambda session: setattr(
-        session.rooms.sharding._pieces, "add_shared", lambda gradients: None
+        components_of(session).sharding._pieces, "add_shared", lambda gradients: None
     ),
 }
 """Of a model that is cut over ranks."""

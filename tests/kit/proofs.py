@@ -15,9 +15,9 @@ from lockstep.distributed.process_group import joined
 from lockstep.proof.cases import plan_proof
 from lockstep.proof.conducting import Orders, attempt, refer
 from lockstep.proof.rows import Row
-from lockstep.training.given import Given
+from lockstep.training.user_objects import UserObjects
 
-_NOTHING = Given()
+_NOTHING = UserObjects()
 
 
 def proved(config: dict[str, Any], **how: Any) -> list[Row]:
@@ -52,7 +52,7 @@ def text(global_size: int = 13, **sections: Any) -> dict[str, Any]:
 
 
 def with_faults(
-    config: dict[str, Any], faults: list[Any], ranks: int = 2, steps: int = 4, given: Given = _NOTHING
+    config: dict[str, Any], faults: list[Any], ranks: int = 2, steps: int = 4, given: UserObjects = _NOTHING
 ) -> list[list[Row]]:
     """The rows of DDP on so many ranks, for each fault; all in one world, beside one reference. None: no fault."""
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def with_faults(
         return in_world(ranks, _with_faults, proof.cases, Path(folder), faults, steps, given)[0]
 
 
-def _with_faults(cases: Any, folder: Path, faults: list[Any], steps: int, given: Given) -> list[list[Row]]:
+def _with_faults(cases: Any, folder: Path, faults: list[Any], steps: int, given: UserObjects) -> list[list[Row]]:
     found = []
     with joined(cases[0].config.launch, grouped=True) as world:
         for number, fault in enumerate(faults):

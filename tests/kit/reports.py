@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lockstep.core.records import RunFacts, StepReport, Verdict
+from lockstep.core.records import RunInfo, StepReport, Verdict
 
-FACTS = RunFacts(
+FACTS = RunInfo(
     recipe="stdlib-lm",
     folder="/runs/stdlib-lm-20261121-093000",
     strategy="ddp",

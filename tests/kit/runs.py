@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kit.worlds import in_world
+from lockstep.training.session import components_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -96,17 +97,18 @@ def recorded_session(session: Any, updates: int) -> Trajectory:
     for batch in session.batches():
         scale = session.gradient_unit
         session.accumulate(batch)
-        found.gradients.append({name: _array(grad) / scale for name, grad in session.rooms.sharding.gradients()})
-        report = session.commit()
-        assert report is not None
+        found.gradients.append(
+            {name: _array(grad) / scale for name, grad in components_of(session).sharding.gradients()}
+        )
+        report = session.commit().result()
         found.losses.append(report.loss)
         found.norms.append(report.grad_norm)
         found.samples.append(report.samples)
         found.counts.append(report.count)
         if report.step == updates:
             break
-    session.rooms.sharding.synchronize()  # buffers are the first rank's
-    found.weights = {name: _array(value) for name, value in session.rooms.sharding.weights()}
+    components_of(session).sharding.synchronize()  # buffers are the first rank's
+    found.weights = {name: _array(value) for name, value in components_of(session).sharding.weights()}
     found.evaluations = [dict(report.metrics) for report in session.evaluate()]
     return found
 

@@ -196,7 +196,7 @@ def refusal(config: dict[str, Any], updates: int = 2) -> str:
             dist.barrier()
         try:
             with lockstep.session(config) as session:
-                for report in lockstep.steps(session):
+                for report in session:
                     if report.step == updates:
                         return ""
         except lockstep.ConfigError as error:

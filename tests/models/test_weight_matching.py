@@ -25,7 +25,8 @@ from lockstep.config.schema import CustomModel
 from lockstep.core.errors import ConfigError
 from lockstep.models.weight_files import read_weights
 from lockstep.models.weight_matching import match_initial_weights
-from lockstep.training.introduction import run_facts
+from lockstep.training.run_info import run_info
+from lockstep.training.session import components_of
 
 
 class Tied(nn.Module):
@@ -440,16 +441,16 @@ def test_a_session_starts_from_them(tmp_path: Path) -> None:
     source = made(1, small.Net)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     with lockstep.session(_config(tmp_path / "weights.pt", freeze=["head.*"])) as session:
-        assert_same(session.rooms.sharding.bare, source.state_dict())
-        assert run_facts(session, "run", "").notes == ()
-        trained = [name for name, p in session.rooms.sharding.bare.named_parameters() if p.requires_grad]
+        assert_same(components_of(session).sharding.bare, source.state_dict())
+        assert run_info(session, "run", "").notes == ()
+        trained = [name for name, p in components_of(session).sharding.bare.named_parameters() if p.requires_grad]
         assert trained == ["inner.weight", "inner.bias"]
 
 
 def test_what_is_missing_is_noted_at_the_start(tmp_path: Path) -> None:
     torch.save({"inner.weight": torch.ones(8, 4)}, tmp_path / "weights.pt")
     with lockstep.session(_config(tmp_path / "weights.pt", init_partial=True)) as session:
-        [note] = run_facts(session, "run", "").notes
+        [note] = run_info(session, "run", "").notes
     assert "lacks 3 tensors of the model" in note
     with pytest.raises(ConfigError, match=r"(?s)model\.init_from: .*missing: inner\.bias \[8\]"):
         open_and_close(_config(tmp_path / "weights.pt"))

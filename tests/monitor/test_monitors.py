@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 from kit.reports import FACTS, report
 
-from lockstep.core.records import EvaluationReport, Request, RunFacts, StepReport, Verdict
+from lockstep.core.records import EvaluationReport, Request, RunInfo, StepReport, Verdict
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.metric_log import Logged
@@ -28,7 +28,7 @@ class Recorder:
         self.epochs: list[EpochReport] = []
         self.calls: list[str] = []
 
-    def start(self, facts: RunFacts) -> None:
+    def start(self, facts: RunInfo) -> None:
         self.calls.append("start")
 
     def next_report(self) -> NextReport:
@@ -189,5 +189,5 @@ def test_a_step_that_nobody_waits_for_costs_less_than_two_microseconds(tmp_path)
     assert best < 2e-6
 
 
-def _fields(facts: RunFacts) -> dict[str, object]:
+def _fields(facts: RunInfo) -> dict[str, object]:
     return {name: getattr(facts, name) for name in facts.__dataclass_fields__}

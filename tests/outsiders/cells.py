@@ -37,6 +37,7 @@ import lockstep
 from lockstep.models.transformers_models import is_transformers_model, quiet
 from lockstep.models.weight_files import read_weights
 from lockstep.training.job import publish, whole_weights
+from lockstep.training.session import components_of
 
 Status = Literal["same", "cut", "refused", "open"]
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -201,12 +202,12 @@ def config_of(name: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]
 def _published(session: Any, folder: Path) -> dict[str, np.ndarray]:
     """What a run would leave: the tensors of its files, on the first rank. All ranks together."""
     weights = whole_weights(session)
-    if session.rooms.world.rank > 0:
+    if components_of(session).world.rank > 0:
         return {}
     with tempfile.TemporaryDirectory(dir=folder) as place:
         where = publish(session, weights, Path(place))
         tensors = {name: tensor.clone() for name, tensor in read_weights(where).tensors.items()}
-        if folder.name == "single" and is_transformers_model(session.rooms.sharding.bare):
+        if folder.name == "single" and is_transformers_model(components_of(session).sharding.bare):
             _refuse_missing(session, where, weights)
     return {name: tensor.float().numpy() for name, tensor in tensors.items() if not tensor.is_complex()}
 
@@ -214,7 +215,7 @@ def _published(session: Any, folder: Path) -> dict[str, np.ndarray]:
 def _refuse_missing(session: Any, folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """The library finds every weight in what was published, and the same values."""
     with quiet():
-        again, found = type(session.rooms.sharding.bare).from_pretrained(folder, output_loading_info=True)
+        again, found = type(components_of(session).sharding.bare).from_pretrained(folder, output_loading_info=True)
     assert not found["missing_keys"], f"from_pretrained finds no {sorted(found['missing_keys'])}"
     assert not found["mismatched_keys"], f"from_pretrained can't fit {found['mismatched_keys']}"
     loaded = again.state_dict()

@@ -13,6 +13,7 @@ from kit.worlds import in_world
 from lockstep.plan.placement import DIVISIONS
 from lockstep.plan.traffic import Volume, traffic
 from lockstep.plan.variants import VARIANTS
+from lockstep.training.session import components_of
 
 CONFIG = {
     "model": {"kind": "transformer", "layers": 2, "width": 32, "heads": 2, "vocabulary": 256, "tie_embeddings": False},
@@ -72,10 +73,10 @@ def _counted(parallel: dict[str, Any]) -> tuple[float, int, int]:
         for batch in session.batches():
             with Counting():
                 session.accumulate(batch)
-                report = session.commit()
-            if report is not None and report.step == 2:
+                report = session.commit().result().result().result().result()
+            if report.step == 2:
                 sent.clear()
-        names = [(name, value.numel() * 4) for name, value in session.rooms.sharding.weights()]
+        names = [(name, value.numel() * 4) for name, value in components_of(session).sharding.weights()]
     share = (dist.get_world_size() - 1) / dist.get_world_size()
     total = sum(SHARE[name] * share * size for name, size in sent.items() if size)
     return total, sum(size for _, size in names), sum(size for name, size in names if not name.startswith("blocks."))

@@ -10,7 +10,7 @@ from kit.faults import FAULTS, PUBLISHING, STOPPING
 from kit.proofs import text, with_faults
 
 from lockstep.proof.rows import Row, story
-from lockstep.training.given import Given
+from lockstep.training.user_objects import UserObjects
 
 PLANTED = {**FAULTS, **STOPPING, **PUBLISHING}
 
@@ -85,7 +85,7 @@ OWN = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_run_that_depends_on_its_cut_is_given_the_measured_reason(name: str) -> None:
-    given = Given(objective=small.InBatch()) if name == "InBatch" else Given()
+    given = UserObjects(objective=small.InBatch()) if name == "InBatch" else UserObjects()
     asked = small.config("Net" if name == "InBatch" else name, batch={"global_size": 12})
     failed = [row for row in with_faults(asked, [None], given=given)[0] if row.status == "failed"]
     assert failed

@@ -14,6 +14,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.plan.variants import VARIANTS, is_cut
 from lockstep.proof.rows import Row, story
+from lockstep.training.session import components_of
 
 
 def _failures(rows: list[Row]) -> list[str]:
@@ -63,7 +64,7 @@ def _unharmed(config: dict[str, Any]) -> tuple[list[Row], bool]:
             del os.environ[name]
     model = small.Net()
     before = small.weights(model)
-    handed = {"model": model, "dataset": small.points(), "objective": small.CrossEntropy()}
+    handed = {"model": model, "train_dataset": small.points(), "objective": small.CrossEntropy()}
     rows = lockstep.verify(config, **handed, strategies=["ddp", "fsdp"], ranks=[2], steps=3)
     after = small.weights(model)
     return rows, all(np.array_equal(before[name], after[name]) for name in before)
@@ -84,7 +85,7 @@ def test_dropout_is_turned_off_for_the_proof() -> None:
 
 
 def _dies_under_fsdp(session: Any) -> None:
-    if session.rooms.plan.strategy == "fsdp" and session.rooms.world.rank == 1:
+    if components_of(session).plan.strategy == "fsdp" and components_of(session).world.rank == 1:
         raise RuntimeError("planted crash")
 
 

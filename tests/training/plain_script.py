@@ -37,8 +37,8 @@ def main(folder, workers):
     finished = lockstep.train(
         config,
         model=model,
-        dataset=dataset,
-        evaluation={"held-out": dataset},
+        train_dataset=dataset,
+        eval_datasets={"held-out": dataset},
         objective=nn.CrossEntropyLoss(reduction="sum"),
         optimizer=make_optimizer,
         schedule=halves,

@@ -23,6 +23,7 @@ from lockstep.data.order import SampleOrder
 from lockstep.training.audit import Audit, audit, expected_digest
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.ledger import Ledger, OrderFacts
+from lockstep.training.session import components_of
 
 ORDER = OrderFacts(seed=3, shuffle=True, samples=40, epoch_samples=40, fingerprint="points")
 
@@ -40,7 +41,7 @@ def _attempt(config: dict[str, Any], folder: str, until: int, save_at: int, faul
         checkpoints.begin(Resume())
         if fault is not None:
             FAULTS[fault](session)
-        for report in lockstep.steps(session):
+        for report in session:
             if report.step == save_at:
                 checkpoints.save()
                 [ended] = checkpoints.finish()
@@ -78,8 +79,8 @@ def test_a_run_that_is_killed_and_goes_on_elsewhere_is_complete(tmp_path: Path, 
 
 def _updates(session: Any, change: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
     """Changes the stream of updates."""
-    updates = session.rooms.loader.updates
-    session.rooms.loader.updates = lambda progress: change(updates(progress))
+    updates = components_of(session).loader.updates
+    components_of(session).loader.updates = lambda progress: change(updates(progress))
 
 
 def skipped_batch(session: Any) -> None:
@@ -104,12 +105,12 @@ def swapped_sample(session: Any) -> None:
             found[(positions == 5) & (epoch == 0)] += 1
             return found % self._order.samples
 
-    session.rooms.loader._order = Other(session.rooms.loader._order)
+    components_of(session).loader._order = Other(components_of(session).loader._order)
 
 
 def share_of_another_rank(session: Any) -> None:
     """Every rank trains on the first one's samples."""
-    session.rooms.loader._rank = 0
+    components_of(session).loader._rank = 0
 
 
 def too_late(session: Any) -> None:

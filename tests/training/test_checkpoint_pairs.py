@@ -76,7 +76,7 @@ def _save(strategy: str, folder: str) -> dict[str, Any]:
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume())
         losses: list[float] = []
-        for report in lockstep.steps(session):
+        for report in session:
             losses.append(report.loss)
             if report.step == CUT:
                 checkpoints.save()
@@ -93,7 +93,7 @@ def resume_all(sources: list[str], target: str, folder: str) -> dict[tuple[str, 
         for source in followed:
             with lockstep.session(asked(target)) as session:
                 state = _restored(session, source, target, folder)
-                losses = [report.loss for report in lockstep.steps(session)]
+                losses = [report.loss for report in session]
                 found[source, target] = {"state": state, "losses": losses}
         with lockstep.session(asked(target)) as session:
             for source in sources:

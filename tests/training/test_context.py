@@ -34,6 +34,7 @@ from lockstep.engine.attention_kernels import (
 )
 from lockstep.plan.plan import make_plan
 from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.session import components_of
 
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up
 
@@ -217,9 +218,9 @@ def _drawn() -> np.ndarray:
     """What dropout leaves of ones on this rank's positions."""
     with lockstep.session(text({"dropout": 0.5}, context=2)) as session:
         dropped: list[Any] = []
-        first: Any = session.rooms.sharding.bare.get_submodule("dropout")
+        first: Any = components_of(session).sharding.bare.get_submodule("dropout")
         first.register_forward_hook(lambda module, inputs, output: dropped.append(output != 0))
-        for _ in zip(lockstep.steps(session), range(1), strict=False):
+        for _ in zip(session, range(1), strict=False):
             pass
     return dropped[0].numpy()  # type: ignore[no-any-return]
 
@@ -236,7 +237,7 @@ def _goes_on(asked: dict[str, Any], folder: str, to: int) -> list[float]:
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume())
         losses = []
-        for report in lockstep.steps(session):
+        for report in session:
             losses.append(report.loss)
             if report.step == to:
                 checkpoints.save()
@@ -283,11 +284,11 @@ def _counted() -> list[float]:
     import random
 
     with lockstep.session(of("Jittering")) as session:
-        model: Any = session.rooms.sharding.bare
+        model: Any = components_of(session).sharding.bare
         found = [float(model.forwards), random.random(), float(torch.rand(()))]
-        for report, _ in zip(lockstep.steps(session), range(2), strict=False):
+        for report, _ in zip(session, range(2), strict=False):
             found.append(float(model.forwards) / report.step)
-    random.seed(session.rooms.config.run.seed)
+    random.seed(components_of(session).config.run.seed)
     return [*found, random.random()]
 
 
@@ -334,7 +335,7 @@ def _refusals(configs: list[dict[str, Any]]) -> list[str]:
     for asked in configs:
         try:
             with lockstep.session(asked) as session:
-                next(iter(lockstep.steps(session)))
+                next(iter(session))
         except (ConfigError, RunFailed) as refusal:
             found.append(str(refusal))
         else:
@@ -357,7 +358,7 @@ def _asked_of_padding() -> str:
     asked["data"]["train"]["collate"] = "outsiders.families:causal_left_asked"
     with small.in_group(), lockstep.session(asked) as session:
         try:
-            for _ in lockstep.steps(session):
+            for _ in session:
                 pass
         except RunFailed as failure:
             return str(failure)

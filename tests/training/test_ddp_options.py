@@ -11,7 +11,8 @@ from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.training.introduction import run_facts
+from lockstep.training.run_info import run_info
+from lockstep.training.session import components_of
 
 
 def ddp(micro_size: int | str = "auto", model: str = "Net", **options: Any) -> dict[str, Any]:
@@ -58,9 +59,9 @@ def test_bf16_compression_is_refused_on_gloo() -> None:
 
 def _with_spare(config: dict[str, Any]) -> tuple[list[float], Any, Any]:
     with lockstep.session(config) as session:
-        before = small.weights(session.rooms.sharding.bare)
-        losses = [report.loss for report in lockstep.steps(session)]
-        return losses, before, small.weights(session.rooms.sharding.bare)
+        before = small.weights(components_of(session).sharding.bare)
+        losses = [report.loss for report in session]
+        return losses, before, small.weights(components_of(session).sharding.bare)
 
 
 @pytest.mark.parametrize("micro_size", ["auto", 4])
@@ -100,14 +101,14 @@ def test_synchronised_batch_norm_needs_gpus() -> None:
 
 def test_batch_norm_is_said_to_depend_on_the_split() -> None:
     with lockstep.session(small.config("WithBatchNorm")) as session:
-        [note] = run_facts(session, "run", "").notes
+        [note] = run_info(session, "run", "").notes
     assert note == "batch norm (norm): this run depends on batch.micro_size and on the number of ranks"
 
 
 def test_dp_without_gpus_runs_as_single_and_says_so() -> None:
     with lockstep.session(small.config(parallel={"strategy": "dp"})) as session:
-        assert any("runs as single" in note for note in run_facts(session, "run", "").notes)
-        losses = [report.loss for report in lockstep.steps(session)]
+        assert any("runs as single" in note for note in run_info(session, "run", "").notes)
+        losses = [report.loss for report in session]
     assert losses[:4] == pytest.approx(oracle().losses, rel=1e-6)
 
 

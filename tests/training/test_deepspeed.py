@@ -20,6 +20,7 @@ from lockstep.core.records import Verdict
 from lockstep.distributed.shard_boxes import local_tensor
 from lockstep.sharding.deepspeed import engage
 from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.session import components_of
 
 pytest.importorskip("deepspeed")
 
@@ -98,7 +99,7 @@ def _beside_deepspeed_alone(stage: int) -> tuple[dict[str, Any], dict[str, Any]]
     sections = {"batch": {"global_size": 20, "micro_size": 5}, "schedule": {"kind": "constant"}, "optim": optim}
     with small.in_group():
         with lockstep.session(small.config(**sections, parallel=zero(stage), run={"steps": 4})) as session:
-            rooms = session.rooms
+            rooms = components_of(session)
             plain = plain_config(rooms.config, derived_for_deepspeed(rooms.plan))
             net = small.Net()
             net.load_state_dict(dict(rooms.sharding.weights()))
@@ -149,8 +150,8 @@ def _held(configs: list[dict[str, Any]]) -> list[tuple[dict[str, int], dict[str,
 
 def _held_by(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     with lockstep.session(asked) as session:
-        zero = session.rooms.sharding._zero
-        parameters: list[Any] = list(session.rooms.sharding.bare.parameters())
+        zero = components_of(session).sharding._zero
+        parameters: list[Any] = list(components_of(session).sharding.bare.parameters())
         gradients: list[int] = []
 
         def look(loss: torch.Tensor) -> None:
@@ -160,14 +161,14 @@ def _held_by(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         open_vote, session._open_vote = session._open_vote, look  # type: ignore[method-assign]
         session.accumulate(next(session.batches()))
         gradients.append(_gradients(zero, parameters))
-        flats = session.rooms.sharding._flats
-        moments = [value for flat in flats for value in session.rooms.sharding._torch.state[flat].values()]
+        flats = components_of(session).sharding._flats
+        moments = [value for flat in flats for value in components_of(session).sharding._torch.state[flat].values()]
         found = {
             "parameters": small.bytes_held([held for one in parameters for held in (one.detach(), *_divided(one))]),
             "gradients": max(gradients),
             "optimizer": small.bytes_held([*flats, *moments]),
         }
-        placement = session.rooms.plan.placement
+        placement = components_of(session).plan.placement
         session.commit()
         return {what: getattr(placement, what) for what in found}, found
 
@@ -188,7 +189,7 @@ def _gradients(zero: Any, parameters: list[Any]) -> int:
 
 
 def _state(session: Any) -> dict[str, bytes]:
-    tensors = session.rooms.sharding.state().tensors
+    tensors = components_of(session).sharding.state().tensors
     return {
         name: local_tensor(value).numpy().tobytes()
         for name, value in tensors.items()
@@ -206,14 +207,14 @@ def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: 
     with small.in_group():
         calls = range(2 * accumulation, 2 * accumulation + 1)
         with lockstep.session(config, objective=small.NanAt(calls, here)) as session:
-            updates = lockstep.steps(session)
+            updates = iter(session)
             next(updates), next(updates)
             found["before"] = _state(session)
             found["verdict"] = next(updates).verdict
             found["after"] = _state(session)
             next(updates)
             found["next"] = _state(session)
-            engine = session.rooms.sharding._engine
+            engine = components_of(session).sharding._engine
             found["steps"] = engine.micro_steps, engine.global_steps
         with lockstep.session(config, objective=small.CrossEntropy()) as session:
             for batch in session.batches():
@@ -231,7 +232,7 @@ def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: 
 def _pass_over(session: Any) -> None:
     """The next batch, as if the update between had been made."""
     upcoming = next(session._batches)
-    session._count = float(session.rooms.consensus.announce(upcoming.count, upcoming.tokens)[0])
+    session._count = float(components_of(session).consensus.announce(upcoming.count, upcoming.tokens)[0])
     session.progress = session.progress.advance(session._batch.samples, 0)
     session._batch = upcoming
 
@@ -255,7 +256,7 @@ def _in_fp16(stage: int) -> list[tuple[str, float, float]]:
     scale = {"initial": 2.0**24, "growth_interval": 1000}
     precision = {"compute": "fp16", "loss_scale": scale}
     with lockstep.session(small.config(precision=precision, parallel=zero(stage), run={"steps": 14})) as session:
-        return [(report.verdict.name, report.loss_scale, report.loss) for report in lockstep.steps(session)]
+        return [(report.verdict.name, report.loss_scale, report.loss) for report in session]
 
 
 def test_fp16_overflows_are_discarded_as_in_the_single_process() -> None:
@@ -271,7 +272,7 @@ def _in_fp16_alone() -> list[tuple[str, float, float]]:
     scale = {"initial": 2.0**24, "growth_interval": 1000}
     config = small.config(precision={"compute": "fp16", "loss_scale": scale}, run={"steps": 14})
     with lockstep.session(config) as session:
-        return [(report.verdict.name, report.loss_scale, report.loss) for report in lockstep.steps(session)]
+        return [(report.verdict.name, report.loss_scale, report.loss) for report in session]
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -285,12 +286,12 @@ def _go_on(parallel: dict[str, Any], folder: str, cut: int | None, save: bool) -
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume(step=cut))
         losses = {}
-        for report in lockstep.steps(session):
+        for report in session:
             losses[report.step] = report.loss
             if save and report.step == CUT:
                 checkpoints.save()
         assert all(ended.failure is None for ended in checkpoints.finish())
-        weights = {name: value.clone().numpy() for name, value in session.rooms.sharding.weights()}
+        weights = {name: value.clone().numpy() for name, value in components_of(session).sharding.weights()}
         return {"losses": losses, "weights": weights, "state": _state(session)}
 
 

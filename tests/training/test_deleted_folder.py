@@ -23,6 +23,7 @@ from lockstep.checkpoint.ownership import Owner
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.folder import RunFolder
 from lockstep.training import job
+from lockstep.training.session import components_of
 
 STEPS, AT = 12, 6
 _PATIENCE_S = 60
@@ -177,7 +178,7 @@ def _train_and_delete_at_the_end(config: dict[str, Any]) -> None:
     whole_weights = job.whole_weights
 
     def deleted(session: Any) -> Any:
-        if session.rooms.world.rank == 0:
+        if components_of(session).world.rank == 0:
             shutil.rmtree(config["run"]["folder"])
         return whole_weights(session)
 

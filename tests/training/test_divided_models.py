@@ -15,6 +15,7 @@ from training.test_same_run import config as ours
 
 import lockstep
 from lockstep.plan.variants import VARIANTS
+from lockstep.training.session import components_of
 
 DIVIDED = {
     "fsdp": 2,
@@ -119,7 +120,7 @@ def first_weights(configs: list[dict[str, Any]]) -> list[Arrays]:
 
 def _first_weights(asked: dict[str, Any]) -> Arrays:
     with lockstep.session(asked) as session:
-        return {name: value.clone().numpy() for name, value in session.rooms.sharding.weights()}
+        return {name: value.clone().numpy() for name, value in components_of(session).sharding.weights()}
 
 
 def test_parts_may_be_uneven() -> None:
@@ -155,7 +156,7 @@ def _peak_of_making(asked: dict[str, Any]) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     with lockstep.session(asked) as session:
-        return session.rooms.plan.parameters * 4, _resident("VmHWM") - before
+        return components_of(session).plan.parameters * 4, _resident("VmHWM") - before
 
 
 def _resident(what: str) -> int:

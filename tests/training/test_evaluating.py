@@ -13,9 +13,10 @@ from kit.worlds import in_world
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
+from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.models.objectives import TargetLoss
 from lockstep.training.run import run
+from lockstep.training.session import components_of
 
 SIZES = {"held-out": 11, "tiny": 2, "large": 37}
 
@@ -32,10 +33,10 @@ def _config(**sections: Any) -> dict[str, Any]:
 def _evaluated(config: dict[str, Any]) -> tuple[list[EvaluationReport], dict[str, tuple[float, float]]]:
     """The reports, and loss and accuracy as one forward over the whole set has them."""
     with lockstep.session(config) as session:
-        for report in lockstep.steps(session):
+        for report in session:
             if report.step == 3:
                 break
-        model, expected = session.rooms.sharding.bare, {}
+        model, expected = components_of(session).sharding.bare, {}
         assert model.training
         reports = session.evaluate()
         assert model.training
@@ -69,7 +70,7 @@ class _Noting:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def start(self, facts: RunFacts) -> None: ...
+    def start(self, facts: RunInfo) -> None: ...
 
     def see(self, report: StepReport) -> Iterable[Request]:
         return ()
@@ -87,7 +88,7 @@ def _steps_of_evaluations(folder: Path, every: str | None, at_end: bool = True) 
     monitor = _Noting()
     config = small.config(evaluation={"every": every, "at_end": at_end})
     with lockstep.session(config, objective=TargetLoss(language=False)) as session:
-        checkpoints = lockstep.checkpoints(session, folder)
+        checkpoints = session.checkpoints(folder)
         results = run(session, monitor, checkpoints, lambda report: ())
     assert results.progress.steps == 8
     assert bool(results.evaluations) == bool(monitor.steps)

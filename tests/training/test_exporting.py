@@ -27,10 +27,11 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.models.model_tensors import model_tensors
 from lockstep.training.command import loaded_config, run_config
 from lockstep.training.exporting import export
-from lockstep.training.given import Given
 from lockstep.training.importing_weights import import_weights
 from lockstep.training.publishing import whole_file, whole_folder
+from lockstep.training.session import components_of
 from lockstep.training.sources import make_model, open_sources
+from lockstep.training.user_objects import UserObjects
 from lockstep.training.weights import load_weights, save_weights, tensors_of, to_rebuild
 
 LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
@@ -62,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(run: Path) -> nn.Module:
     """The run's model, without its weights."""
     config = to_rebuild(loaded_config(run), trusted=True)
-    return make_model(config, open_sources(config, Given())[0].facts, Given())
+    return make_model(config, open_sources(config, UserObjects())[0].facts, UserObjects())
 
 
 def assert_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
@@ -445,7 +446,7 @@ def test_a_run_starts_from_another(trained: Path, tmp_path: Path) -> None:
     with lockstep.session(config.model_copy(update={"model": section})) as session:
         ours = built(trained)
         load_weights(ours, trained)
-        assert_same(session.rooms.sharding.bare.state_dict(), ours.state_dict())
+        assert_same(components_of(session).sharding.bare.state_dict(), ours.state_dict())
 
 
 @pytest.mark.parametrize("key", ["init_from", "pretrained"])
@@ -549,7 +550,7 @@ def test_a_lightning_file_is_imported(tmp_path: Path) -> None:
     config = small.config()
     config["model"]["init_from"] = str(tmp_path / "imported")
     with lockstep.session(config) as session:
-        assert_same(session.rooms.sharding.bare.state_dict(), state)
+        assert_same(components_of(session).sharding.bare.state_dict(), state)
 
 
 def test_a_sharded_folder_is_imported(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from kit.runs import Arrays, Trajectory, differences, recorded_all
 from kit.worlds import in_world
 
 from lockstep.plan.variants import VARIANTS, is_cut
+from lockstep.training.session import components_of
 
 SKIPPED = {
     "single": "it is what the others are compared with",
@@ -82,7 +83,7 @@ def first_weights(configs: list[dict[str, Any]]) -> list[Arrays]:
     try:
         for asked in configs:
             with lockstep.session(asked) as session:
-                found.append({name: value.clone().numpy() for name, value in session.rooms.sharding.weights()})
+                found.append({name: value.clone().numpy() for name, value in components_of(session).sharding.weights()})
     finally:
         dist.destroy_process_group()
     return found

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import lockstep
+from lockstep.training.session import components_of
 
 NAMES = tuple(HEADS)
 FEW = ("llama causal", "bart causal", "bart seq2seq", "bert several", "bert answers", "vit classes", "wav2vec2 text")
@@ -58,7 +59,7 @@ def first_losses(names: list[str], strategy: str, micro_size: int, how: str) -> 
         for name in names:
             with lockstep.session(config(name, strategy, micro_size), **handed_over(name, how)) as session:
                 [evaluation] = session.evaluate()
-                [update] = list(lockstep.steps(session))
+                [update] = list(session)
                 found.append((update.loss, evaluation.metrics["loss"]))
     finally:
         dist.destroy_process_group()
@@ -67,7 +68,7 @@ def first_losses(names: list[str], strategy: str, micro_size: int, how: str) -> 
 
 def handed_over(name: str, how: str) -> dict[str, Any]:
     data = Samples(HEADS[name].samples)
-    return {"model": made(name), "dataset": data, "evaluation": {"same": data}} if how == "object" else {}
+    return {"model": made(name), "train_dataset": data, "eval_datasets": {"same": data}} if how == "object" else {}
 
 
 def references(names: list[str], how: str) -> list[float]:
@@ -77,7 +78,7 @@ def references(names: list[str], how: str) -> list[float]:
     found = []
     for name in names:
         with lockstep.session(config(name)) as session:
-            found.append(reference(name, session.rooms.sharding.bare))
+            found.append(reference(name, components_of(session).sharding.bare))
     return found
 
 

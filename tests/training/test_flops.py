@@ -48,8 +48,8 @@ class Items:
 @pytest.mark.parametrize("make", [_convnext, _resnet])
 def test_models_without_width_or_layers_train(make: Any) -> None:
     config = {"batch": {"global_size": 4}, "run": {"steps": 2}, "precision": {"compute": "fp32"}}
-    with lockstep.session(config, model=make(), dataset=Items()) as session:
-        assert len(list(lockstep.steps(session))) == 2
+    with lockstep.session(config, model=make(), train_dataset=Items()) as session:
+        assert len(list(session)) == 2
 
 
 @pytest.mark.parametrize("make", [_convnext, _resnet, lambda: heads.made("vit classes")])
@@ -122,7 +122,7 @@ def _reports(objective: Any) -> list[Any]:
     config = small.config(run={"steps": 2})
     del config["objective"]
     with lockstep.session(config, objective=objective) as session:
-        found: list[Any] = list(lockstep.steps(session))
+        found: list[Any] = list(session)
         [evaluation] = session.evaluate()
     assert evaluation.metrics.keys() == {"loss"}
     return found

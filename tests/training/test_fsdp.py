@@ -13,6 +13,7 @@ from kit.worlds import in_world
 from training.test_same_run import config, oracle
 
 import lockstep
+from lockstep.training.session import components_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "each block": {},
@@ -55,7 +56,7 @@ def _held(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     with lockstep.session(asked) as session:
         batch = next(session.batches())
         session.accumulate(batch)
-        placement, sharding = session.rooms.plan.placement, session.rooms.sharding
+        placement, sharding = components_of(session).plan.placement, components_of(session).sharding
         parameters = [_local(parameter) for parameter in sharding.bare.parameters()]
         gradients = [_local(parameter.grad) for parameter in sharding.bare.parameters()]
         state = sharding.state().tensors
@@ -148,10 +149,10 @@ def _shapes_seen(asked: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return torch.optim.RMSprop(groups, lr=0.01)
 
     with lockstep.session(asked, optimizer=made) as session:
-        for _ in lockstep.steps(session):
+        for _ in session:
             if session.progress.steps == 2:
                 break
-        seen = session.rooms.sharding._optimizer.groups
+        seen = components_of(session).sharding._optimizer.groups
         return {
             name: tuple(one.shape) for group in seen for name, one in zip(group["names"], group["params"], strict=True)
         }
@@ -202,7 +203,7 @@ def _faint_and_loud(mixed: dict[str, str]) -> tuple[list[float], list[float], li
 
 def _first_updates(asked: dict[str, Any], factor: float) -> tuple[list[Any], float]:
     with lockstep.session(asked, objective=small.Times(factor)) as session:
-        reports = list(itertools.islice(lockstep.steps(session), 2))
+        reports = list(itertools.islice(session, 2))
         return reports, reports[0].grad_norm
 
 
@@ -215,4 +216,4 @@ def test_buffers_are_cast_by_us() -> None:
 
 def _dtypes_of_buffers(asked: dict[str, Any]) -> dict[str, str]:
     with lockstep.session(asked) as session:
-        return {name: str(buffer.dtype) for name, buffer in session.rooms.sharding.bare.named_buffers()}
+        return {name: str(buffer.dtype) for name, buffer in components_of(session).sharding.bare.named_buffers()}

@@ -67,28 +67,29 @@ WRONG = {
         "schedule.kind in the config",
     ),
     "loader": (
-        lambda: {"dataset": DataLoader(small.points())},
-        "a DataLoader is no data set; hand over what it loads: dataset=loader.dataset, and collate=loader.collate_fn "
-        "if it has one of its own. Its batch_size is batch.micro_size, its num_workers data.loader.workers",
+        lambda: {"train_dataset": DataLoader(small.points())},
+        "a DataLoader is no data set; hand over what it loads: train_dataset=loader.dataset, and "
+        "collate=loader.collate_fn if it has one of its own. Its batch_size is batch.micro_size, its num_workers "
+        "data.loader.workers",
     ),
     "data module": (
-        lambda: {"dataset": DataModule()},
+        lambda: {"train_dataset": DataModule()},
         "DataModule is a data module; hand over the data set behind its train_dataloader(): "
-        "dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in evaluation",
+        "dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in eval_datasets",
     ),
     "splits": (
-        lambda: {"dataset": {"train": small.points(), "test": small.points()}},
-        "dict is a mapping of splits (train, test); hand over one of them: dataset=splits['train'], and others as "
-        "evaluation={'held-out': splits['validation']}",
+        lambda: {"train_dataset": {"train": small.points(), "test": small.points()}},
+        "dict is a mapping of splits (train, test); hand over one of them: train_dataset=splits['train'], and "
+        "others as eval_datasets={'held-out': splits['validation']}",
     ),
     "data set by name": (
-        lambda: {"dataset": "wikitext"},
+        lambda: {"train_dataset": "wikitext"},
         "the data set is the text 'wikitext'; a name goes into the config: data.train: {kind: huggingface, name: "
         "wikitext}",
     ),
     "evaluation without a name": (
-        lambda: {"evaluation": small.points()},
-        "evaluation: is of type TensorDataset; hand over data sets by name: {'held-out': dataset}",
+        lambda: {"eval_datasets": small.points()},
+        "eval_datasets: is of type TensorDataset; hand over data sets by name: {'held-out': dataset}",
     ),
     "collate": (lambda: {"collate": 3}, "collate: is of type int; hand over a function: list of items -> batch"),
     "model by name": (
@@ -104,7 +105,7 @@ def test_what_is_of_another_kind_is_refused_with_what_to_hand_over(case: str, tm
     arguments, message = WRONG[case]
     config = {**small.config(), "run": {"steps": 1, "folder": str(tmp_path / "run")}}
     del config["objective"]
-    usual = {"dataset": small.points(), "objective": nn.CrossEntropyLoss(reduction="sum")}
+    usual = {"train_dataset": small.points(), "objective": nn.CrossEntropyLoss(reduction="sum")}
     with pytest.raises(lockstep.ConfigError) as refused:
         lockstep.train(config, **{**usual, **arguments()})
     assert str(refused.value) == message
@@ -128,8 +129,8 @@ def test_a_plain_data_set_of_the_datasets_library_is_taken() -> None:
     items = [small.Rows()[index] for index in range(40)]
     plain = datasets.Dataset.from_list(items).remove_columns(["name"])
     config = {**small.config(), "data": {}}
-    with lockstep.session(config, model=small.Net, dataset=plain) as session:  # one input: its name is the forward's
-        losses = [report.loss for report in lockstep.steps(session)]
+    with lockstep.session(config, model=small.Net, train_dataset=plain) as session:  # its name is the forward's
+        losses = [report.loss for report in session]
     assert losses[-1] < losses[0]
 
 
@@ -166,10 +167,10 @@ def test_a_run_is_not_continued_without_the_objects_that_were_handed_over(
     objects: dict[str, Any] = {
         "optimizer": lambda groups: torch.optim.AdamW(groups, betas=(0.5, 0.9)), "schedule": lambda step, steps: 0.5,
     }  # fmt: skip
-    data = {"dataset": small.points(), "collate": torch.utils.data.default_collate}
+    data = {"train_dataset": small.points(), "collate": torch.utils.data.default_collate}
     lockstep.train(config, **objects, **data)
 
-    arguments = "dataset=..., collate=..., optimizer=..., schedule=..."
+    arguments = "train_dataset=..., collate=..., optimizer=..., schedule=..."
     keys = ("data.train.kind", "data.train.collate", "optim.name", "schedule.kind")
     fork = ["train", str(run), "--fork", str(tmp_path / "fork")]
     for words in (["train", str(run), "--run.steps=4"], fork, ["plan", str(run)], ["verify", str(run)]):
@@ -178,12 +179,12 @@ def test_a_run_is_not_continued_without_the_objects_that_were_handed_over(
         assert f'hand it over again: lockstep.train("{run}", {arguments}), or write optim.name: adamw' in message
         assert all(f"  {key}: `given` is an object handed over in Python" in message for key in keys)
     with pytest.raises(lockstep.ConfigError) as refused:
-        lockstep.train(run, dataset=data["dataset"])
+        lockstep.train(run, train_dataset=data["train_dataset"])
     assert [line.split(":")[0] for line in str(refused.value).splitlines()] == ["optim.name", "schedule.kind"]
 
     longer = {**config, "run": {"steps": 4, "folder": str(run)}}
     with pytest.raises(lockstep.ConfigError) as refused:
-        lockstep.train(longer, dataset=data["dataset"])
+        lockstep.train(longer, train_dataset=data["train_dataset"])
     for key in ("data.train.collate", "optim.name", "schedule.kind"):
         assert f'\n  {key}: "given" then, ' in str(refused.value)
     assert lockstep.train(longer, **objects, **data).summary["steps"] == 4
@@ -259,10 +260,10 @@ def test_wrong_names_are_reported_alike_whatever_divides_the_model() -> None:
 def test_a_forward_without_an_input_is_named() -> None:
     message = r"Empty has forward\(self_made=1\), and the data gives 2 inputs"
     with (
-        lockstep.session(small.config(), model=Empty(), dataset=_Pairs()) as session,
+        lockstep.session(small.config(), model=Empty(), train_dataset=_Pairs()) as session,
         pytest.raises(lockstep.ConfigError, match=message),
     ):
-        next(iter(lockstep.steps(session)))
+        next(iter(session))
 
 
 class Empty(nn.Module):
@@ -307,7 +308,7 @@ def test_what_reads_a_run_does_not_ask_for_data_that_it_does_not_use(
         "batch": {"global_size": 4}, "precision": {"compute": "fp32"}, "launch": {"device": "cpu", "ranks": 1},
         "monitor": {"tensorboard": False, "progress": "none"}, "run": {"steps": 1, "folder": str(run)},
     }  # fmt: skip
-    lockstep.train(config, dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8)
+    lockstep.train(config, train_dataset=[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8)
     assert main(["export", str(run), "--format", "hf", "--to", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "config.json").exists()
     capsys.readouterr()

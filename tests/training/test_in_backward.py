@@ -13,6 +13,7 @@ from training.test_same_run import config
 
 import lockstep
 from lockstep.measuring.peak import peak_of
+from lockstep.training.session import components_of
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,7 @@ def test_gradients_are_not_all_there_at_once() -> None:
 
             update()
             peaks[where] = peak_of(update, CPU)
-            size = sum(one.numel() for one in session.rooms.sharding.bare.parameters()) * 4
+            size = sum(one.numel() for one in components_of(session).sharding.bare.parameters()) * 4
     assert peaks[False] - peaks[True] > 0.5 * size
 
 
@@ -57,16 +58,16 @@ def test_a_checkpoint_goes_on_under_either(tmp_path: Any) -> None:
         folder = tmp_path / str(where)
         asked = config(8, optim=optim("adamw", in_backward=bool(where) if where is not None else True))
         with lockstep.session(asked) as session:
-            saves = lockstep.checkpoints(session, folder)
-            for report in lockstep.steps(session):
+            saves = session.checkpoints(folder)
+            for report in session:
                 if report.step == 2:
                     saves.save()
                 if report.step == 4:
                     break
             saves.finish()
         with lockstep.session(config(8, optim=optim("adamw", in_backward=where is None))) as session:
-            assert lockstep.checkpoints(session, folder).resumed_from is not None
-            weights.append(dict(session.rooms.sharding.weights()))
+            assert session.checkpoints(folder).resumed_from is not None
+            weights.append(dict(components_of(session).sharding.weights()))
     for other in weights[1:]:
         assert all(torch.equal(other[name], value) for name, value in weights[0].items())
 
@@ -75,7 +76,7 @@ def test_what_can_not_be_discarded_ends_the_run() -> None:
     with lockstep.session(small_config(optim=optim("sgd", in_backward=True))) as session:
         for batch in session.batches():
             with torch.no_grad():
-                session.rooms.sharding.bare.inner.weight.fill_(float("nan"))
+                components_of(session).sharding.bare.inner.weight.fill_(float("nan"))
             session.accumulate(batch)
             with pytest.raises(lockstep.RunFailed, match="it has been applied: the model is spoiled"):
                 session.commit()

@@ -170,7 +170,7 @@ def _cut_at(folder: str, cut: int | None) -> dict[str, Any]:
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume(step=cut))
         losses = {}
-        for report in lockstep.steps(session):
+        for report in session:
             losses[report.step] = report.loss
             if cut is None and report.step == CUT:
                 checkpoints.save()

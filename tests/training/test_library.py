@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from kit.worlds import in_world
 from torch import nn
 
 import lockstep
+from lockstep.training.session import components_of
 
 SCRIPT = Path(plain_script.__file__)
 
@@ -31,7 +33,7 @@ def _train_here(folder: Path, **changes: Any) -> tuple[Any, nn.Module, dict[str,
     finished = lockstep.train(
         config,
         model=model,
-        dataset=small.points(),
+        train_dataset=small.points(),
         objective=nn.CrossEntropyLoss(reduction="sum"),
         optimizer=plain_script.make_optimizer,
         schedule=plain_script.halves,
@@ -93,9 +95,9 @@ def test_given_without_an_object_is_refused() -> None:
 
 def _by_generator() -> tuple[list[float], dict[str, np.ndarray], dict[str, float]]:
     with lockstep.session(small.config()) as session:
-        losses = [report.loss for report in lockstep.steps(session)]
+        losses = [report.loss for report in session]
         [evaluation] = session.evaluate()
-        return losses, small.weights(session.rooms.sharding.bare), dict(evaluation.metrics)
+        return losses, small.weights(components_of(session).sharding.bare), dict(evaluation.metrics)
 
 
 def _by_own_loop() -> tuple[list[float], dict[str, np.ndarray], dict[str, float]]:
@@ -103,9 +105,9 @@ def _by_own_loop() -> tuple[list[float], dict[str, np.ndarray], dict[str, float]
     with lockstep.session(small.config()) as session:
         for batch in session.batches():
             session.accumulate(batch)
-            losses.append(session.commit().loss)
+            losses.append(session.commit().result().loss)
         [evaluation] = session.evaluate()
-        return losses, small.weights(session.rooms.sharding.bare), dict(evaluation.metrics)
+        return losses, small.weights(components_of(session).sharding.bare), dict(evaluation.metrics)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -146,3 +148,32 @@ def test_two_sessions_after_one_another() -> None:
     for sessions in (_two_in_a_group, _two_sessions):
         for first, second in in_world(2, sessions):
             assert first == second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": []}, "the argument dataset is now called train_dataset"),
+        ({"evaluation": {}}, "the argument evaluation is now called eval_datasets"),
+        ({"modle": None}, "there is no argument modle; did you mean model?"),
+    ],
+)
+def test_renamed_and_unknown_arguments_are_answered(arguments: dict[str, Any], message: str) -> None:
+    for call in (lockstep.train, lockstep.verify):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call(small.config(), **arguments)
+    with pytest.raises(TypeError, match=re.escape(message)), lockstep.session(small.config(), **arguments):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("GiveUp", "lockstep.GiveUp is now lockstep.RunFailed"),
+        ("steps", "lockstep.steps is now `for report in session`"),
+        ("checkpoints", "lockstep.checkpoints is now session.checkpoints(folder)"),
+    ],
+)
+def test_renamed_names_are_answered(name: str, message: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        getattr(lockstep, name)

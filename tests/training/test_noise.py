@@ -107,8 +107,8 @@ def test_no_loss_is_below_the_entropy(row: str) -> None:
         "run": {"epochs": 1},
     }
     given = {} if model is None else {"model": model()}
-    with lockstep.session(config, dataset=data, evaluation={"same": data}, **given) as session:
-        losses = [report.loss for report in lockstep.steps(session)]
+    with lockstep.session(config, train_dataset=data, eval_datasets={"same": data}, **given) as session:
+        losses = [report.loss for report in session]
         [evaluation] = session.evaluate()
     assert min(losses) > ENTROPY - SLACK
     assert min(losses) < ENTROPY + 0.5  # it has learned which tokens there are

@@ -44,7 +44,7 @@ def _losses(**data: Any) -> list[float]:
     config = small.config(monitor={"tensorboard": False})
     config["data"] |= data
     with lockstep.session(config) as session:
-        return [report.loss for report in lockstep.steps(session)]
+        return [report.loss for report in session]
 
 
 def test_workers_change_no_loss() -> None:
@@ -55,7 +55,7 @@ def _samples(drop_last: bool) -> list[tuple[int, int, float]]:
     config = small.config()
     config["data"]["drop_last"] = drop_last
     with lockstep.session(config) as session:
-        return [(report.samples, report.epoch, report.count) for report in lockstep.steps(session)]
+        return [(report.samples, report.epoch, report.count) for report in session]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -21,7 +21,7 @@ def losses(steps: int = 4, config: dict[str, Any] | None = None, **given: Any) -
     if "objective" in given:
         del asked["objective"]
     with lockstep.session(asked, **given) as session:
-        return [report.loss for report in lockstep.steps(session)]
+        return [report.loss for report in session]
 
 
 # --- means ------------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_frozen_parameters_and_those_of_the_model_are_taken() -> None:
 def rates(optimizer: Any, **optim: Any) -> list[float]:
     asked = small.config(run={"steps": 2}, optim=optim, schedule={"kind": "constant"})
     with lockstep.session(asked, optimizer=optimizer) as session:
-        return [report.lr for report in lockstep.steps(session)]
+        return [report.lr for report in session]
 
 
 def test_an_optimizers_own_rate_is_the_peak() -> None:
@@ -249,8 +249,8 @@ def trained_here(loss: Any, kind: str, objective: dict[str, Any] | None = None) 
     if objective is None:
         del asked["objective"]
     del asked["model"]
-    with lockstep.session(asked, model=net_of(kind), dataset=dataset_of(kind), objective=loss) as session:
-        return [report.loss for report in lockstep.steps(session)]
+    with lockstep.session(asked, model=net_of(kind), train_dataset=dataset_of(kind), objective=loss) as session:
+        return [report.loss for report in session]
 
 
 @pytest.mark.parametrize("case", TORCH_LOSSES)

@@ -19,7 +19,7 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
 from lockstep.config.known_runs import id_of_run
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.training.session import Session
+from lockstep.training.session import Session, components_of
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def _cut_short(patch: pytest.MonkeyPatch, after: int) -> None:
 
     def cut(session: Session) -> Any:
         if session.progress.steps == after:
-            session.rooms.world.axis.barrier()
+            components_of(session).world.axis.barrier()
             raise KeyboardInterrupt
         return commit(session)
 
@@ -204,15 +204,15 @@ def test_a_whole_folder_of_checkpoints_of_another_run_is_refused(copied_in: Path
 def test_a_session_of_the_library_uses_no_checkpoint_of_another(copied_in: Path) -> None:
     shutil.rmtree("run")
     with lockstep.session(_config(lr=0.03)) as session:
-        saves = lockstep.checkpoints(session, "run")
-        for report in lockstep.steps(session):
+        saves = session.checkpoints("run")
+        for report in session:
             if report.step == 3:
                 break
         saves.save()
         saves.finish()
     shutil.copytree("other/checkpoints/step-00000006", "run/step-00000006")
     with lockstep.session(_config(lr=0.03)) as session:
-        assert lockstep.checkpoints(session, "run").resumed_from == 3
+        assert session.checkpoints("run").resumed_from == 3
 
 
 def test_a_run_of_an_earlier_version_resumes(here: Path) -> None:

@@ -297,7 +297,7 @@ def _handed_over(make: Any, parallel: dict[str, Any], folder: str) -> tuple[list
             checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
             checkpoints.begin(Resume())
             losses = []
-            for report in lockstep.steps(session):
+            for report in session:
                 losses.append(report.loss)
                 if report.step == 2:
                     checkpoints.save()

@@ -19,6 +19,7 @@ from lockstep.core.arguments import ExportArguments
 from lockstep.core.errors import RunFailed
 from lockstep.models.model_tensors import model_tensors
 from lockstep.training.exporting import export
+from lockstep.training.session import components_of
 from lockstep.training.weights import save_weights, tensors_of
 
 DIVIDED: dict[str, dict[str, Any]] = {
@@ -115,6 +116,6 @@ def test_a_file_of_a_library_is_compared_too() -> None:
 
 def test_a_state_without_all_tensors_is_not_saved() -> None:
     with lockstep.session(config()) as session:
-        session.rooms.sharding.bare.head = torch.nn.Identity()
+        components_of(session).sharding.bare.head = torch.nn.Identity()
         with pytest.raises(RunFailed, match="the tensors to be saved lack 2 of the model's 4 tensors: head"):
             session.state()

@@ -22,6 +22,7 @@ from lockstep.core.errors import Rescued
 from lockstep.core.records import Batch
 from lockstep.plan.variants import VARIANTS
 from lockstep.training.audit import audit
+from lockstep.training.session import components_of
 
 _FAULT = "FAULT"  # environment: which code fails, on which rank (-1: on all), at which of its calls
 
@@ -189,7 +190,7 @@ def test_half_an_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def cut(session: Session) -> Any:
         if session.progress.steps == 5:
-            monkeypatch.setattr(type(session.rooms.sharding), "update", _half_an_update)
+            monkeypatch.setattr(type(components_of(session).sharding), "update", _half_an_update)
         return commit(session)
 
     monkeypatch.setattr(Session, "commit", cut)
@@ -206,8 +207,8 @@ def _raise(kind: str) -> None:
 
 def _loop(config: dict[str, Any], saves: Path, kind: str) -> None:
     with lockstep.session(config) as session:
-        lockstep.checkpoints(session, saves)
-        for report in lockstep.steps(session):
+        session.checkpoints(saves)
+        for report in session:
             if report.step == 3:
                 _raise(kind)
 
@@ -224,13 +225,13 @@ def test_a_custom_loop_saves_too(
     if isinstance(caught.value, SystemExit):
         assert caught.value.code == 7
     with lockstep.session(config) as session:
-        saves = lockstep.checkpoints(session, tmp_path / "saves")
+        saves = session.checkpoints(tmp_path / "saves")
         assert saves.resumed_from == session.progress.steps == 3
 
 
 def _interrupted_amid_an_update(config: dict[str, Any], saves: Path) -> None:
     with lockstep.session(config) as session:
-        lockstep.checkpoints(session, saves)
+        session.checkpoints(saves)
         for batch in session.batches():
             session.accumulate(batch)
             if batch.step == 3:
@@ -329,9 +330,9 @@ def _followed(variant: str, saves: Path, kind: str, rank: int) -> tuple[int, flo
     """Where a run begins, and its last loss."""
     _now.update(kind=kind, rank=rank, step=0)
     with lockstep.session(_divided(variant)) as session:
-        lockstep.checkpoints(session, saves)
+        session.checkpoints(saves)
         began, loss = session.progress.steps, 0.0
-        for report in lockstep.steps(session):
+        for report in session:
             loss, _now["step"] = report.loss, report.step
             if kind == "evaluation" and report.step == 3:
                 session.evaluate()

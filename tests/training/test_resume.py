@@ -32,7 +32,7 @@ def _run(config: dict[str, Any], folder: str, cut: int | None) -> dict[str, Any]
         checkpoints.begin(Resume(step=cut))
         assert checkpoints.resumed_from == cut
         reports = []
-        for report in lockstep.steps(session):
+        for report in session:
             reports.append(report)
             if cut is None and report.step in CUTS:
                 checkpoints.save()
@@ -42,7 +42,7 @@ def _run(config: dict[str, Any], folder: str, cut: int | None) -> dict[str, Any]
             "losses": {report.step: report.loss for report in reports},
             "verdicts": {report.step: report.verdict.name for report in reports},
             "scales": {report.step: report.loss_scale for report in reports},
-            "ledger": [(part.first, part.last, part.digest) for part in session.ledger.segments],
+            "ledger": [(part.first, part.last, part.digest) for part in session.segments],
             "progress": session.progress,
         }
 

@@ -16,6 +16,7 @@ from training import test_checkpoint_pairs as pairs
 from training.test_same_run import config
 
 import lockstep
+from lockstep.training.session import components_of
 
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up
 LOSS, SEQUENCE = {"loss_parallel": True}, {"sequence_parallel": True}
@@ -192,9 +193,9 @@ def _drawn() -> tuple[np.ndarray, list[float]]:
     asked = text(tensor=2, tensor_parallel=SEQUENCE, model={"dropout": 0.5})
     with lockstep.session(asked) as session:
         dropped: list[Any] = []
-        first: Any = session.rooms.sharding.bare.get_submodule("dropout")
+        first: Any = components_of(session).sharding.bare.get_submodule("dropout")
         first.register_forward_hook(lambda module, inputs, output: dropped.append((output != 0).to_local()))
-        losses = [report.loss for report, _ in zip(lockstep.steps(session), range(2), strict=False)]
+        losses = [report.loss for report, _ in zip(session, range(2), strict=False)]
     length = min(one.shape[1] for one in dropped[:1])
     return torch.as_tensor(dropped[0][:, :length]).numpy(), losses
 

@@ -20,7 +20,7 @@ from lockstep.distributed.consensus import DeviceConsensus
 from lockstep.plan.variants import VARIANTS, is_cut
 from lockstep.resilience.guard import PATIENCE
 from lockstep.training.readback import DeviceReadback
-from lockstep.training.session import Session
+from lockstep.training.session import Session, components_of
 
 Weights = dict[str, np.ndarray]
 
@@ -30,14 +30,14 @@ def _watched(config: dict[str, Any], objective: Any = None) -> tuple[list[StepRe
     reports = []
     with lockstep.session(config, objective=objective) as session:
         weights = [_whole(session)]
-        for report in lockstep.steps(session):
+        for report in session:
             reports.append(report)
             weights.append(_whole(session))
     return reports, weights
 
 
 def _whole(session: Session) -> Weights:
-    return {name: value.clone().numpy() for name, value in session.rooms.sharding.weights()}
+    return {name: value.clone().numpy() for name, value in components_of(session).sharding.weights()}
 
 
 def _same(one: Weights, other: Weights) -> bool:
@@ -94,7 +94,7 @@ def _with_a_gradient_that_differs(rank: int, factor: float) -> str:
         for batch in session.batches():
             session.accumulate(batch)
             if batch.step == 3 and os.environ["RANK"] == str(rank):
-                next(iter(session.rooms.sharding.bare.parameters())).grad.mul_(factor)
+                next(iter(components_of(session).sharding.bare.parameters())).grad.mul_(factor)
             try:
                 session.commit()
             except lockstep.RunFailed as failure:
@@ -148,7 +148,7 @@ def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int, strategy: 
 def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
     config = small.config(precision={"compute": compute}, run={"steps": PATIENCE + 50})
     with lockstep.session(config, objective=small.NanAt(range(3, 1000))) as session:
-        model, updates = session.rooms.sharding.bare, lockstep.steps(session)
+        model, updates = components_of(session).sharding.bare, iter(session)
         assert [next(updates).kept for _ in range(3)] == [True] * 3
         before = small.weights(model)
         with pytest.raises(
@@ -166,40 +166,60 @@ def _on_both_paths(config: dict[str, Any]) -> tuple[Any, Any]:
         return _through(config, device=False), _through(config, device=True)
 
 
-def _through(config: dict[str, Any], *, device: bool) -> tuple[list[StepReport | None], StepReport | None, Weights]:
-    """What each commit returned, what the flush did, and the weights at the end."""
-    with lockstep.session(config, objective=small.NanAt(range(2, 3))) as session:
-        if device:
-            session = _as_on_a_gpu(session)
-        returned = []
-        for batch in session.batches():
-            session.accumulate(batch)
-            returned.append(session.commit())
-        return returned, session.flush(), small.weights(session.rooms.sharding.bare)
+def _through(config: dict[str, Any], *, device: bool) -> tuple[list[StepReport], list[StepReport], Weights]:
+    """The reports of each commit, those of the iteration, and the weights at the end of both."""
+    committed, weights = [], []
+    for iterate in (False, True):
+        with lockstep.session(config, objective=small.NanAt(range(2, 3))) as session:
+            if device:
+                session = _as_on_a_gpu(session)
+            if iterate:
+                iterated = list(session)
+            else:
+                for batch in session.batches():
+                    session.accumulate(batch)
+                    pending = session.commit()
+                    committed.append(pending.result())
+                    assert pending.result() is committed[-1]
+            weights.append(small.weights(components_of(session).sharding.bare))
+    assert _same(*weights)
+    return committed, iterated, weights[0]
 
 
 def _as_on_a_gpu(session: Session) -> Session:
-    device = session.rooms.world.device
-    rooms = dataclasses.replace(
-        session.rooms, consensus=DeviceConsensus(session.rooms.world.axis, device), readback=DeviceReadback(device)
-    )
-    return Session(rooms)
+    device = components_of(session).world.device
+    components = components_of(session)
+    consensus = DeviceConsensus(components.world.axis, device)
+    return Session(dataclasses.replace(components, consensus=consensus, readback=DeviceReadback(device)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_what_stays_on_the_device_is_the_same_one_update_late(ranks: int, compute: str) -> None:
+def test_commit_and_iteration_report_the_same_with_numbers_on_the_device(ranks: int, compute: str) -> None:
     precision = {"compute": compute, "loss_scale": {"growth_interval": 3}}
     config = small.config(precision=precision, batch={"global_size": 13})
     for host, late in in_world(ranks, _on_both_paths, config):
-        reports, flushed, weights = host
-        late_reports, late_flushed, late_weights = late
-        assert flushed is None
-        assert late_reports[0] is None
-        shifted = [*late_reports[1:], late_flushed]
-        assert [_timeless(report) for report in shifted] == [_timeless(report) for report in reports]
+        reports, _, weights = host
         assert {report.kept for report in reports} == {True, False}
-        assert _same(weights, late_weights)
+        for others in (host[1], *late[:2]):
+            assert [_timeless(report) for report in others] == [_timeless(report) for report in reports]
+        assert _same(weights, late[2])
+
+
+def test_iteration_over_a_device_yields_a_report_one_update_late_and_commit_waits_for_its_own() -> None:
+    with lockstep.session(small.config()) as opened:
+        session = _as_on_a_gpu(opened)
+        first = next(iter(session))
+        assert (first.step, session.progress.steps) == (1, 2)
+    with lockstep.session(small.config()) as opened:
+        session = _as_on_a_gpu(opened)
+        pending = []
+        for batch in session.batches():
+            session.accumulate(batch)
+            pending.append(session.commit())
+        assert [report.result().step for report in pending] == list(range(1, len(pending) + 1))
+        with pytest.raises(AttributeError, match=r"write commit\(\)\.result\(\)\.loss"):
+            pending[0].loss  # noqa: B018
 
 
 def _timeless(report: StepReport) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_it_is_refused_in_a_sentence(given: dict[str, Any], sections: dict[str, 
         del asked["model"]
     made = {name: make() for name, make in given.items()}
     with pytest.raises(lockstep.ConfigError) as refused, lockstep.session(asked, **made) as session:
-        next(iter(lockstep.steps(session)))
+        next(iter(session))
     assert str(refused.value).startswith(says)
 
 
@@ -81,5 +81,5 @@ def _under_rprop(asked: dict[str, Any]) -> str:
         pytest.raises(lockstep.ConfigError) as refused,
         lockstep.session(asked, optimizer=lambda groups: torch.optim.Rprop(groups, lr=0.01)) as session,
     ):
-        next(iter(lockstep.steps(session)))
+        next(iter(session))
     return str(refused.value)

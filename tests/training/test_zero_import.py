@@ -28,6 +28,7 @@ from lockstep.models.zero_files import STAND_INS, read_zero
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.importing_runs import import_run
 from lockstep.training.importing_weights import import_weights
+from lockstep.training.session import components_of
 
 pytest.importorskip("deepspeed")
 
@@ -104,7 +105,7 @@ def test_moments_and_steps_begin_a_run(saves: Path, ranks: int, asked: Asked, tm
         assert checkpoints.resumed_from == 0
         assert (session.progress.steps, session.progress.samples) == (0, 0)
         state = session.state().tensors
-        for name, value in session.rooms.sharding.bare.state_dict().items():
+        for name, value in components_of(session).sharding.bare.state_dict().items():
             assert torch.equal(value, held[name].to(value.dtype)), name
         moments = {key for key in held if " " in key}
         assert {key for key in state if key.startswith("optimizer.exp")} == {

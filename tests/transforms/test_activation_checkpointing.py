@@ -22,6 +22,7 @@ from lockstep.config.schema import ActivationCheckpointing, TransformerModel
 from lockstep.core.records import DataFacts
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.build import build_model
+from lockstep.training.session import components_of
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.compiling import Compile
 from lockstep.transforms.order import ordered, transform
@@ -118,7 +119,7 @@ def forwards_in_a_session(parallel: dict[str, Any]) -> tuple[dict[str, int], dic
     asked["batch"] = {"global_size": 8}
     try:
         with lockstep.session(asked) as session:
-            model = session.rooms.sharding.bare
+            model = components_of(session).sharding.bare
             assert all("checkpoint" not in name for name, _ in model.named_modules())
             for name in repeated_blocks(model):
                 counted(model.get_submodule(f"{name}.attention"), name, counts)

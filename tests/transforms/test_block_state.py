@@ -178,7 +178,7 @@ def test_a_run_is_refused_in_its_first_update() -> None:
     with (
         pytest.raises(lockstep.ConfigError, match=r"blocks\.3\.mean .*changes"),
         lockstep.session(
-            {**asked, **sections, "launch": {"device": "cpu"}}, model=Chain(RunningMean), dataset=data
+            {**asked, **sections, "launch": {"device": "cpu"}}, model=Chain(RunningMean), train_dataset=data
         ) as session,
     ):
-        list(lockstep.steps(session))
+        list(session)

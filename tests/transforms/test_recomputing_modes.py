@@ -19,6 +19,7 @@ from lockstep.core.records import DataFacts
 from lockstep.measuring.peak import peak_of
 from lockstep.models.build import build_model
 from lockstep.models.transformer import Attention, SwiGLU
+from lockstep.training.session import components_of
 from lockstep.transforms.activation_budget import Held, choose
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.activation_offload import ActivationsOnHost
@@ -262,11 +263,11 @@ def switched_on_at(full_rank: int) -> list[bool]:
     found = []
     try:
         with lockstep.session(asked) as session:
-            watch = session.rooms.watch
+            watch = components_of(session).watch
             assert watch is not None
             used = 0.9 if dist.get_rank() == full_rank else 0.1
-            session.rooms = replace(session.rooms, watch=replace(watch, used=lambda: used))
-            for _ in lockstep.steps(session):
+            session._components = replace(components_of(session), watch=replace(watch, used=lambda: used))
+            for _ in session:
                 found.append(watch.switch.on)
     finally:
         dist.destroy_process_group()

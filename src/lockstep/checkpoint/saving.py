@@ -139,7 +139,7 @@ class Saver:
         return let_update
 
     @property
-    def standing(self) -> tuple[int, int]:
+    def status(self) -> tuple[int, int]:
         """For the vote: saves that this rank has settled, and how many of them failed."""
         return self._settled, self._failures
 

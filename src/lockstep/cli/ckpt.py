@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.config.every import Every
     from lockstep.config.override import Override
     from lockstep.config.schema import Checkpoint
-    from lockstep.training.places import Place
+    from lockstep.training.locations import CheckpointLocation
 
 _WAYS = {
     "ls": ("RUN", "which there are, why each stays, and what was put aside"),
@@ -90,7 +90,7 @@ def _show(words: Sequence[str]) -> int:
 
     from lockstep.checkpoint.inspection import distrusting, manifest_of
     from lockstep.cli import ckpt_text
-    from lockstep.training.places import choose, find
+    from lockstep.training.locations import choose, find
 
     place = find(asked.run)
     name = choose(place, asked.step)
@@ -118,7 +118,7 @@ def _verify(words: Sequence[str]) -> int:
 
     from lockstep.checkpoint.inspection import verify, verify_all, verify_published
     from lockstep.cli import ckpt_text
-    from lockstep.training.places import choose, find
+    from lockstep.training.locations import choose, find
     from lockstep.training.weights import MODEL
 
     place = _all_of(asked.run, "--all verifies") if asked.all else find(asked.run)
@@ -156,7 +156,7 @@ def _audit(words: Sequence[str]) -> int:
     from lockstep.checkpoint.inspection import distrusting, manifest_of
     from lockstep.cli import ckpt_text
     from lockstep.training.audit import audit
-    from lockstep.training.places import choose, find
+    from lockstep.training.locations import choose, find
 
     place = find(asked.run)
     name = choose(place, asked.step)
@@ -194,7 +194,7 @@ def _diff(words: Sequence[str]) -> int:
 
     from lockstep.checkpoint.comparing import Side, compare
     from lockstep.cli import ckpt_text
-    from lockstep.training.places import choose, find
+    from lockstep.training.locations import choose, find
 
     paths = asked.checkpoints * (1 if asked.steps is None else 2)
     places = [find(path) for path in paths]
@@ -225,7 +225,7 @@ def _prune(words: Sequence[str]) -> int:
 
     from lockstep.checkpoint.inspection import prune, prune_aside
     from lockstep.cli import ckpt_text
-    from lockstep.training.places import at_rest
+    from lockstep.training.locations import at_rest
 
     place = _all_of(asked.run, "prune deletes some of")
     wanted = {"keep_last": asked.keep_last, "keep_every": asked.keep_every}
@@ -279,8 +279,8 @@ def _import_run(asked: argparse.Namespace, overrides: Sequence[Override], flags:
         raise ConfigError("--force replaces a file of weights; a run is made in a new folder")
     loaded, name = approved_config([asked.config], overrides, flags, trusted=asked.trust_run)
 
-    from lockstep.training.given import refuse_given
     from lockstep.training.importing_runs import import_run
+    from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
     made = import_run(asked.file, asked.folder, loaded.config, name, trust_remote_code=asked.trust_remote_code)
@@ -328,8 +328,8 @@ def _every(text: str) -> Every:
     return found
 
 
-def _all_of(path: Path, does: str) -> Place:
-    from lockstep.training.places import find
+def _all_of(path: Path, does: str) -> CheckpointLocation:
+    from lockstep.training.locations import find
 
     place = find(path)
     if place.name is not None:
@@ -337,7 +337,7 @@ def _all_of(path: Path, does: str) -> Place:
     return place
 
 
-def _section(place: Place) -> Checkpoint:
+def _section(place: CheckpointLocation) -> Checkpoint:
     """What stays: as the run's config has it; if there is none, as its newest checkpoint has it."""
     from lockstep.checkpoint.inspection import found_in, section_of
 

@@ -117,7 +117,7 @@ _NOT_THERE: dict[str, tuple[str, ...]] = {
     "a data set is opened once": ("reload_dataloaders_every_n_epochs",),
     "a run ends by its length; no clock ends it": ("max_time", "max_train_time"),
     "there are no plugins": ("plugins", "barebones"),
-    "there are no callbacks: lockstep.steps gives a report of each update to a loop of yours": ("callbacks",),
+    "there are no callbacks: `for report in session` gives a custom loop the report of each update": ("callbacks",),
     "the model's kernels are not replaced; leave it out": ("use_liger_kernel", "liger_kernel_config"),
     "noise on embeddings would be a matter of the model: write one of your own": ("neftune_noise_alpha",),
     "the optimizer has no further options of that kind; optim has all there are": (

@@ -304,7 +304,7 @@ class CustomData(Section):
 
 
 class GivenData(Section):
-    """A Dataset handed over in Python: `lockstep.train(config, dataset=...)`."""
+    """A Dataset handed over in Python: `lockstep.train(config, train_dataset=...)`."""
 
     kind: Literal["given"]
     collate: Literal["given"] | None = None

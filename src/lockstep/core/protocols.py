@@ -20,7 +20,7 @@ from lockstep.core.records import (
     GlobalBatch,
     Inputs,
     Request,
-    RunFacts,
+    RunInfo,
     SaveReport,
     StepReport,
     TrainingState,
@@ -243,7 +243,7 @@ class Transform(Protocol):
 class Monitor(Protocol):
     """Looks at reports and may answer with requests. Nothing else reaches into the loop."""
 
-    def start(self, facts: RunFacts) -> None: ...
+    def start(self, facts: RunInfo) -> None: ...
 
     def see(self, report: StepReport) -> Iterable[Request]: ...
 

@@ -222,7 +222,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunInfo:
     """What the start of a run prints and its folder keeps: the answers, not the questions.
 
     Attributes:

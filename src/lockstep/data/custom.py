@@ -71,15 +71,15 @@ def _check(dataset: Any) -> None:
         )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "a DataLoader is no data set; hand over what it loads: dataset=loader.dataset, and "
+            "a DataLoader is no data set; hand over what it loads: train_dataset=loader.dataset, and "
             "collate=loader.collate_fn if it has one of its own. Its batch_size is batch.micro_size, its num_workers "
             "data.loader.workers"
         )
     if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
         splits = ", ".join(map(str, dataset)) or "none"
         raise ConfigError(
-            f"{kind.__name__} is a mapping of splits ({splits}); hand over one of them: dataset=splits['train'], and "
-            "others as evaluation={'held-out': splits['validation']}"
+            f"{kind.__name__} is a mapping of splits ({splits}); hand over one of them: train_dataset=splits['train'], "
+            "and others as eval_datasets={'held-out': splits['validation']}"
         )
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
@@ -90,7 +90,7 @@ def _check(dataset: Any) -> None:
     if missing and callable(getattr(kind, "train_dataloader", None)):
         raise ConfigError(
             f"{kind.__name__} is a data module; hand over the data set behind its train_dataloader(): "
-            "dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in evaluation"
+            "dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in eval_datasets"
         )
     if missing:
         raise ConfigError(f"{kind.__name__} is no map-style Dataset: it has no {' and no '.join(missing)}")

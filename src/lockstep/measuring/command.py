@@ -26,8 +26,9 @@ from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks, count_gpus
 from lockstep.launch.local import launch
 from lockstep.measuring.modes import configs
-from lockstep.training.given import Given, refuse_given
 from lockstep.training.job import imports_ahead
+from lockstep.training.session import components_of
+from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -60,7 +61,7 @@ def memory(loaded: LoadedConfig, recipe: str, arguments: MemoryArguments) -> int
     """Returns the exit code."""
     refuse_given(loaded)
     asked = configs(_long_enough(loaded.config, arguments.steps), arguments.modes)
-    given = Given(trust_remote_code=arguments.trust_remote_code)
+    given = UserObjects(trust_remote_code=arguments.trust_remote_code)
     ranks = choose_ranks(loaded.config.launch)
     device = _device_of(loaded.config)
     echo(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {_SAID[device]}\n\n{head()}", flush=True)
@@ -102,7 +103,7 @@ def _long_enough(config: Config, steps: int) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update=length)})
 
 
-def _measured(mode: str, config: Config, given: Given, ranks: int, steps: int, folder: Path) -> Measured:
+def _measured(mode: str, config: Config, given: UserObjects, ranks: int, steps: int, folder: Path) -> Measured:
     """Raises:
     RunFailed: the ranks ended without a word.
     Stopped: somebody asked for it.
@@ -138,13 +139,13 @@ def _device_of(config: Config) -> str:
 # --- on a rank ------------------------------------------------------------------------------------------------------
 
 
-def _be_a_rank(mode: str, config: Config, given: Given, steps: int, file: Path) -> int:
+def _be_a_rank(mode: str, config: Config, given: UserObjects, steps: int, file: Path) -> int:
     from lockstep.training.job import opened
 
     try:
         with opened(config, given) as session:
             found = _measure(mode, session, steps)
-            first = session.rooms.world.rank == 0
+            first = components_of(session).world.rank == 0
     except ConfigError as refusal:  # all ranks have it
         found, first = Measured(mode, why=f"refused: {refusal}"), True
     except OutOfMemory:
@@ -157,18 +158,17 @@ def _be_a_rank(mode: str, config: Config, given: Given, steps: int, file: Path) 
 def _measure(mode: str, session: Session, steps: int) -> Measured:
     from lockstep.measuring.peak import held_by, peak_of
 
-    world, batches = session.rooms.world, iter(session.batches())
+    world, batches = components_of(session).world, iter(session.batches())
     times = []
 
     def update() -> None:
         session.accumulate(next(batches))
-        session.commit()
+        session.commit().result()
 
     clock = time.process_time if world.device.type == "cpu" else time.perf_counter
     for number in range(_WARM_UP + steps):
         began = clock()
         update()
-        session.flush()
         if number >= _WARM_UP:
             times.append(clock() - began)
     held = held_by(session.state().tensors.values(), world.device)

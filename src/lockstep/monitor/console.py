@@ -15,7 +15,7 @@ from typing import Literal, TextIO
 
 from lockstep.core import formatting
 from lockstep.core.errors import Stopped
-from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport, Verdict
+from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
@@ -49,7 +49,7 @@ class Console:
         self._every = every
         self._output = Output(sys.stdout if stream is None else stream, progress)
         self._progress: Progress = "live" if self._output.live else "plain" if progress == "auto" else progress
-        self._facts: RunFacts | None = None
+        self._facts: RunInfo | None = None
         self._throughput = Throughput()
         self._values: Mapping[str, float] = {}
         self._evaluations: dict[str, EvaluationReport] = {}
@@ -60,7 +60,7 @@ class Console:
         self._next_discarded = 0.0
         self._next_epoch = 0.0
 
-    def start(self, facts: RunFacts) -> None:
+    def start(self, facts: RunInfo) -> None:
         self._facts = facts
         for line in introduction(facts):
             self._output.print(line)
@@ -257,7 +257,7 @@ class Output:
             _silence(self._stream)
 
 
-def introduction(facts: RunFacts) -> list[str]:
+def introduction(facts: RunInfo) -> list[str]:
     """What is printed before the first step."""
     ranks = f"{facts.ranks} rank{'s' if facts.ranks > 1 else ''}"
     batch = BatchPlan(facts.global_size, facts.micro_size, facts.accumulation, facts.shares or facts.ranks)
@@ -288,12 +288,12 @@ def _row(name: str, text: str) -> str:
     return f"  {name:<12}{text}"
 
 
-def _parameters(facts: RunFacts) -> str:
+def _parameters(facts: RunInfo) -> str:
     frozen = facts.parameters - facts.trainable
     return f"{facts.parameters:,}" + (f" ({facts.trainable:,} trained, {frozen:,} frozen)" if frozen else "")
 
 
-def _length(facts: RunFacts) -> str:
+def _length(facts: RunInfo) -> str:
     if facts.steps is None:
         return "as many as it takes"
     if not facts.epoch_samples:
@@ -307,7 +307,7 @@ def _ending(error: BaseException | None) -> str:
     return "stopped after" if isinstance(error, Stopped | KeyboardInterrupt) else "failed after"
 
 
-def _amount(facts: RunFacts, last: StepReport | None) -> str:
+def _amount(facts: RunInfo, last: StepReport | None) -> str:
     if last is None:
         return "0 steps"
     of = f" of {facts.steps:,}" if facts.steps is not None and last.step < facts.steps else ""

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
+from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.monitor.jsonl import LineFile, line
 from lockstep.monitor.meters import Rates, Throughput
 from lockstep.monitor.metric_log import Histogram, Logged
@@ -58,7 +58,7 @@ class EventLog:
         """metrics.jsonl and events.jsonl."""
         return self._file, self._events
 
-    def start(self, facts: RunFacts) -> None:
+    def start(self, facts: RunInfo) -> None:
         if facts.resumed_from is not None:
             self._write(self._events, {"resumed": facts.resumed_from, "step": facts.resumed_from, "ranks": facts.ranks})
 

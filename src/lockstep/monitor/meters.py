@@ -12,7 +12,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from lockstep.core.records import RunFacts, StepReport
+from lockstep.core.records import RunInfo, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _first_rates(report: StepReport) -> Rates:
     return Rates(1 / report.seconds, report.update_samples / report.seconds, report.update_tokens / report.seconds)
 
 
-def model_flops_utilization(facts: RunFacts, tokens_per_second: float) -> float | None:
+def model_flops_utilization(facts: RunInfo, tokens_per_second: float) -> float | None:
     """Share of the peak of all ranks' devices that the model's own operations use, in [0, 1]; None if unknown.
 
     MFU as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B: recomputation doesn't count.

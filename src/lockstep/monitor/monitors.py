@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from lockstep.core.protocols import Monitor
-from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport, Verdict
+from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.monitor.metric_log import Logged
 
 _log = logging.getLogger("lockstep.monitor")
@@ -83,7 +83,7 @@ class Monitors:
         self._last_shown: StepReport | None = None
         self._epoch = _Epochs(0)
 
-    def start(self, facts: RunFacts) -> None:
+    def start(self, facts: RunInfo) -> None:
         self._epoch = _Epochs(facts.epoch_samples)
         self._for_all(lambda monitor: monitor.start(facts))
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.core.progress import Progress
-from lockstep.core.records import EvaluationReport, RunFacts, StepReport
+from lockstep.core.records import EvaluationReport, RunInfo, StepReport
 from lockstep.monitor.jsonl import finite
 
 
 def summarize(
-    facts: RunFacts,
+    facts: RunInfo,
     progress: Progress,
     last: StepReport | None,
     evaluations: Iterable[EvaluationReport],

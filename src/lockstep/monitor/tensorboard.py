@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.records import EvaluationReport, Request, RunFacts, SaveReport, StepReport
+from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.meters import Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Histogram, Logged
@@ -44,7 +44,7 @@ class TensorBoard:
         self._folder = folder
         self._every = every
         self._file: EventFile | None = None
-        self._facts: RunFacts | None = None
+        self._facts: RunInfo | None = None
         self._throughput = Throughput()
         self._next = NextReport(0, math.inf)
         self._next_seconds = 0.0
@@ -61,7 +61,7 @@ class TensorBoard:
         """The event file, once it has been begun."""
         return (self._file.file,) if self._file else ()
 
-    def start(self, facts: RunFacts) -> None:
+    def start(self, facts: RunInfo) -> None:
         self._facts = facts
 
     def next_report(self) -> NextReport:

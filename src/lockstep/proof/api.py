@@ -1,13 +1,13 @@
 """The proof from Python, on a model and data that are handed over.
 
-lockstep.verify(config, model=Net, dataset=points, ranks=(1, 2)) --> [Row(strategy="ddp", passed=True, ...), ...]
+lockstep.verify(config, model=Net, train_dataset=points, ranks=(1, 2)) --> [Row(strategy="ddp", passed=True, ...), ...]
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.ranks import names_a_rank
@@ -17,12 +17,9 @@ from lockstep.proof.cases import Precise, Proof, chosen, plan_proof
 from lockstep.proof.conducting import Outcome, Show, conduct
 from lockstep.proof.rows import Row
 from lockstep.training.api import ConfigLike, resolved
-from lockstep.training.given import Given
+from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from lockstep.config.schema import Config
     from lockstep.proof.trial import Tamper
 
@@ -30,18 +27,13 @@ if TYPE_CHECKING:
 def verify(
     config: ConfigLike,
     *,
-    model: nn.Module | Callable[[], nn.Module] | None = None,
-    dataset: Any = None,
-    collate: Callable[[list[Any]], Any] | None = None,
-    objective: object | None = None,
-    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
-    schedule: Callable[[int, int | None], float] | None = None,
     strategies: str | Sequence[str] = "all",
     ranks: int | Sequence[int] = (1, 2, 4),
     steps: int = 8,
     precision: Precise = "fp32",
     tamper: Tamper | None = None,
     trust_run: bool = False,
+    **objects: Unpack[Objects],
 ) -> list[Row]:
     """Runs `config` under each strategy on each number of ranks, beside one process on the same samples.
 
@@ -50,12 +42,6 @@ def verify(
 
     Args:
         config: as of `lockstep.train`.
-        model: as of `lockstep.train`.
-        dataset: as of `lockstep.train`.
-        collate: as of `lockstep.train`.
-        objective: as of `lockstep.train`.
-        optimizer: as of `lockstep.train`.
-        schedule: as of `lockstep.train`.
         strategies: names, or `all`.
         ranks: on how many, one number or several.
         steps: updates of each run.
@@ -63,6 +49,7 @@ def verify(
         trust_run: as of `lockstep.train`.
         tamper: called with each session before its first update, but not with the single process's: a fault of your
             making, to see that it is found.
+        **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`.
 
     Returns:
         A row a run, whose `passed` is None where the strategy refuses.
@@ -72,9 +59,7 @@ def verify(
         RunFailed: the single process failed.
     """
     refuse_import_of_script()
-    given = Given(
-        model=model, dataset=dataset, collate=collate, objective=objective, optimizer=optimizer, schedule=schedule
-    )
+    given = user_objects(objects)
     numbers = [ranks] if isinstance(ranks, int) else ranks
     outcome, _ = prove(
         resolved(config, given, trusted=trust_run), given, strategies, numbers, steps, precision, tamper=tamper
@@ -84,7 +69,7 @@ def verify(
 
 def prove(
     config: Config,
-    given: Given,
+    given: UserObjects,
     strategies: str | Sequence[str],
     ranks: Sequence[int],
     steps: int,

@@ -15,7 +15,7 @@ from lockstep.proof.api import prove
 from lockstep.proof.html import Told, compose
 from lockstep.proof.rows import Row, head, line, story
 from lockstep.proof.tolerances import TOLERANCES
-from lockstep.training.given import Given, refuse_given
+from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def verify(loaded: LoadedConfig, recipe: str, arguments: VerifyArguments) -> int:
     """Returns the exit code."""
     refuse_given(loaded)
-    given = Given(trust_remote_code=arguments.trust_remote_code)
+    given = UserObjects(trust_remote_code=arguments.trust_remote_code)
 
     def begin(proof: Proof) -> None:
         lacks = f"\nnote: {proof.missing}" if proof.missing else ""

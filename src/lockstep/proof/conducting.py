@@ -36,7 +36,7 @@ from lockstep.training.job import imports_ahead
 if TYPE_CHECKING:
     from lockstep.distributed.process_group import World
     from lockstep.proof.trial import Tamper
-    from lockstep.training.given import Given
+    from lockstep.training.user_objects import UserObjects
 
 Show = Callable[[Row], None]
 _PATIENCE_S = 30.0
@@ -65,7 +65,7 @@ class Orders:
 
     folder: Path
     cases: tuple[Case, ...]
-    given: Given
+    given: UserObjects
     steps: int
     precision: str
     tamper: Tamper | None
@@ -73,7 +73,13 @@ class Orders:
 
 
 def conduct(
-    proof: Proof, given: Given, steps: int, precision: str, *, tamper: Tamper | None = None, show: Show | None = None
+    proof: Proof,
+    given: UserObjects,
+    steps: int,
+    precision: str,
+    *,
+    tamper: Tamper | None = None,
+    show: Show | None = None,
 ) -> Outcome:
     """Raises:
     ConfigError: the single process can't be run as asked.
@@ -193,7 +199,7 @@ def _tell(orders: Orders, case: Case, row: Row) -> None:
 # --- on a rank ------------------------------------------------------------------------------------------------------
 
 
-def refer(references: Mapping[str, Config], given: Given, folder: Path, steps: int) -> int:
+def refer(references: Mapping[str, Config], given: UserObjects, folder: Path, steps: int) -> int:
     """On one rank: what all others are compared with, into `folder`."""
     from lockstep.distributed.process_group import joined
     from lockstep.proof.trial import record
@@ -252,7 +258,7 @@ def attempt(orders: Orders, case: Case, world: World) -> Row:
     return row_of(case, comparison.evidence, tolerance, time.monotonic() - began)
 
 
-def _own(given: Given) -> Given:
+def _own(given: UserObjects) -> UserObjects:
     """A module that was handed over is trained in place: each run gets a copy of its own."""
     made_here = given.model is None or not hasattr(given.model, "named_parameters")
     return given if made_here else replace(given, model=copy.deepcopy(given.model))

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.config.schema import Loader
 from lockstep.data.loader import evaluation_batches
+from lockstep.training.session import components_of
 from lockstep.transforms.block_state import changes, state_of
 
 if TYPE_CHECKING:
@@ -37,10 +38,10 @@ def measured(session: Session) -> list[str]:
 
 @torch.no_grad()
 def _measured(session: Session) -> list[str]:
-    size = min(_SAMPLES, session.rooms.source.facts.samples) // 2 * 2
+    size = min(_SAMPLES, components_of(session).source.facts.samples) // 2 * 2
     if size < 2:
         return []
-    model = session.rooms.sharding.bare
+    model = components_of(session).sharding.bare
     model.train()
     (whole,) = _batches(session, size, 1)
     apart = _APART[_precision(session)]
@@ -72,16 +73,16 @@ def _measured(session: Session) -> list[str]:
 
 
 def _batches(session: Session, size: int, number: int) -> list[Batch]:
-    rooms = session.rooms
-    found = evaluation_batches(rooms.source, size, 0, 1, Loader(), rooms.world.device)
+    components = components_of(session)
+    found = evaluation_batches(components.source, size, 0, 1, Loader(), components.world.device)
     return list(islice(found, number))
 
 
 def _loss(session: Session, batch: Batch, seed: int) -> float:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        outputs = session.rooms.engine.outputs(batch.inputs)
-        return float(session.rooms.objective.loss_sum(outputs, batch))
+        outputs = components_of(session).engine.outputs(batch.inputs)
+        return float(components_of(session).objective.loss_sum(outputs, batch))
 
 
 def _differ(one: float, other: float, apart: float) -> bool:
@@ -91,4 +92,4 @@ def _differ(one: float, other: float, apart: float) -> bool:
 def _precision(session: Session) -> torch.dtype | None:
     from lockstep.optim.precision import resolve_compute
 
-    return resolve_compute(session.rooms.config.precision.compute, session.rooms.world.device)
+    return resolve_compute(components_of(session).config.precision.compute, components_of(session).world.device)

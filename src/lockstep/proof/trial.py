@@ -30,6 +30,7 @@ from lockstep.proof.randomness import without_randomness
 from lockstep.proof.tolerances import EPS, INDIFFERENT, NORMALISING, Tolerance
 from lockstep.training.audit import expected_digest
 from lockstep.training.job import publish, whole_weights
+from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,16 +50,15 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
     """Runs the reference, on its one rank; returns what a reader of the proof must know of it."""
     folder.mkdir(parents=True)
     notes = prepare(session)
-    write(session.rooms.sharding.weights(), folder / _weights(0))
+    write(components_of(session).sharding.weights(), folder / _weights(0))
     seen: list[Seen] = []
     for step, batch in _updates(session, steps):
         scale = float(session.gradient_unit)
         session.accumulate(batch)
-        write(_unscaled(session.rooms.sharding.gradients(), scale), folder / _gradient(step))
+        write(_unscaled(components_of(session).sharding.gradients(), scale), folder / _gradient(step))
         seen.append(_seen(session, batch))
-        _see(seen, session.commit())
-        write(session.rooms.sharding.weights(), folder / _weights(step + 1))
-    _see(seen, session.flush())
+        _see(seen, session.commit().result())
+        write(components_of(session).sharding.weights(), folder / _weights(step + 1))
     publish(session, whole_weights(session), folder)
     (folder / _STEPS).write_text(json.dumps([asdict(one) for one in seen]))
     (folder / _MEASURED).write_text(json.dumps(measured(session)))
@@ -67,24 +67,24 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
 
 def prepare(session: Session) -> list[str]:
     """Takes out what is drawn in forwards, and says what else makes a run depend on ranks by design."""
-    rooms = session.rooms
-    silenced = without_randomness(rooms.sharding.bare)
+    components = components_of(session)
+    silenced = without_randomness(components.sharding.bare)
     notes = [silenced] if silenced else []
     return notes + by_design(session)
 
 
 def by_design(session: Session) -> list[str]:
     """Why this run may depend on micro size and number of ranks, if anything."""
-    rooms = session.rooms
+    components = components_of(session)
     notes = []
-    coupled = rooms.coupled
-    if coupled is not None or not rooms.objective.decomposes:
+    coupled = components.coupled
+    if coupled is not None or not components.objective.decomposes:
         reason = coupled or "the objective says that it does not decompose over samples"
         notes.append(f"{reason}: the loss depends on batch.micro_size and on the number of ranks")
-    if rooms.source.draws and _draws(rooms.source):
+    if components.source.draws and _draws(components.source):
         notes.append("the data are drawn at random for each rank and micro-batch, so that samples differ between ranks")
-    compression = rooms.config.parallel.ddp.compression
-    if compression != "none" and rooms.plan.strategy == "ddp":
+    compression = components.config.parallel.ddp.compression
+    if compression != "none" and components.plan.strategy == "ddp":
         notes.append(f"parallel.ddp.compression {compression} loses bits of each gradient")
     return notes
 
@@ -116,7 +116,7 @@ class Comparison:
     def __init__(self, session: Session, folder: Path, steps: int, tolerance: Tolerance, optimizer: str) -> None:
         self._session = session
         self._folder = folder
-        self._first = session.rooms.world.rank == 0
+        self._first = components_of(session).world.rank == 0
         self._steps = steps
         self._tolerance = tolerance
         self._allowed = tolerance.of_weights(optimizer)
@@ -142,19 +142,18 @@ class Comparison:
             session.accumulate(batch)
             drift = self._drift()
             gradient = self._compare(
-                _unscaled(session.rooms.sharding.gradients(wanted=self._first), scale),
+                _unscaled(components_of(session).sharding.gradients(wanted=self._first), scale),
                 _gradient(number),
                 self._by_norm(reference.norm, self._tolerance.gradient + drift),
             )
             self._seen.append(_seen(session, batch))
             step = Step(self._seen[-1], reference, gradient, drift)
             self.evidence.steps.append(step)
-            _see(self._seen, session.commit())
+            _see(self._seen, session.commit().result())
             self.evidence.summed_rate += reference.rate if reference.kept else 0.0
             measure = self._in_rates(self.evidence.summed_rate, number + 1)
             step.weights = self._compare(self._weights(), _weights(number + 1), measure, _weights(number))
             step.apart = _apart(session)
-        _see(self._seen, session.flush())
         self._look_for_shift()
         self.evidence.published = self._published()
 
@@ -173,7 +172,7 @@ class Comparison:
             return compare_published(read_weights(place).tensors, expected.tensors, measure)
 
     def _weights(self) -> Pairs:
-        return self._session.rooms.sharding.weights(wanted=self._first)
+        return components_of(self._session).sharding.weights(wanted=self._first)
 
     def _compare(self, pairs: Pairs, name: str, measure: Measure, base: str | None = None) -> Compared:
         """All ranks together; the first alone has something to compare."""
@@ -217,7 +216,7 @@ class Comparison:
 
     def _look_for_shift(self) -> None:
         """Whether samples that are wrong are those of a cursor that is off."""
-        segments = self._session.ledger.segments
+        segments = self._session.segments
         order = segments[-1].order if segments else None
         for step in self.evidence.steps:
             if order is None or step.run.digest == step.reference.digest:
@@ -243,8 +242,8 @@ def _updates(session: Session, steps: int) -> Iterator[tuple[int, GlobalBatch]]:
 def _seen(session: Session, batch: GlobalBatch) -> Seen:
     """All ranks together; before the update is committed."""
     mine = (batch.count, batch.digest, _content(batch), [_count(session, one) for one in batch.micro_batches])
-    told = mine if session.rooms.place.reports_counts else None
-    everywhere = [one for one in cast("list[Any]", session.rooms.world.axis.gather(told)) if one is not None]
+    told = mine if components_of(session).place.reports_counts else None
+    everywhere = [one for one in cast("list[Any]", components_of(session).world.axis.gather(told)) if one is not None]
     return Seen(
         step=batch.step,
         count=float(sum(count for count, _, _, _ in everywhere)),
@@ -255,16 +254,14 @@ def _seen(session: Session, batch: GlobalBatch) -> Seen:
     )
 
 
-def _see(seen: list[Seen], report: StepReport | None) -> None:
-    if report is None:
-        return
+def _see(seen: list[Seen], report: StepReport) -> None:
     one = seen[report.step - 1]
     one.reported = True
     one.loss, one.norm, one.rate, one.kept = report.loss, report.grad_norm, report.lr, report.kept
 
 
 def _count(session: Session, batch: Batch) -> float:
-    return session.rooms.objective.count(_on_cpu(batch)) if batch.samples else 0
+    return components_of(session).objective.count(_on_cpu(batch)) if batch.samples else 0
 
 
 def _on_cpu(batch: Batch) -> Batch:
@@ -318,10 +315,10 @@ def _apart(session: Session) -> str | None:
     """The first parameter that ranks hold whole, and differently. All ranks together."""
     mine = {
         name: (parameter.detach().double().sum().item(), parameter.detach().double().abs().sum().item())
-        for name, parameter in session.rooms.sharding.bare.named_parameters()
+        for name, parameter in components_of(session).sharding.bare.named_parameters()
         if not hasattr(parameter, "full_tensor")
     }
-    everywhere = cast("list[dict[str, Any]]", session.rooms.world.axis.gather(mine))
+    everywhere = cast("list[dict[str, Any]]", components_of(session).world.axis.gather(mine))
     for name in dict.fromkeys(name for of_rank in everywhere for name in of_rank):
         if len({repr(of_rank[name]) for of_rank in everywhere if name in of_rank}) > 1:
             return name
@@ -330,13 +327,13 @@ def _apart(session: Session) -> str | None:
 
 def _order(session: Session) -> dict[str, int]:
     """The place of each parameter of the whole model. All ranks together."""
-    everywhere = cast("list[Any]", session.rooms.world.axis.gather([name for name, _ in _named(session)]))
+    everywhere = cast("list[Any]", components_of(session).world.axis.gather([name for name, _ in _named(session)]))
     return {name: place for place, name in enumerate(dict.fromkeys(name for names in everywhere for name in names))}
 
 
 def _named(session: Session) -> list[tuple[str, Any]]:
     """Under all names, tied ones too."""
-    return list(session.rooms.sharding.bare.named_parameters(remove_duplicate=False))
+    return list(components_of(session).sharding.bare.named_parameters(remove_duplicate=False))
 
 
 def _tied(session: Session) -> list[list[str]]:
@@ -345,7 +342,7 @@ def _tied(session: Session) -> list[list[str]]:
     for name, parameter in _named(session):
         names.setdefault(id(parameter), []).append(name)
     mine = [group for group in names.values() if len(group) > 1]
-    everywhere = cast("list[Any]", session.rooms.world.axis.gather(mine))
+    everywhere = cast("list[Any]", components_of(session).world.axis.gather(mine))
     return [list(group) for group in dict.fromkeys(tuple(group) for of_rank in everywhere for group in of_rank)]
 
 

@@ -1,5 +1,5 @@
-"""Knows all rooms, as do `shardings` and `engines`. Calls their constructors in order; what it can't build, it refuses
-by name.
+"""Knows all components, as do `shardings` and `engines`. Calls their constructors in order; what it can't build, it
+refuses by name.
 
 data --> facts --> model, weights --> transforms --> device --> optimizer --> sharding --> engine --> loader --> session
 """
@@ -37,14 +37,15 @@ from lockstep.plan.stages import stages_of
 from lockstep.sharding.in_backward import UpdatedInBackward
 from lockstep.sharding.pieces import Across
 from lockstep.training.engines import computed_objective, engine_and_vote, unheard
+from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
-from lockstep.training.given import Given
 from lockstep.training.invariance import refuse_coupled
 from lockstep.training.memory_watch import MemoryWatch
 from lockstep.training.readback import readback_from
-from lockstep.training.session import Rate, Rooms, Session
+from lockstep.training.session import Components, Rate, Session
 from lockstep.training.shardings import OptimizerOf, Parts, sharding_of
 from lockstep.training.sources import make_objective, open_sources, users_model
+from lockstep.training.user_objects import UserObjects
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.activation_offload import OffloadActivations
 from lockstep.transforms.compiling import Compile
@@ -59,9 +60,10 @@ if TYPE_CHECKING:
     from lockstep.engine.cutting import Cut, Cutting
     from lockstep.models.blank import Blank
     from lockstep.plan.mesh import Mesh
+    from lockstep.plan.plan import Plan
 
 
-def assemble(config: Config, world: World, given: Given) -> Session:
+def assemble(config: Config, world: World, given: UserObjects) -> Session:
     """Puts a run together on this rank; `world` is where it is among the others.
 
     Raises:
@@ -134,7 +136,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         count=objective.count,
     )
     config = config.model_copy(update={"optim": parts.optimizer_of.used})
-    rooms = Rooms(
+    components = Components(
         config=config,
         plan=plan,
         world=world,
@@ -145,7 +147,16 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         engine=engine,
         loader=loader,
         source=source,
-        evaluation=evaluation,
+        evaluator=Evaluator(
+            engine,
+            sharding,
+            objective,
+            evaluation,
+            _evaluation_size(config, plan),
+            config.data.loader,
+            place,
+            world,
+        ),
         consensus=consensus,
         readback=readback_from(world.device),
         scaler=scaler,
@@ -155,7 +166,7 @@ def assemble(config: Config, world: World, given: Given) -> Session:
         watch=_watch(config, transforms, world),
         updates_ahead=sharding.begin if isinstance(sharding, UpdatedInBackward) else None,
     )
-    return Session(rooms)
+    return Session(components)
 
 
 def refuse_cuts(config: Config, mesh: Mesh, model: nn.Module) -> None:
@@ -175,10 +186,21 @@ def refuse_cuts(config: Config, mesh: Mesh, model: nn.Module) -> None:
         refuse_to_cut(model, blocks_in_line(model, repeated_blocks(model)), _cutting(config, mesh, 0))
 
 
+def _evaluation_size(config: Config, plan: Plan) -> int:
+    """Return the samples per forward of a rank in an evaluation. A pipeline stage holds one micro-batch's activations
+    at a time here: `auto` gives it the whole share at once."""
+    size = config.evaluation.micro_size
+    if size != "auto":
+        return size
+    return plan.batch.micro_size * (plan.batch.accumulation if plan.mesh.pipeline > 1 else 1)
+
+
 # --- single parts -------------------------------------------------------------------------------------------------
 
 
-def _model(config: Config, facts: DataFacts, given: Given, blank: Blank | None, own: nn.Module | None) -> nn.Module:
+def _model(
+    config: Config, facts: DataFacts, given: UserObjects, blank: Blank | None, own: nn.Module | None
+) -> nn.Module:
     if blank is not None:
         return blank.model
     if own is not None:
@@ -276,7 +298,7 @@ def _spread(place: MeshPosition, model: nn.Module, plan: Mapping[str, str]) -> A
     return Across(place.tensor, found.alike, found.partial)
 
 
-def _refuse_for_parts(config: Config, given: Given, objective: EvaluatedObjective) -> None:
+def _refuse_for_parts(config: Config, given: UserObjects, objective: EvaluatedObjective) -> None:
     """Raises ConfigError: something that was handed over doesn't know what to do with parts of matrices."""
     if given.optimizer is not None:
         why = (
@@ -316,7 +338,7 @@ def _cutting(config: Config, mesh: Mesh, rank: int) -> Cutting:
     )
 
 
-def _rate(config: Config, given: Given) -> Rate:
+def _rate(config: Config, given: UserObjects) -> Rate:
     custom, schedule, optim = given.schedule, config.schedule, config.optim
     if custom is not None:
         return lambda done, step, steps: optim.lr * custom(step, steps)
@@ -328,7 +350,7 @@ def _machine(config: Config, world: World) -> Machine:
     return Machine(world.machine_ranks, memory, world.device.type)
 
 
-def _blank(config: Config, facts: DataFacts, given: Given, world: World, machine: Machine) -> Blank | None:
+def _blank(config: Config, facts: DataFacts, given: UserObjects, world: World, machine: Machine) -> Blank | None:
     """A model that is to be divided gets its values afterwards, if they can come part by part."""
     strategy: str = config.parallel.strategy
     divided = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))

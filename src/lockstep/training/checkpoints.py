@@ -11,6 +11,7 @@ import difflib
 import json
 import logging
 import math
+import os
 import time
 import uuid
 from collections import defaultdict
@@ -31,16 +32,19 @@ from lockstep.checkpoint.storage import MANIFEST
 from lockstep.config.known_runs import id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.local_paths import local_path
 from lockstep.core.out_of_memory import mark
 from lockstep.core.peers import blames_a_peer
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
 from lockstep.distributed.collectives import LocalGroup, over_store
 from lockstep.distributed.timeouts import is_timeout
+from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import CHECKPOINTS
 from lockstep.monitor.jsonl import finite
 from lockstep.monitor.locked_folder import RunFolderTaken
-from lockstep.training.due import Due
 from lockstep.training.saved_state import check_state
+from lockstep.training.session import FailureState, Session, components_of
+from lockstep.training.triggers import Trigger
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -49,7 +53,6 @@ if TYPE_CHECKING:
     from lockstep.core.progress import Progress
     from lockstep.distributed.store_exchange import StoreExchange
     from lockstep.monitor.history import HistoryFiles
-    from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep.checkpoint")
 
@@ -87,6 +90,16 @@ def storage_of(config: Config, run: Path) -> LocalStorage:
     return LocalStorage(checkpoint_folder(config, run), id_of_run(run))
 
 
+def checkpoints_in(
+    session: Session, place: str | os.PathLike[str], *, fresh: bool = False, accept_changes: bool = False
+) -> Checkpoints:
+    """Return the checkpoints of a session under a custom loop; see `Session.checkpoints`."""
+    checkpoints = Checkpoints(session, LocalStorage(local_path(place).absolute()), {})
+    for note in checkpoints.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
+        print_once(f"lockstep: {note}")
+    return checkpoints
+
+
 class Checkpoints:
     """Of one run, on one rank; all ranks call the same methods at the same updates.
 
@@ -110,16 +123,16 @@ class Checkpoints:
         home: Path | None = None,
         recipe: str = "session",
     ) -> None:
-        config = session.rooms.config
+        config = components_of(session).config
         self._session = session
         self._storage = storage
-        self._axis = session.rooms.world.axis
+        self._axis = components_of(session).world.axis
         self._section = config.checkpoint
         self._environment = environment
         self._home = home
         self._recipe = recipe
-        self._retention = Retention(storage, config.checkpoint, session.rooms.plan.epoch_samples)
-        self._due = Due(config.checkpoint.every, Request.SAVE, session.rooms.plan.epoch_samples)
+        self._retention = Retention(storage, config.checkpoint, components_of(session).plan.epoch_samples)
+        self._due = Trigger(config.checkpoint.every, Request.SAVE, components_of(session).plan.epoch_samples)
         self._saver: Saver | None = None
         self._saved_at: int | None = None
         self._best: float | None = None
@@ -127,6 +140,8 @@ class Checkpoints:
         self._saves_again = False
         self._owner: Owner | None = None
         self._newest: int | None = None
+        self._release: Callable[[], None] | None = None
+        self._failure_state = FailureState(fails_together=True)
         self.look: Callable[[], None] = lambda: None
         self.history: HistoryFiles | None = None
         self.written: object = None
@@ -167,21 +182,18 @@ class Checkpoints:
                 raise RunFailed(f"there is no checkpoint in {origin.place}")
         run = self.run = cast("str", self._axis.broadcast(identity))
         self._own(run)
-        written = finite(to_public(self._session.rooms.config))
-        saver = self._saver = Saver(
+        written = finite(to_public(components_of(self._session).config))
+        self._saver = Saver(
             self._storage,
             self._axis,
-            self._session.rooms.world.device,
+            components_of(self._session).world.device,
             Identity(run, written, self._environment),
             self._was_published,
             self._retention.make_room,
             lambda: self.history.flush() if self.history is not None else None,
         )
         self._began_at = self._session.progress.steps
-        self._session.rescue = self.rescue
-        self._session.keep_buffers()
-        self._session.standing = lambda: saver.standing
-        self._session.heard = saver.hear
+        self._failure_state = self._session.attach(self)
         return notes
 
     def _own(self, run: str) -> None:
@@ -256,14 +268,14 @@ class Checkpoints:
 
     def _refuse_unknown_best(self) -> None:
         """A name that no evaluation will ever have would leave `best` without a meaning, and nobody would notice."""
-        best, rooms = self._section.best, self._session.rooms
+        best, components = self._section.best, components_of(self._session)
         if best is None:
             return
         try:
-            metrics = list(rooms.objective.metrics(1.0, 1.0, defaultdict(lambda: 1.0)))
+            metrics = list(components.objective.metrics(1.0, 1.0, defaultdict(lambda: 1.0)))
         except Exception:  # a user's may want more than it can be given here
             metrics = [best.rpartition(".")[2]]
-        known = [f"{name}.{metric}" for name in rooms.evaluation for metric in metrics]
+        known = [f"{name}.{metric}" for name in components.evaluator.sources for metric in metrics]
         if best not in known:
             near = difflib.get_close_matches(best, known, n=1)
             meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'no evaluation sets'}"
@@ -297,6 +309,20 @@ class Checkpoints:
                 f"ranks {ranks} don't see what rank 0 has written to {self._storage.place}; "
                 f"give checkpoint.folder one that all hosts share"
             )
+
+    # --- in each vote -----------------------------------------------------------------------------------------------
+
+    def status(self) -> tuple[int, int]:
+        return self._saver.status if self._saver is not None else (0, 0)
+
+    def hear(self, settled: float, failed: float) -> None:
+        if self._saver is not None:
+            self._saver.hear(settled, failed)
+
+    def before_update(self) -> None:
+        if self._release is not None:
+            self._release()
+            self._release = None
 
     # --- while it runs --------------------------------------------------------------------------------------------
 
@@ -350,7 +376,7 @@ class Checkpoints:
         assert saver is not None, "begin() comes first"
         state = session.state()
         self._saves_again = False
-        session.hold(saver.start(state, self._moment(state, evaluations)))
+        self._release = saver.start(state, self._moment(state, evaluations))
         self._saved_at = session.progress.steps
         self._due.restart()
 
@@ -382,26 +408,26 @@ class Checkpoints:
         return f"the state after step {step:,} could not be saved: {failure}{kept}"
 
     def _rescue(self, saver: Saver, error: BaseException) -> str | None:
-        """Why nothing could be saved; None if it is."""
-        session = self._session
-        if session.fails_together:
+        """Return why nothing could be saved; None if it is."""
+        fails_together = self._failure_state.fails_together
+        if fails_together:
             saver.finish()
         else:
             saver.abandon()
         unsound = self._why_unsound()
-        if not session.fails_together and not self._holds_everything():
+        if not fails_together and not self._holds_everything():
             return self._rescue_with_others(saver, unsound, error)
         if self._is_saved():
             return None
         if unsound is not None:
             return unsound
-        return self._save_now(saver) if session.fails_together else self._rescue_alone(saver.identity)
+        return self._save_now(saver) if fails_together else self._rescue_alone(saver.identity)
 
     def _why_unsound(self) -> str | None:
         """Why the session's state is not that after its last update; None if it is, or is again now."""
-        if self._session.is_updating:
+        if self._failure_state.updating:
             return "the failure came in the middle of an update"
-        lost = self._session.undo_forward()
+        lost = self._failure_state.undo_forward(components_of(self._session).sharding.bare)
         if lost:
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"
@@ -409,10 +435,10 @@ class Checkpoints:
 
     def _holds_everything(self) -> bool:
         """Whether this rank has the whole state, and nothing in it is each rank's own."""
-        plan = self._session.rooms.plan
+        plan = components_of(self._session).plan
         if plan.strategy not in _REPLICATED or plan.mesh.ranks != plan.mesh.data:
             return False
-        return not self._session.own_state().changes_in_forward
+        return not self._session.state(synchronized=False).changes_in_forward
 
     def _is_saved(self) -> bool:
         return self._session.progress.steps in by_step(self._storage.names())
@@ -427,7 +453,7 @@ class Checkpoints:
     def _rescue_with_others(self, saver: Saver, unsound: str | None, error: BaseException) -> str | None:
         """With the other ranks, which may not know of the failure yet; collectives can't be used any more."""
         session = self._session
-        exchange = session.rooms.world.exchange
+        exchange = components_of(session).world.exchange
         assert exchange is not None, "a rank that is alone fails together with all there are"
         if not exchange.called():
             if blames_a_peer(error) or is_timeout(error):
@@ -457,10 +483,10 @@ class Checkpoints:
     def _rescue_alone(self, identity: Identity) -> str | None:
         """By one rank, without a collective."""
         session, name = self._session, name_of(self._session.progress.steps)
-        state = session.own_state()
+        state = session.state(synchronized=False)
         with self._storage.alone(name) as first:
             if first:
-                saver = Saver(self._storage.apart(), LocalGroup(), session.rooms.world.device, identity)
+                saver = Saver(self._storage.apart(), LocalGroup(), components_of(session).world.device, identity)
                 saver.start(state, self._moment(state))
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)
@@ -468,7 +494,7 @@ class Checkpoints:
 
     def _wait_for(self, name: str) -> str | None:
         """Another rank saves it: the end of this one would end it, too."""
-        until = time.monotonic() + self._session.rooms.config.launch.timeout
+        until = time.monotonic() + components_of(self._session).config.launch.timeout
         while time.monotonic() < until and self._storage.is_taken(name):
             time.sleep(0.05)
         return None if name in self._storage.names() else "another rank could not save it"
@@ -489,7 +515,7 @@ class Checkpoints:
         saver = self._saver
         assert saver is not None, "begin() comes first"
         saver.abandon()
-        other = Saver(storage, self._axis, self._session.rooms.world.device, saver.identity)
+        other = Saver(storage, self._axis, components_of(self._session).world.device, saver.identity)
         state = self._session.state()
         other.start(state, self._moment(state))
         other.finish()
@@ -564,11 +590,11 @@ def flat(evaluations: Iterable[EvaluationReport]) -> dict[str, float]:
 
 def data_facts(session: Session) -> dict[str, Any]:
     """By what a run knows its data again."""
-    source = session.rooms.source
+    source = components_of(session).source
     return {
         "fingerprint": source.fingerprint,
         "samples": source.facts.samples,
-        "epoch_samples": session.rooms.plan.epoch_samples,
+        "epoch_samples": components_of(session).plan.epoch_samples,
     }
 
 
@@ -584,7 +610,7 @@ _THE_RUN = ("model", "objective", "data.train", "data.shuffle", "data.drop_last"
 
 def changes(config: Mapping[str, Any], state: Mapping[str, Any], session: Session) -> list[str]:
     """What makes this another run than the one that was saved, one line each."""
-    here = finite(to_public(session.rooms.config))
+    here = finite(to_public(components_of(session).config))
     found = []
     for place in _THE_RUN:
         then, now = _at(config, place), _at(here, place)

@@ -33,13 +33,14 @@ from lockstep.plan.schedule import used_of_budget
 from lockstep.plan.told_sizes import NOT_READ, facts_of_config
 from lockstep.training.assemble import refuse_cuts
 from lockstep.training.checkpoints import Resume, storage_of
-from lockstep.training.given import Given, refuse_given
 from lockstep.training.job import Job, imports_ahead, opened, run_job
+from lockstep.training.locations import CheckpointLocation, choose, find
 from lockstep.training.out_of_memory import advice, setting_of
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
-from lockstep.training.places import Place, choose, find
 from lockstep.training.saved_state import epoch_samples_in
+from lockstep.training.session import components_of
 from lockstep.training.sources import facts_of_data, make_model, open_sources
+from lockstep.training.user_objects import UserObjects, refuse_given
 from lockstep.training.weights import load_weights, to_rebuild
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ _SHOWN = 5  # settings that differ, in a message
 
 def train(loaded: LoadedConfig, recipe: str, arguments: TrainArguments) -> int:
     """Returns the exit code."""
-    config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
+    config, given = loaded.config, UserObjects(trust_remote_code=arguments.trust_remote_code)
     refuse_given(loaded)
     folder = config.run.folder
     _refuse_start(config, arguments)
@@ -91,7 +92,7 @@ def _refuse_start(config: Config, arguments: TrainArguments) -> None:
     elif config.run.folder is None:
         raise ConfigError("--from goes on with a run: lockstep train RUN --from STEP, or give its run.folder")
     else:
-        place = Place(Path(storage_of(config, Path(config.run.folder)).place))
+        place = CheckpointLocation(Path(storage_of(config, Path(config.run.folder)).place))
     start = _readable(place.storage, choose(place, arguments.step))
     if start is None:
         return
@@ -310,11 +311,11 @@ def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments, file
     """Prints what it finds; as JSON, it goes into `file`."""
     from lockstep.monitor.summary import metrics_by_set
 
-    given = Given(trust_remote_code=arguments.trust_remote_code)
+    given = UserObjects(trust_remote_code=arguments.trust_remote_code)
     with opened(config, given) as session:
-        load_weights(session.rooms.sharding.bare, run)
+        load_weights(components_of(session).sharding.bare, run)
         reports = session.evaluate()
-        if session.rooms.world.rank == 0:
+        if components_of(session).world.rank == 0:
             for report in reports:
                 figures = "  ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
                 echo(f"{report.name}: {figures}  ({report.samples:,} samples in {report.seconds:.1f} s)")
@@ -330,7 +331,7 @@ def generate(run: Path, prompt: str, arguments: GenerateArguments) -> int:
     from lockstep.training.text import codec_of, context_of
 
     config = to_rebuild(loaded_config(run), trusted=arguments.trust_run)
-    given = Given(trust_remote_code=arguments.trust_remote_code)
+    given = UserObjects(trust_remote_code=arguments.trust_remote_code)
     codec = codec_of(config)
     facts = facts_of_data(config, given)
     model = make_model(config, facts, given).eval()
@@ -374,7 +375,7 @@ def plan(loaded: LoadedConfig, recipe: str, arguments: PlanArguments) -> int:
     from lockstep.models.facts import parameter_facts
     from lockstep.plan.plan import Machine, as_json, describe, make_plan
 
-    config, given = loaded.config, Given(trust_remote_code=arguments.trust_remote_code)
+    config, given = loaded.config, UserObjects(trust_remote_code=arguments.trust_remote_code)
     refuse_given(loaded)
     facts, notes = _facts_to_plan_by(config, given)
     model = sketch_model(config.model, facts, trust_remote_code=arguments.trust_remote_code)
@@ -391,7 +392,7 @@ def plan(loaded: LoadedConfig, recipe: str, arguments: PlanArguments) -> int:
     return 0
 
 
-def _facts_to_plan_by(config: Config, given: Given) -> tuple[DataFacts, list[str]]:
+def _facts_to_plan_by(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]]:
     """What the config tells of its data, or the data itself; and what a reader should know of it."""
     facts = facts_of_config(config)
     return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
@@ -403,7 +404,7 @@ def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
     from lockstep.models.facts import describe_model
     from lockstep.plan.plan import derived_for_deepspeed, make_plan
 
-    config, given = loaded.config, Given(trust_remote_code=trust_remote_code)
+    config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
     refuse_given(loaded)
     if config.parallel.strategy != "deepspeed":
         why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write deepspeed"

@@ -1,10 +1,11 @@
-"""Judges the model on a named set: sums over all ranks, divided once. No sample counts twice, whatever the ranks."""
+"""Evaluates the model on named sets: sums over all ranks, divided once. No sample counts twice, whatever the ranks."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,57 +17,61 @@ from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
-    from lockstep.core.protocols import EvaluatedObjective, Source
-    from lockstep.training.session import Session
+    from lockstep.config.schema import Loader
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Sharding, Source
+    from lockstep.distributed.mesh_position import MeshPosition
+    from lockstep.distributed.process_group import World
 
 
-def evaluate(session: Session) -> list[EvaluationReport]:
-    """Every evaluation set, in the order of the config; the same reports on every rank."""
-    session.rooms.sharding.synchronize()
-    return [evaluate_on(session, name, source) for name, source in session.rooms.evaluation.items()]
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates a model as it is.
 
+    Attributes:
+        sources: evaluation sets by name, in the order of the config.
+        micro_size: samples per forward of a rank.
+    """
 
-def evaluate_on(session: Session, name: str, source: Source) -> EvaluationReport:
-    """One set."""
-    rooms, began = session.rooms, time.perf_counter()
-    batches = evaluation_batches(
-        source,
-        micro_size(session),
-        rooms.place.share,
-        rooms.place.shares,
-        rooms.config.data.loader,
-        rooms.world.device,
-    )
-    try:
-        with recording(MetricLog()):  # what user code logs of an evaluation is not part of the training's curves
-            mine = rooms.engine.evaluate(batches)
-    except Exception as error:
-        mark(error, "evaluation", f"in the evaluation on {name}")
-        raise
-    names = sorted(mine)
-    told = torch.stack([mine[key].to(rooms.world.device) for key in names])
-    total = rooms.world.axis.sum(told if rooms.place.reports_metrics else torch.zeros_like(told)).tolist()
-    sums = dict(zip(names, total, strict=True))
-    loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
-    metrics = _metrics(rooms.objective, name, loss_sum, count, sums)
-    return EvaluationReport(name, session.progress.steps, metrics, source.facts.samples, time.perf_counter() - began)
+    engine: Engine
+    sharding: Sharding
+    objective: EvaluatedObjective
+    sources: Mapping[str, Source]
+    micro_size: int
+    loader: Loader
+    place: MeshPosition
+    world: World
+
+    def evaluate(self, step: int) -> list[EvaluationReport]:
+        """Return a report for each set after update `step`; the same reports on every rank."""
+        self.sharding.synchronize()
+        return [self.evaluate_on(name, source, step) for name, source in self.sources.items()]
+
+    def evaluate_on(self, name: str, source: Source, step: int) -> EvaluationReport:
+        """Return the report for one set."""
+        began, place, device = time.perf_counter(), self.place, self.world.device
+        batches = evaluation_batches(source, self.micro_size, place.share, place.shares, self.loader, device)
+        try:
+            with recording(MetricLog()):  # what user code logs of an evaluation is not part of the training's curves
+                local_sums = self.engine.evaluate(batches)
+        except Exception as error:
+            mark(error, "evaluation", f"in the evaluation on {name}")
+            raise
+        names = sorted(local_sums)
+        stacked = torch.stack([local_sums[key].to(device) for key in names])
+        total = self.world.axis.sum(stacked if place.reports_metrics else torch.zeros_like(stacked)).tolist()
+        sums = dict(zip(names, total, strict=True))
+        loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
+        metrics = _metrics(self.objective, name, loss_sum, count, sums)
+        return EvaluationReport(name, step, metrics, source.facts.samples, time.perf_counter() - began)
 
 
 def _metrics(
     objective: EvaluatedObjective, name: str, loss_sum: float, count: float, sums: Mapping[str, float]
 ) -> dict[str, float]:
-    """What people read. A user's own that raises costs all but the loss, not the run: all ranks have the same sums."""
+    """Return the metrics. If a user's objective raises, all but the loss are lost, not the run: all ranks have the same
+    sums."""
     try:
         return {metric: float(value) for metric, value in objective.metrics(loss_sum, count, sums).items()}
     except Exception as error:
         print_once(f"lockstep: metrics of {name} can't be computed, but for the loss: {type(error).__name__}: {error}")
         return {"loss": loss_sum / count if count else math.nan}
-
-
-def micro_size(session: Session) -> int:
-    """Samples per forward of a rank in an evaluation. Of stages each has but its own activations at a time here: `auto`
-    gives them the whole share at once."""
-    size, plan = session.rooms.config.evaluation.micro_size, session.rooms.plan
-    if size != "auto":
-        return size
-    return plan.batch.micro_size * (plan.batch.accumulation if plan.mesh.pipeline > 1 else 1)

@@ -27,10 +27,10 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model
 from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
-from lockstep.training.given import Given
-from lockstep.training.places import Place, find
+from lockstep.training.locations import CheckpointLocation, find
 from lockstep.training.publishing import whole_file
 from lockstep.training.sources import facts_of_data, make_model
+from lockstep.training.user_objects import UserObjects
 from lockstep.training.weights import FILE, save_for_transformers, save_tensors, tensors_of, to_rebuild, tokenizer_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
 # --- which checkpoint ---------------------------------------------------------------------------------------------
 
 
-def _step(place: Place, arguments: ExportArguments) -> int | None:
+def _step(place: CheckpointLocation, arguments: ExportArguments) -> int | None:
     """None: the newest whose model verifies."""
     steps = by_step(place.storage.names())
     if not steps:
@@ -127,7 +127,7 @@ def _step(place: Place, arguments: ExportArguments) -> int | None:
     return None
 
 
-def _best(place: Place, config: Config) -> int:
+def _best(place: CheckpointLocation, config: Config) -> int:
     if config.checkpoint.best is None:
         raise ConfigError("--best: this run's config doesn't say by which metric (checkpoint.best); give --step")
     step = Retention(place.storage, config.checkpoint, epoch_samples=1).best
@@ -136,7 +136,7 @@ def _best(place: Place, config: Config) -> int:
     return step
 
 
-def _config_of(place: Place) -> LoadedConfig:
+def _config_of(place: CheckpointLocation) -> LoadedConfig:
     """Of the run; or, where checkpoints lie alone, of the newest of them."""
     if place.loaded is not None:
         return place.loaded
@@ -279,7 +279,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _model(taken: _Taken, config: Config, trust_remote_code: bool) -> nn.Module:
-    given = Given(trust_remote_code=trust_remote_code)
+    given = UserObjects(trust_remote_code=trust_remote_code)
     model: Any = make_model(config, facts_of_data(config, given), given)
     if not is_transformers_model(model):
         raise ConfigError(_not_of_transformers(f"a {type(model).__name__}"))

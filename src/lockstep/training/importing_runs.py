@@ -24,8 +24,9 @@ from lockstep.models.zero_files import ZeroCheckpoint, read_zero
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import RunFolder, is_run
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
-from lockstep.training.given import Given
 from lockstep.training.job import opened
+from lockstep.training.session import components_of
+from lockstep.training.user_objects import UserObjects
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
@@ -66,14 +67,14 @@ def import_run(source: Path, folder: Path, config: Config, recipe: str, *, trust
         raise ConfigError(f"optim.name is {config.optim.name}: moments are taken for {' and '.join(_ADAMS)}")
     found = read_zero(source.expanduser(), moments=True)
     alone = config.model_copy(update={"parallel": Parallel(strategy="single")})
-    with opened(alone, Given(trust_remote_code=trust_remote_code)) as session:
+    with opened(alone, UserObjects(trust_remote_code=trust_remote_code)) as session:
         _put(session, found)
         _save(session, folder, config, recipe)
     return Begun(folder, found.place, found.steps)
 
 
 def _put(session: Session, found: ZeroCheckpoint) -> None:
-    bare = session.rooms.sharding.bare
+    bare = components_of(session).sharding.bare
     fit = match_weights(bare, Weights(found.place, found.tensors), translate=False)
     if not fit.whole:
         raise ConfigError(fit.complaint().rstrip())

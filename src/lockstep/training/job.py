@@ -22,7 +22,7 @@ from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.ranks import names_a_rank
-from lockstep.core.records import Request, RunFacts, StepReport
+from lockstep.core.records import Request, RunInfo, StepReport
 from lockstep.data.fetch import names_hub
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
@@ -43,16 +43,15 @@ from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.resilience.signals import run_signals
 from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
-from lockstep.training.evaluate import micro_size
+from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, looking
-from lockstep.training.given import Given
-from lockstep.training.introduction import run_facts
 from lockstep.training.out_of_memory import Setting, explain, setting_of
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.run import Results, SaveFailed, run
-from lockstep.training.session import Session
-from lockstep.training.spare_folder import save_elsewhere
+from lockstep.training.run_info import run_info
+from lockstep.training.session import Session, components_of
 from lockstep.training.text import codec_of, sample
+from lockstep.training.user_objects import UserObjects
 from lockstep.training.weights import save_weights, tokenizer_of
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Job:
     config: Config
     recipe: str
     folder: Path | None = None
-    given: Given = field(default_factory=Given)
+    given: UserObjects = field(default_factory=UserObjects)
     resume: Resume = field(default_factory=Resume)
 
 
@@ -109,8 +108,8 @@ def run_job(job: Job) -> Finished:
         codec_of(job.config)  # refuses what makes no text, before anything is trained
     with opened(job.config, job.given) as session, _tracebacks_kept(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
-        facts = run_facts(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
-        monitors = Monitors(_watchers(job.config, folder, session.rooms.world, checkpoints))
+        facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
+        monitors = Monitors(_watchers(job.config, folder, components_of(session).world, checkpoints))
         with _watched(session, checkpoints, folder) as held:
             with metric_log.recording(MetricLog()) as log, _shown(monitors, facts):
                 drain = _Drain(session, monitors, log)
@@ -121,7 +120,9 @@ def run_job(job: Job) -> Finished:
                 if job.config.evaluation.prompt is not None:
                     metric_log.text("sample", sample(session, job.config.evaluation.prompt))
                 drain.show(results.progress.steps)
-            with run_signals(shown=session.rooms.world.rank == 0, ends=True):  # it is done: a stop has nothing to do
+            with run_signals(
+                shown=components_of(session).world.rank == 0, ends=True
+            ):  # it is done: a stop has nothing to do
                 summary = _leave(session, checkpoints, facts, results, held)
     return Finished(summary, folder)
 
@@ -130,7 +131,7 @@ def run_job(job: Job) -> Finished:
 def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterator[Callable[[], Path]]:
     """While the block runs, what somebody deletes of the run's folder is made again. Yields what returns the folder, on
     the first rank, and raises RunFailed if it is another run's by now."""
-    if session.rooms.world.rank != 0:
+    if components_of(session).world.rank != 0:
         with looking(streams.reopen):
             yield lambda: folder
         return
@@ -147,7 +148,7 @@ def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterat
 
 
 @contextmanager
-def opened(config: Config, given: Given) -> Iterator[Session]:
+def opened(config: Config, given: UserObjects) -> Iterator[Session]:
     """A session on this rank, among the ranks that the environment names."""
     grouped = names_a_rank(os.environ) or config.parallel.strategy in ("ddp", "fsdp", "deepspeed")
     with launch_environment(config.launch), joined(config.launch, grouped=grouped) as world:
@@ -172,18 +173,18 @@ def _setting(config: Config, world: World, session: Session | None) -> Setting:
     setting = setting_of(config, world.size)
     if session is None:
         return setting
-    plan = session.rooms.plan
+    plan = components_of(session).plan
     return replace(
         setting,
         micro_size=plan.batch.micro_size,
-        evaluation_size=micro_size(session),
+        evaluation_size=components_of(session).evaluator.micro_size,
         strategy=plan.strategy,
-        has_blocks=bool(repeated_blocks(session.rooms.sharding.bare)),
+        has_blocks=bool(repeated_blocks(components_of(session).sharding.bare)),
     )
 
 
 @contextmanager
-def _shown(monitors: Monitors, facts: RunFacts) -> Iterator[None]:
+def _shown(monitors: Monitors, facts: RunInfo) -> Iterator[None]:
     """Monitors hear the start and, however it comes, the end."""
     monitors.start(facts)
     try:
@@ -198,8 +199,8 @@ class _Drain:
     """Collects what user code logged on all ranks, at the steps that are written down; costs nothing if none did."""
 
     def __init__(self, session: Session, monitors: Monitors, log: MetricLog) -> None:
-        self._axis = session.rooms.world.axis
-        self._every = session.rooms.config.monitor.every
+        self._axis = components_of(session).world.axis
+        self._every = components_of(session).config.monitor.every
         self._monitors = monitors
         self._log = log
         self._somebody_logged = False
@@ -222,7 +223,7 @@ class _Drain:
 def _tracebacks_kept(job: Job, session: Session) -> Iterator[Path]:
     """The run's folder. Under a launcher that isn't ours, the traceback of what ends in a sentence is written to the
     rank's log there; ours does it itself, and one process alone shows its traceback."""
-    with _run_folder(job, session.rooms.world) as folder:
+    with _run_folder(job, components_of(session).world) as folder:
         holder = lock_holder(folder)
         try:
             yield folder
@@ -230,7 +231,7 @@ def _tracebacks_kept(job: Job, session: Session) -> Iterator[Path]:
             told = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
             is_ours = lock_holder(folder) == holder  # it may be deleted by now, or another run's
             if told and is_ours and job.folder is None and names_a_rank(os.environ):
-                append(log_path(folder / LOGS, session.rooms.world.rank), _traceback_of(error))
+                append(log_path(folder / LOGS, components_of(session).world.rank), _traceback_of(error))
             raise
 
 
@@ -265,7 +266,7 @@ def _folder_or_failure(job: Job) -> RunFolder | Failure:
 
 def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str]]:
     """Goes on from a checkpoint or begins anew; either way the folder then tells of one run, up to here."""
-    first = session.rooms.world.rank == 0
+    first = components_of(session).world.rank == 0
     environment = {"recipe": job.recipe, **describe()} if first else {}
     checkpoints = Checkpoints(session, storage_of(job.config, folder), environment, folder, job.recipe)
     notes = checkpoints.begin(job.resume)
@@ -276,9 +277,9 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         else:
             place.rewind(checkpoints.resumed_from)
             notes += history.faults(folder, checkpoints.written)
-        place.write_config(recorded(session.rooms.config, checkpoints.run))
+        place.write_config(recorded(components_of(session).config, checkpoints.run))
         place.write_environment({**environment, "run": checkpoints.run})
-    session.rooms.world.axis.barrier()
+    components_of(session).world.axis.barrier()
     if job.resume.origin is not None:
         checkpoints.save()
     return checkpoints, notes
@@ -296,22 +297,22 @@ def _watchers(config: Config, folder: Path, world: World, checkpoints: Checkpoin
 
 
 def _leave(
-    session: Session, checkpoints: Checkpoints, facts: RunFacts, results: Results, held: Callable[[], Path]
+    session: Session, checkpoints: Checkpoints, facts: RunInfo, results: Results, held: Callable[[], Path]
 ) -> dict[str, Any]:
     """Weights and summary in the run's folder; the summary, written last, says that the run is finished."""
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
-    if session.rooms.config.run.end_with == "best":
+    if components_of(session).config.run.end_with == "best":
         checkpoints.load_best()
     weights = whole_weights(session)
     step, place = results.progress.steps, checkpoints.place
     saved = f"the state after step {step:,} is saved in {place}"
-    _on_first_rank(session.rooms.world, lambda: publish(session, weights, held()), saved)
-    if session.rooms.config.run.end_with != "best":
+    _on_first_rank(components_of(session).world, lambda: publish(session, weights, held()), saved)
+    if components_of(session).config.run.end_with != "best":
         checkpoints.restore_last()
-    _on_first_rank(session.rooms.world, lambda: RunFolder.open(held()).write_summary(summary), saved)
-    if session.rooms.world.rank == 0:
+    _on_first_rank(components_of(session).world, lambda: RunFolder.open(held()).write_summary(summary), saved)
+    if components_of(session).world.rank == 0:
         _report(held())
-    session.rooms.world.axis.barrier()
+    components_of(session).world.axis.barrier()
     return summary
 
 
@@ -330,13 +331,13 @@ def _on_first_rank(world: World, act: Callable[[], object], saved: str) -> None:
 
 def whole_weights(session: Session) -> dict[str, Tensor]:
     """Return them on the first rank, an empty mapping on the others. All ranks together."""
-    return dict(session.rooms.sharding.weights(wanted=session.rooms.world.rank == 0))
+    return dict(components_of(session).sharding.weights(wanted=components_of(session).world.rank == 0))
 
 
 def publish(session: Session, weights: Mapping[str, Tensor], folder: Path) -> Path:
     """Writes the gathered weights as a run leaves them. Returns where. Raises RunFailed: as `save_weights`."""
-    rooms = session.rooms
-    return save_weights(rooms.sharding.bare, rooms.tensors, weights, folder, tokenizer_of(rooms.config))
+    components = components_of(session)
+    return save_weights(components.sharding.bare, components.tensors, weights, folder, tokenizer_of(components.config))
 
 
 def _keep(session: Session, checkpoints: Checkpoints, folder: Path, held: Callable[[], Path]) -> str:
@@ -350,13 +351,13 @@ def _keep(session: Session, checkpoints: Checkpoints, folder: Path, held: Callab
 def _keep_weights(session: Session, held: Callable[[], Path]) -> str:
     """What is left of a run whose state can't be saved; says where, on all ranks."""
     said, weights = "", whole_weights(session)
-    if session.rooms.world.rank == 0:
+    if components_of(session).world.rank == 0:
         try:
             place = publish(session, weights, held())
             said = f"its weights are in {place}"
         except RunFailed as error:
             said = f"neither could its weights: {error}"
-    return str(session.rooms.world.axis.broadcast(said))
+    return str(components_of(session).world.axis.broadcast(said))
 
 
 def _report(folder: Path) -> None:

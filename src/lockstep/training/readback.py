@@ -1,15 +1,15 @@
-"""When the host reads what an update came to.
+"""When the host reads the numbers of an update.
 
-CPU    at once: the numbers are already here
+CPU    at once: they are already here
 GPU    update k is launched, then the numbers of update k - 1 are read: they were finished long ago, so the
-       host waits for nothing and the GPU never runs dry
+       host waits for nothing and the GPU never idles
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 
@@ -23,7 +23,7 @@ Reporter = Callable[[list[float], float, bool, float, float], StepReport]
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class UpdateNumbers:
     """What a report is made of, where it lies: on the host or on the GPU.
 
     Attributes:
@@ -39,71 +39,123 @@ class Judgement:
     count: float | Tensor
 
 
+class PendingReport:
+    """The report of one update, which may still be on its way from a GPU."""
+
+    __slots__ = ("_land", "_report")
+
+    def __init__(self, land: Callable[[], None], report: StepReport | None = None) -> None:
+        self._land = land
+        self._report = report
+
+    def arrive(self, report: StepReport) -> None:
+        self._report = report
+
+    def result(self) -> StepReport:
+        """Return the report; waits until the GPU has finished the update."""
+        if self._report is None:
+            self._land()
+        assert self._report is not None, "a later update reads the numbers of those before"
+        return self._report
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"commit() returns a report that may still be on its way from the device, which has no {name!r}; "
+            f"write commit().result().{name}"
+        )
+
+
+def _no_waiting() -> None: ...
+
+
 class HostReadback:
-    """For numbers on the host."""
+    """Reads numbers that are on the host."""
 
     def __init__(self) -> None:
         self._tokens = 0
+        self._latest: StepReport | None = None
 
     def start(self, tokens: int) -> None:
-        """Tokens of the first update."""
+        """Take the number of tokens of the first update."""
         self._tokens = tokens
 
     def tokens(self) -> int:
-        """Tokens of the update that comes next, over all ranks."""
+        """Return the tokens of the current update, over all ranks."""
         return self._tokens
 
-    def push(self, judgement: Judgement, reporter: Reporter) -> StepReport | None:
-        """Takes an update's numbers; returns the report that is ready."""
-        outcome = judgement.outcome
+    def push(self, numbers: UpdateNumbers, reporter: Reporter) -> PendingReport:
+        """Take an update's numbers; return its report."""
+        outcome = numbers.outcome
         self._tokens = int(outcome.next_tokens)
-        return reporter(
+        self._latest = reporter(
             cast("list[float]", outcome.slots),
-            cast("float", judgement.norm),
-            cast("bool", judgement.keep),
-            cast("float", judgement.scale),
-            cast("float", judgement.count),
+            cast("float", numbers.norm),
+            cast("bool", numbers.keep),
+            cast("float", numbers.scale),
+            cast("float", numbers.count),
         )
+        return PendingReport(_no_waiting, self._latest)
+
+    def arrived(self) -> StepReport | None:
+        """Return the report that has arrived since the last call, without waiting for one."""
+        report, self._latest = self._latest, None
+        return report
 
     def flush(self) -> StepReport | None:
-        return None
+        """Return the report that is still on its way, if any."""
+        return self.arrived()
 
     def land(self) -> None:
-        """Reads what is on its way; its report still comes when it would have."""
+        """Read what is on its way; `arrived` returns its report when it would have."""
 
 
 class DeviceReadback:
-    """For numbers on a GPU; works, pointlessly, on CPU tensors too, so that it can be tested without one."""
+    """Reads numbers that are on a GPU. It works on CPU tensors too, so that it can be tested without one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tokens = 0
-        self._on_its_way: tuple[Tensor, torch.cuda.Event | None, Reporter] | None = None
+        self._on_its_way: tuple[Tensor, torch.cuda.Event | None, Reporter, PendingReport] | None = None
         self._ready: StepReport | None = None
+        self._delivered: StepReport | None = None
 
     def start(self, tokens: int) -> None:
         self._tokens = tokens
 
     def tokens(self) -> int:
-        self._land()
+        self.land()
         return self._tokens
 
-    def push(self, judgement: Judgement, reporter: Reporter) -> StepReport | None:
-        self._land()
-        ready, self._ready = self._ready, None
-        slots = cast("Tensor", judgement.outcome.slots)
-        rest = [judgement.norm, judgement.keep, judgement.scale, judgement.count]
-        numbers = torch.cat([slots, *(self._number(value) for value in rest)])
-        self._on_its_way = (*self._to_host(numbers), reporter)
-        return ready
+    def push(self, numbers: UpdateNumbers, reporter: Reporter) -> PendingReport:
+        self.land()
+        self._delivered, self._ready = self._ready, None
+        slots = cast("Tensor", numbers.outcome.slots)
+        rest = [numbers.norm, numbers.keep, numbers.scale, numbers.count]
+        together = torch.cat([slots, *(self._number(value) for value in rest)])
+        pending = PendingReport(self.land)
+        self._on_its_way = (*self._to_host(together), reporter, pending)
+        return pending
+
+    def arrived(self) -> StepReport | None:
+        report, self._delivered = self._delivered, None
+        return report
 
     def flush(self) -> StepReport | None:
-        self._land()
+        self.land()
         ready, self._ready = self._ready, None
         return ready
 
     def land(self) -> None:
-        self._land()
+        if self._on_its_way is None:
+            return
+        numbers, event, reporter, pending = self._on_its_way
+        self._on_its_way = None
+        if event is not None:
+            event.synchronize()
+        *slots, norm, keep, scale, count = numbers.tolist()
+        self._tokens = int(slots[NEXT_TOKENS])
+        self._ready = reporter(slots, norm, bool(keep), scale, count)
+        pending.arrive(self._ready)
 
     def _number(self, value: float | bool | Tensor) -> Tensor:
         if isinstance(value, torch.Tensor):
@@ -118,17 +170,6 @@ class DeviceReadback:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return landing, event
-
-    def _land(self) -> None:
-        if self._on_its_way is None:
-            return
-        numbers, event, reporter = self._on_its_way
-        self._on_its_way = None
-        if event is not None:
-            event.synchronize()
-        *slots, norm, keep, scale, count = numbers.tolist()
-        self._tokens = int(slots[NEXT_TOKENS])
-        self._ready = reporter(slots, norm, bool(keep), scale, count)
 
 
 Readback = HostReadback | DeviceReadback

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from lockstep.core.errors import Rescued, Stopped
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
+from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
@@ -37,5 +38,6 @@ def rescuing(session: Session, *hopeless: type[Exception]) -> Iterator[None]:
                 echo(f"lockstep: {outcome}", file=sys.stderr, flush=True)
         raise
     finally:
-        if session.rooms.world.exchange is not None:
-            session.rooms.world.exchange.leave()
+        exchange = components_of(session).world.exchange
+        if exchange is not None:
+            exchange.leave()

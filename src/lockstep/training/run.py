@@ -1,6 +1,6 @@
 """A whole run on one rank: the loop, what is due in it, and who looks on.
 
-for report in steps(session):        requests of monitors, signals and clocks are heard in the next vote
+for report in session:        requests of monitors, signals and clocks are heard in the next vote
     monitors look --> evaluate? --> save? --> stop?
 evaluate --> save --> results
 """
@@ -15,9 +15,9 @@ from lockstep.core.errors import Paused, RunFailed
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.resilience.signals import run_signals
 from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.due import Due
 from lockstep.training.rescue import rescuing
-from lockstep.training.session import Session, steps
+from lockstep.training.session import Session, components_of
+from lockstep.training.triggers import Trigger
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
@@ -62,10 +62,11 @@ def run(
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at = -1
-    evaluation = Due(session.rooms.config.evaluation.every, Request.EVALUATE, session.rooms.plan.epoch_samples)
-    with run_signals(shown=session.rooms.world.rank == 0) as signals, rescuing(session, SaveFailed):
+    components = components_of(session)
+    evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
+    with run_signals(shown=components.world.rank == 0) as signals, rescuing(session, SaveFailed):
         before = session.progress
-        for report in steps(session):
+        for report in session:
             last = report
             session.request(monitor.see(report))
             session.request(drain_log(report))
@@ -84,7 +85,7 @@ def run(
                 _pause(session, monitor, checkpoints)
             before = session.progress
         found = evaluations if evaluated_at == session.progress.steps else ()
-        if session.rooms.config.evaluation.at_end and not found:
+        if components.config.evaluation.at_end and not found:
             found = evaluations = _evaluate(session, monitor)
         checkpoints.is_best(found)
         checkpoints.save(found)

@@ -1,19 +1,20 @@
 """One optimizer step, top to bottom.
 
-    batches --> accumulate --> judge --> update(keep) --> report
+    batches --> accumulate --> verdict --> update(keep) --> report
                     |            |
                     '--- vote ---'   losses, requests, and the counts of the next batch, whose loss they will divide
 
-A session holds what one run has on one rank. An update is a transaction: it is prepared (`accumulate`), judged by all
-ranks alike, and kept or discarded (`commit`). Schedule, cursor and cadence follow attempted updates.
+A session is one run on one rank. An update is a transaction: it is prepared (`accumulate`), and kept or discarded by a
+verdict that is the same on all ranks (`commit`). Schedule, cursor and triggers follow attempted updates.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.core.errors import PeerFailed, RunFailed, Stopped
 from lockstep.core.out_of_memory import mark
@@ -28,13 +29,13 @@ from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import DiscardLimit, is_finite, ranks_differ, verdict
 from lockstep.sharding.buffers import BufferCopies
 from lockstep.sharding.state import unused_parameters
-from lockstep.training.evaluate import evaluate
-from lockstep.training.ledger import Ledger, OrderFacts
+from lockstep.training.evaluate import Evaluator
+from lockstep.training.ledger import Ledger, OrderFacts, Segment
 from lockstep.training.memory_watch import MemoryWatch
-from lockstep.training.readback import Judgement, Readback, Reporter
+from lockstep.training.readback import PendingReport, Readback, UpdateNumbers
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Engine, EvaluatedObjective, Sharding, Source
@@ -44,23 +45,23 @@ if TYPE_CHECKING:
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.optim.precision import LossScaler
     from lockstep.plan.plan import Plan
+    from lockstep.training.checkpoints import Checkpoints
 
 _MODEL = "model."  # before the names of the model's tensors in a saved state
 Rate = Callable[[float, int, int | None], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Rooms:
-    """What `assemble` put together.
+class Components:
+    """The parts of a run on one rank, as `assemble` builds them.
 
     Attributes:
-        tensors: the full list of the whole model's.
-        coupled: why the loss of a batch of this model is no sum over its samples, if so.
-        flops_per_token: of the whole model; None: not known.
-        rate: learning rate of (share of the run done, step from 0, steps of the run or None).
-        evaluation: sources by name.
-        watch: of this rank's memory, if anybody asked for one.
-        updates_ahead: told the learning rate before a backward that updates; None: updates come after the backward.
+        tensors: names and shapes of the whole model's tensors.
+        coupled: why the loss of a batch is not a sum over its samples; None if it is.
+        flops_per_token: of the whole model; None if unknown.
+        rate: learning rate as a function of (fraction of the run done, step from 0, steps of the run or None).
+        watch: watches this rank's memory, if the config asks for it.
+        updates_ahead: called with the learning rate before a backward that updates; None: updates follow the backward.
     """
 
     config: Config
@@ -73,7 +74,7 @@ class Rooms:
     engine: Engine
     loader: TrainingLoader
     source: Source
-    evaluation: Mapping[str, Source]
+    evaluator: Evaluator
     consensus: Consensus
     readback: Readback
     scaler: LossScaler
@@ -84,44 +85,73 @@ class Rooms:
     updates_ahead: Callable[[float], None] | None = None
 
 
+class VoteParticipant(Protocol):
+    """Takes part in each vote, and reads parameters and optimizer state between updates: the saves of a run."""
+
+    def status(self) -> tuple[int, int]:
+        """Return what this rank adds to the vote: saves that it has settled, and how many of them failed."""
+
+    def hear(self, settled: float, failed: float) -> None:
+        """Take the sums of all ranks' `status`."""
+
+    def before_update(self) -> None:
+        """Return once parameters and optimizer state may change."""
+
+    def rescue(self, error: BaseException) -> str | None:
+        """Save the state of a run that `error` ends, if possible; return what to report, None if nothing."""
+
+
+class _NoSaves:
+    def status(self) -> tuple[int, int]:
+        return 0, 0
+
+    def hear(self, settled: float, failed: float) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def rescue(self, error: BaseException) -> str | None:
+        return None
+
+
 class Session:
-    """A run on one rank, between two updates.
+    """A run on one rank, between two updates. Iterating over it trains, and yields a report per update.
 
     Attributes:
-        progress: attempted updates and the data consumed by them, identical on every rank.
-        rooms: everything that the run is made of.
-        ledger: which samples the updates so far have had.
-        standing: asked in each vote: saves that this rank has settled, and how many of them failed.
-        heard: told what the vote said of them: the sums over all ranks.
-        rescue: saves the state of a run that this error ends, if it can; returns what to report, None if there is
-            nothing to.
-        fails_together: all ranks know that one of them fails, and have finished the same update.
+        progress: attempted updates and the data that they consumed, identical on every rank.
     """
 
-    def __init__(self, rooms: Rooms) -> None:
-        self.rooms = rooms
+    def __init__(self, components: Components) -> None:
+        self._components = components
         self.progress = Progress()
-        self.patience = DiscardLimit()
-        self.ledger = Ledger(rooms.world.size, _order_facts(rooms))
-        self.standing: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self.heard: Callable[[float, float], None] = lambda settled, failed: None
-        self.rescue: Callable[[BaseException], str | None] = lambda error: None
-        self.fails_together = rooms.world.size == 1
+        self._patience = DiscardLimit()
+        self._ledger = Ledger(components.world.size, _order_facts(components))
+        self._saves: VoteParticipant = _NoSaves()
+        self._undo = FailureState(components.world.size == 1)
         self._failure: Exception | None = None
-        self._accumulating = self._updating = False
-        self._buffers_before: BufferCopies | None = None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
         self._count: float | Tensor = 1.0
+        self._arrived: StepReport | None = None
         self._requests: set[Request] = set()
-        self._let_update: Callable[[], None] | None = None
         self._began = time.perf_counter()
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
+    def __iter__(self) -> Iterator[StepReport]:
+        """Train until the run is finished, and yield a report per update; on a GPU each comes one update late, so that
+        the host never waits."""
+        for batch in self.batches():
+            self.accumulate(batch)
+            self.commit()
+            if self._arrived is not None:
+                yield self._arrived
+        last = self._components.readback.flush()
+        if last is not None:
+            yield last
+
     def batches(self) -> Iterator[GlobalBatch]:
-        """This rank's share of each update that is left. `accumulate` and `commit` each before asking for the next."""
+        """Yield this rank's share of each update that is left. Call `accumulate` and `commit` once for each."""
         self.begin()
         while not self.finished:
             if self._failure is not None:
@@ -132,19 +162,19 @@ class Session:
                 raise RuntimeError("each batch of Session.batches() needs one accumulate(batch) and one commit()")
 
     def begin(self) -> None:
-        """Fetches the first batch, unless that was done; all ranks together."""
+        """Fetch the first batch, unless that was done; all ranks together."""
         if self._batch is not None:
             return
-        self._batches = self.rooms.loader.updates(self.progress)
+        self._batches = self._components.loader.updates(self.progress)
         self._batch = next(self._batches)
-        count, tokens = self.rooms.consensus.announce(*self._told(self._batch))
+        count, tokens = self._components.consensus.announce(*self._counts(self._batch))
         if not float(count):
             step = self.progress.steps + 1
             print_once(
-                f"lockstep: update {step} has no valid target (all are -100): nothing is learned; look at labels"
+                f"lockstep: update {step} has no valid target (all are -100), so nothing is learned; check labels"
             )
         self._count = nonzero_count(count)
-        self.rooms.readback.start(int(tokens))
+        self._components.readback.start(int(tokens))
 
     @property
     def _current(self) -> GlobalBatch:
@@ -153,142 +183,182 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has consumed what its config says."""
-        plan = self.rooms.plan
-        return is_finished(self.rooms.config.run, self.progress, plan.epoch_samples)
+        """Whether the run has consumed the data that its config grants."""
+        return is_finished(self._components.config.run, self.progress, self._components.plan.epoch_samples)
 
     def accumulate(self, batch: GlobalBatch) -> None:
-        """Forward and backward of this rank's micro-batches; the vote is opened in between."""
-        scale = self.rooms.scaler.scale / self._count
-        if self._buffers_before is not None and not self._accumulating:
-            self._buffers_before.take()
-        self._accumulating = True
-        if self.rooms.updates_ahead is not None:
-            self._updating = True
-            self._before_changes()
-            self.rooms.updates_ahead(self._rate())
-        self.rooms.engine.accumulate(batch, scale, self._open_vote)
+        """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
+        components = self._components
+        self._undo.begin_forward()
+        if components.updates_ahead is not None:
+            self._undo.updating = True
+            self._saves.before_update()
+            components.updates_ahead(self._rate())
+        components.engine.accumulate(batch, components.scaler.scale / self._count, self._open_vote)
         if batch.step == 0:
             self._refuse_unused_parameters()
 
     @property
     def gradient_unit(self) -> float | Tensor:
-        """What the accumulated gradient is divided by to be the update's. A mean over ranks is made good here: what it
-        takes, multiplied into the loss, would overflow fp16 that much earlier than in one process."""
-        return self.rooms.scaler.scale / self.rooms.sharding.averages_over
+        """The accumulated gradient divided by this is the update's gradient. A mean over ranks is corrected here:
+        multiplied into the loss, the factor would overflow fp16 earlier than in one process."""
+        return self._components.scaler.scale / self._components.sharding.averages_over
 
     def request(self, requests: Iterable[Request]) -> None:
-        """Heard by all ranks in the next vote that is opened."""
+        """Make requests, which all ranks receive with the next vote that is opened."""
         self._requests.update(requests)
 
-    def commit(self) -> StepReport | None:
-        """Lets all ranks judge the accumulated gradient, and updates or discards.
+    def commit(self) -> PendingReport:
+        """Update parameters and optimizer state with the accumulated gradient, or discard it; the same on all ranks.
 
         Returns:
-            The report of this update; on a GPU that of the update before (None at first; `flush` has the last).
+            This update's report, on its way: `result()` waits for its numbers if they are still on a GPU.
         """
-        rooms, batch, upcoming = self.rooms, self._current, self._upcoming
+        components, batch, upcoming = self._components, self._current, self._upcoming
         assert upcoming is not None, "commit() comes after accumulate()"
-        outcome = rooms.consensus.close(rooms.sharding.squared_norm(), whole=rooms.sharding.norm_is_whole)
-        scale, unit = rooms.scaler.scale, self.gradient_unit
+        sharding = components.sharding
+        outcome = components.consensus.close(sharding.squared_norm(), whole=sharding.norm_is_whole)
+        scale, unit = components.scaler.scale, self.gradient_unit
         norm = outcome.squared_norm**0.5 / unit
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
-        self._updating = True
-        self._before_changes()
+        self._undo.updating = True
+        self._saves.before_update()
         try:
-            rooms.sharding.update(rate, clip_divisor(norm, rooms.config.optim.clip_norm, unit), keep)
+            sharding.update(rate, clip_divisor(norm, components.config.optim.clip_norm, unit), keep)
         except Exception as error:
             mark(error, "update", f"in the optimizer's step of update {batch.step + 1}")
             raise
-        rooms.scaler.update(keep)
-        tokens = rooms.readback.tokens()
+        components.scaler.update(keep)
+        tokens = components.readback.tokens()
         self.progress = self.progress.advance(batch.samples, tokens)
-        judgement = Judgement(outcome, norm, keep, scale, self._count)
-        report = rooms.readback.push(judgement, self._reporter(batch, rate, tokens))
+        numbers = UpdateNumbers(outcome, norm, keep, scale, self._count)
+        pending = components.readback.push(numbers, self._reporter(batch, rate, tokens))
+        self._arrived = report = components.readback.arrived()
         self._batch, self._count, self._upcoming = upcoming, nonzero_count(outcome.next_count), None
-        self._accumulating = self._updating = False
-        self._hear_of_failure(report)
+        self._undo.updated()
+        if report is not None:
+            self._note_failure(report)
         self._watch_memory(report)
-        return report
+        return pending
 
-    def flush(self) -> StepReport | None:
-        """The report that is still on its way from a GPU; None on the CPU, where none is."""
-        return self.rooms.readback.flush()
+    @property
+    def segments(self) -> list[Segment]:
+        """Which samples the updates of the run have consumed, by attempt."""
+        self._components.readback.land()
+        return self._ledger.segments
 
     @property
     def seconds(self) -> float:
-        """Since the run's first update began, in whatever process."""
+        """Seconds since the run's first update began, in whatever process."""
         return time.perf_counter() - self._began
 
-    def hold(self, let_update: Callable[[], None]) -> None:
-        """Somebody still reads parameters and optimizer state: `let_update` is called before they change."""
-        self._let_update = let_update
+    def evaluate(self) -> list[EvaluationReport]:
+        """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
+        return self._components.evaluator.evaluate(self.progress.steps)
 
-    def state(self) -> TrainingState:
-        """All that a run is, between two updates: what `restore` goes on from, to the bit. All ranks together."""
-        self.rooms.readback.land()
-        self.rooms.sharding.synchronize()
-        return self.own_state()
+    def checkpoints(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        fresh: bool = False,
+        accept_changes: bool = False,
+    ) -> Checkpoints:
+        """Resume from the newest checkpoint in `place` that verifies, and return what saves further ones there.
 
-    def own_state(self) -> TrainingState:
-        """The same on this rank, as it is: buffers may differ from those of other ranks."""
-        self.rooms.readback.land()
+        All ranks call it together, before the first batch. `.resumed_from` is the step, `.save()` begins a save in
+        the background, `.finish()` waits for it.
+
+        Args:
+            place: a folder.
+            fresh: start from the beginning; the checkpoints that are there are set aside.
+            accept_changes: resume although data, model or seed differ from those of the checkpoint.
+
+        Raises:
+            ConfigError: the checkpoints there are of another run.
+            RunFailed: none of the checkpoints there can be read.
+        """
+        from lockstep.training.checkpoints import checkpoints_in
+
+        return checkpoints_in(self, place, fresh=fresh, accept_changes=accept_changes)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state(self, *, synchronized: bool = True) -> TrainingState:
+        """Return all that a run is between two updates, from which `restore` continues bit for bit.
+
+        Args:
+            synchronized: all ranks together, with the first rank's buffers; false: this rank's state alone, whose
+                buffers may differ from those of other ranks.
+        """
+        components = self._components
+        components.readback.land()
+        if synchronized:
+            components.sharding.synchronize()
         own = {
             "progress": {
                 "steps": self.progress.steps,
                 "samples": self.progress.samples,
                 "tokens": self.progress.tokens,
             },
-            "loss_scale": self.rooms.scaler.state(),
-            "patience": self.patience.state(),
+            "loss_scale": components.scaler.state(),
+            "patience": self._patience.state(),
             "seconds": self.seconds,
-            "ledger": self.ledger.state(),
+            "ledger": self._ledger.state(),
         }
-        found = self.rooms.sharding.state()
-        names = {name.removeprefix(_MODEL) for name in found.tensors if name.startswith(_MODEL)}
-        self.rooms.tensors.refuse_missing_names(names, "the tensors to be saved")
-        drawn = generators.states(self.rooms.world.rank)
+        live = components.sharding.state()
+        names = {name.removeprefix(_MODEL) for name in live.tensors if name.startswith(_MODEL)}
+        components.tensors.refuse_missing_names(names, "the tensors to be saved")
+        drawn = generators.states(components.world.rank)
         return TrainingState(
-            {**found.tensors, **drawn}, {**own, "sharding": found.values}, found.changes_in_forward | set(drawn)
+            {**live.tensors, **drawn}, {**own, "sharding": live.values}, live.changes_in_forward | set(drawn)
         )
 
     def restore(self, state: TrainingState) -> None:
-        """Goes on from `state`; before the first batch, or in place of what was done until now."""
+        """Continue from `state`; before the first batch, or in place of what was done until now."""
         values = state.values
-        self.rooms.sharding.restore(TrainingState(state.tensors, values["sharding"]))
-        generators.restore(state.tensors, self.rooms.world.rank)
+        self._components.sharding.restore(TrainingState(state.tensors, values["sharding"]))
+        generators.restore(state.tensors, self._components.world.rank)
         self.progress = Progress(**values["progress"])
-        self.rooms.scaler.restore(values["loss_scale"])
-        self.patience.restore(values["patience"])
-        self.ledger.restore(values["ledger"])
+        self._components.scaler.restore(values["loss_scale"])
+        self._patience.restore(values["patience"])
+        self._ledger.restore(values["ledger"])
         self._began = time.perf_counter() - values["seconds"]
         self._batch = self._upcoming = None
 
-    def evaluate(self) -> list[EvaluationReport]:
-        """Every evaluation set of the config, exact over all ranks; the same reports on every rank."""
-        return evaluate(self)
+    def attach(self, saves: VoteParticipant) -> FailureState:
+        """Let `saves` take part in each vote from now on; return what a save after a failure needs to know.
+
+        Copies of the model's buffers are kept from now on while a forward may change them.
+        """
+        self._saves = saves
+        self._undo.buffers = BufferCopies(self._components.sharding.bare)
+        return self._undo
+
+    def rescue(self, error: BaseException) -> str | None:
+        """Save the state of a run that `error` ends, if it has checkpoints; return what to report, None if nothing."""
+        return self._saves.rescue(error)
 
     def close(self) -> None:
-        """Ends the loader's worker processes; trains no more."""
-        self.rooms.loader.close()
-        self.rooms.sharding.close()
+        """End the loader's worker processes; the session trains no more."""
+        self._components.loader.close()
+        self._components.sharding.close()
 
     # --- parts of an update -------------------------------------------------------------------------------------
 
     def _open_vote(self, loss_sum: Tensor) -> None:
-        if self._upcoming is None:  # else an accumulate was cut short by an error, and is made again
+        if self._upcoming is None:  # else an accumulate was interrupted by an error, and is repeated
             assert self._batches is not None, "batches() begins the session"
             self._upcoming = self._next_batch(self._batches)
-        upcoming = self._upcoming
-        place = self.rooms.place
-        tallies = (float(self._current.digest) if place.reports_counts else 0.0, *self.standing())
+        place = self._components.place
+        tallies = (float(self._current.digest) if place.reports_counts else 0.0, *self._saves.status())
         loss_sum = loss_sum if place.reports_loss else loss_sum.new_zeros(())
-        self.rooms.consensus.open(loss_sum, *self._told(upcoming), tallies, self._requests)
+        self._components.consensus.open(loss_sum, *self._counts(self._upcoming), tallies, self._requests)
         self._requests.clear()
 
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
-        """The next update's. If its data fail, the update under way is finished first, and all ranks hear of it."""
+        """Return the next update's batch. If its data fail, the current update is finished first, and the vote tells
+        all ranks."""
         try:
             return next(batches)
         except Stopped:
@@ -298,47 +368,21 @@ class Session:
             self.request((Request.FAIL,))
             return replace(self._current, count=0, tokens=0)
 
-    def _hear_of_failure(self, report: StepReport | None) -> None:
-        """On a GPU the report is of the update before, and comes too late: there the others fail with their peer."""
-        if report is None or report.step != self.progress.steps or Request.FAIL not in report.requests:
+    def _note_failure(self, report: StepReport) -> None:
+        """Note that a rank has no more data. On a GPU the report is of the update before, and comes too late: there the
+        other ranks fail with their peer."""
+        if report.step != self.progress.steps or Request.FAIL not in report.requests:
             return
-        self.fails_together = True
+        self._undo.fails_together = True
         if self._failure is None:
             self._failure = PeerFailed(f"another rank has no data for the update after step {report.step}")
 
-    @property
-    def is_updating(self) -> bool:
-        """Whether an update has begun to change parameters and optimizer state, and has not ended."""
-        return self._updating
-
-    def keep_buffers(self) -> None:
-        """From now on, keeps copies of the model's buffers while a forward may change them."""
-        self._buffers_before = BufferCopies(self.rooms.sharding.bare)
-
-    def undo_forward(self) -> list[str]:
-        """Puts back the buffers that forwards have changed since the last update. Returns the names of what they may
-        have changed besides."""
-        if not self._accumulating:
-            return []
-        model = self.rooms.sharding.bare
-        lost = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if self._buffers_before is not None:
-            self._buffers_before.put_back()
-            lost -= self._buffers_before.names
-        return [*sorted(lost), *generators.registered()]
-
-    def _told(self, batch: GlobalBatch) -> tuple[float, int]:
-        """What this rank says of a batch: valid targets and tokens, unless another one with the same samples does."""
-        return (batch.count, batch.tokens) if self.rooms.place.reports_counts else (0, 0)
-
-    def _before_changes(self) -> None:
-        """Of parameters and optimizer state: nobody reads them any more."""
-        if self._let_update is not None:
-            self._let_update()
-            self._let_update = None
+    def _counts(self, batch: GlobalBatch) -> tuple[float, int]:
+        """Return valid targets and tokens of a batch; 0 where another rank with the same samples counts them."""
+        return (batch.count, batch.tokens) if self._components.place.reports_counts else (0, 0)
 
     def _watch_memory(self, report: StepReport | None) -> None:
-        watch = self.rooms.watch
+        watch = self._components.watch
         if watch is None:
             return
         self.request(watch.requests(self.progress.steps))
@@ -346,21 +390,23 @@ class Session:
             watch.hear(report)
 
     def _rate(self) -> float:
-        plan = self.rooms.plan
-        done = fraction_done(self.rooms.config.run, self.progress, plan.epoch_samples)
-        return self.rooms.rate(done, self.progress.steps, plan.steps)
+        plan = self._components.plan
+        done = fraction_done(self._components.config.run, self.progress, plan.epoch_samples)
+        return self._components.rate(done, self.progress.steps, plan.steps)
 
-    def _reporter(self, batch: GlobalBatch, rate: float, tokens: int) -> Reporter:
+    def _reporter(
+        self, batch: GlobalBatch, rate: float, tokens: int
+    ) -> Callable[[list[float], float, bool, float, float], StepReport]:
         progress = self.progress
 
         def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
-            if not gradients_agree(slots, self.rooms.world.axis.size):
+            if not gradients_agree(slots, self._components.world.axis.size):
                 raise RunFailed(ranks_differ(progress.steps - 1))
-            found = verdict(keep, scaled=self.rooms.scaler.enabled)
-            self.patience.see(found, progress.steps)
+            judged = verdict(keep, scaled=self._components.scaler.enabled)
+            self._patience.see(judged, progress.steps)
             digest, settled, failed = tallies_in(slots)
-            self.ledger.add(progress.samples - batch.samples, progress.samples, digest)
-            self.heard(settled, failed)
+            self._ledger.add(progress.samples - batch.samples, progress.samples, digest)
+            self._saves.hear(settled, failed)
             return StepReport(
                 step=progress.steps,
                 samples=progress.samples,
@@ -370,9 +416,9 @@ class Session:
                 count=count,
                 grad_norm=norm,
                 lr=rate,
-                verdict=found,
+                verdict=judged,
                 loss_scale=scale,
-                discarded=self.patience.discarded,
+                discarded=self._patience.discarded,
                 seconds=time.perf_counter() - self._began,
                 update_samples=batch.samples,
                 update_tokens=tokens,
@@ -383,40 +429,69 @@ class Session:
 
     def _refuse_unused_parameters(self) -> None:
         """Under DDP a parameter without a gradient stops the run at the next step; under any strategy it is a bug."""
-        if self.rooms.config.parallel.ddp.find_unused_parameters:
+        if self._components.config.parallel.ddp.find_unused_parameters:
             return
-        unused = self.rooms.sharding.unreached()
+        unused = self._components.sharding.unreached()
         if unused:
-            plan = self.rooms.plan
+            plan = self._components.plan
             raise unused_parameters(unused, before=before_unused(plan.strategy, plan.mesh))
 
 
-def _order_facts(rooms: Rooms) -> OrderFacts:
-    config, source = rooms.config, rooms.source
+class FailureState:
+    """What an error in the middle of an update leaves behind, and how to undo it.
+
+    Attributes:
+        fails_together: all ranks know that one of them fails, and have finished the same update.
+        updating: an update has begun to change parameters and optimizer state, and has not ended.
+        buffers: copies of the model's buffers; None: none are kept.
+    """
+
+    def __init__(self, fails_together: bool) -> None:
+        self.fails_together = fails_together
+        self.updating = False
+        self.buffers: BufferCopies | None = None
+        self._accumulating = False
+
+    def begin_forward(self) -> None:
+        """Copy the buffers, which a forward may change; not again if a micro-batch is repeated."""
+        if self.buffers is not None and not self._accumulating:
+            self.buffers.take()
+        self._accumulating = True
+
+    def updated(self) -> None:
+        self._accumulating = self.updating = False
+
+    def undo_forward(self, model: nn.Module) -> list[str]:
+        """Restore the buffers that forwards have changed since the last update; return the names of what else they may
+        have changed."""
+        if not self._accumulating:
+            return []
+        lost = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if self.buffers is not None:
+            self.buffers.put_back()
+            lost -= self.buffers.names
+        return [*sorted(lost), *generators.registered()]
+
+
+def components_of(session: Session) -> Components:
+    """Return the parts of a session, which are no part of the public interface."""
+    return session._components
+
+
+def _order_facts(components: Components) -> OrderFacts:
+    config, source = components.config, components.source
     return OrderFacts(
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         samples=source.facts.samples,
-        epoch_samples=rooms.plan.epoch_samples,
+        epoch_samples=components.plan.epoch_samples,
         fingerprint=source.fingerprint,
     )
 
 
 def nonzero_count(count: float | Tensor) -> float | Tensor:
-    """Return what a loss is divided by: 1 for an update without a valid target, whose loss is 0, not 0 / 0.
+    """Return the divisor of a loss: 1 for an update without a valid target, whose loss is 0, not 0 / 0.
 
     A count may be less than 1, since class weights count by their sum.
     """
     return (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
-
-
-def steps(session: Session) -> Iterator[StepReport]:
-    """The rest of the run, a report an update. The loop is a `for`."""
-    for batch in session.batches():
-        session.accumulate(batch)
-        report = session.commit()
-        if report is not None:
-            yield report
-    last = session.flush()
-    if last is not None:
-        yield last

@@ -26,7 +26,7 @@ from lockstep.sharding.in_backward import UpdatedInBackward
 from lockstep.sharding.invariant import Invariant
 from lockstep.sharding.pieces import Across, Pieces
 from lockstep.sharding.single import Single
-from lockstep.training.given import Given
+from lockstep.training.user_objects import UserObjects
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -55,7 +55,7 @@ class OptimizerOf:
         used: the settings that hold, some of which an optimizer that was handed over may state; known once it is made.
     """
 
-    def __init__(self, config: Config, given: Given, groups: Sequence[Grouping]) -> None:
+    def __init__(self, config: Config, given: UserObjects, groups: Sequence[Grouping]) -> None:
         self._optim = config.optim
         self._groups = groups
         self._make = given.optimizer

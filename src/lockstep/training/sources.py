@@ -29,7 +29,7 @@ from lockstep.models.freezing import freeze
 from lockstep.models.heads import Head, head_of, preparation
 from lockstep.models.objectives import ModelLoss
 from lockstep.training.checked_objective import CheckedObjective
-from lockstep.training.given import Given, not_given
+from lockstep.training.user_objects import UserObjects, not_given
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource
@@ -43,7 +43,7 @@ _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"
 """Tasks by kinds of heads; others have the same name."""
 
 
-def users_model(config: Config, given: Given) -> nn.Module | None:
+def users_model(config: Config, given: UserObjects) -> nn.Module | None:
     """A module of the user's own, which needs to know nothing of the data; None: the config describes another one."""
     if config.model.kind == "custom":
         return build_model(config.model, _NOTHING, config.run.seed)
@@ -58,7 +58,7 @@ def users_model(config: Config, given: Given) -> nn.Module | None:
     return model
 
 
-def make_model(config: Config, facts: DataFacts, given: Given) -> nn.Module:
+def make_model(config: Config, facts: DataFacts, given: UserObjects) -> nn.Module:
     """On the CPU, in fp32, with its usual first weights."""
     own = users_model(config, given)
     if own is not None:
@@ -66,16 +66,16 @@ def make_model(config: Config, facts: DataFacts, given: Given) -> nn.Module:
     return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
 
 
-def open_sources(config: Config, given: Given, model: nn.Module | None = None) -> Sources:
+def open_sources(config: Config, given: UserObjects, model: nn.Module | None = None) -> Sources:
     """The training source and the evaluation sources by name.
 
     Args:
         model: of the user's own, whose inputs the data are to name; None: it is made for that, where need be.
     """
     task, tokenizer = _task(config, model)
-    train = _open(config.data.train, given, given.dataset, "data.train", task, tokenizer)
+    train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer)
     evaluation = {
-        name: _open(section, given, given.evaluation.get(name), f"data.evaluation.{name}", task, tokenizer)
+        name: _open(section, given, given.eval_datasets.get(name), f"data.evaluation.{name}", task, tokenizer)
         for name, section in config.data.evaluation.items()
     }
     if not config.model.inputs:
@@ -84,7 +84,7 @@ def open_sources(config: Config, given: Given, model: nn.Module | None = None) -
     return PreparedSource(train, rename), {name: PreparedSource(one, rename) for name, one in evaluation.items()}
 
 
-def facts_of_data(config: Config, given: Given) -> DataFacts:
+def facts_of_data(config: Config, given: UserObjects) -> DataFacts:
     """What the model needs to know of the training data; of the user's own it knows nothing, and they stay closed."""
     if config.data.train.kind in _USERS_DATA:
         return _NOTHING
@@ -93,7 +93,7 @@ def facts_of_data(config: Config, given: Given) -> DataFacts:
 
 
 def make_objective(
-    config: Config, sources: Sources, given: Given, model: nn.Module
+    config: Config, sources: Sources, given: UserObjects, model: nn.Module
 ) -> tuple[EvaluatedObjective, Source, dict[str, Source]]:
     """What the run is trained for, and the sources in the form that it and the model take.
 
@@ -121,7 +121,7 @@ def make_objective(
 
 
 def _objective(
-    config: Config, facts: DataFacts, given: Given, model: nn.Module, head: Head | None, *, aligned: bool
+    config: Config, facts: DataFacts, given: UserObjects, model: nn.Module, head: Head | None, *, aligned: bool
 ) -> EvaluatedObjective:
     if given.objective is None and config.objective.kind == "given":
         raise not_given("objective", "an object with `count` and `loss_sum`", None)
@@ -133,7 +133,7 @@ def _objective(
     return objective if key is None else CheckedObjective.of(objective, model, key)
 
 
-def _users_objective(config: Config, given: Given) -> str | None:
+def _users_objective(config: Config, given: UserObjects) -> str | None:
     """The config's key for an objective of the user's own; None: it is one of ours."""
     if given.objective is not None:
         return "objective"
@@ -156,7 +156,9 @@ def _task(config: Config, model: nn.Module | None) -> tuple[str | None, str | No
     return _TASKS.get(head.labels, head.labels), getattr(head.config, "name_or_path", None) or None
 
 
-def _open(section: DataSource, given: Given, dataset: Any, key: str, task: str | None, tokenizer: str | None) -> Source:
+def _open(
+    section: DataSource, given: UserObjects, dataset: Any, key: str, task: str | None, tokenizer: str | None
+) -> Source:
     if section.kind != "given":
         return open_source(section, task=task, tokenizer=tokenizer)
     if dataset is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,7 +57,7 @@ def sample(session: Session, prompt: str) -> str:
 
     from lockstep.models.generation import generate
 
-    config, model = session.rooms.config, whole_model(session)
+    config, model = components_of(session).config, whole_model(session)
     codec, was_training = codec_of(config), model.training
     model.eval()
     draws = torch.Generator().manual_seed(config.run.seed)
@@ -66,7 +67,7 @@ def sample(session: Session, prompt: str) -> str:
         SAMPLE_TOKENS,
         temperature=0.8,
         generator=draws,
-        context=context_of(session.rooms.source.facts),
+        context=context_of(components_of(session).source.facts),
     )
     try:
         return prompt + codec.decode(list(tokens))
@@ -78,8 +79,8 @@ def sample(session: Session, prompt: str) -> str:
 
 def whole_model(session: Session) -> nn.Module:
     """The session's, to be asked by all ranks together: what is spread over stages answers everywhere."""
-    bare = session.rooms.sharding.bare
-    return bare if session.rooms.place.pipeline.size == 1 else _stages(session, bare)
+    bare = components_of(session).sharding.bare
+    return bare if components_of(session).place.pipeline.size == 1 else _stages(session, bare)
 
 
 def _stages(session: Session, bare: nn.Module) -> nn.Module:
@@ -97,9 +98,9 @@ def _stages(session: Session, bare: nn.Module) -> nn.Module:
 
         @wraps(bare.forward)
         def forward(self, **inputs: Any) -> Tensor:  # type: ignore[override]
-            outputs = session.rooms.engine.outputs(inputs)
+            outputs = components_of(session).engine.outputs(inputs)
             mine = None if outputs is None else logits_of(outputs)[:, -1:].cpu()
-            everywhere = cast("list[Tensor | None]", session.rooms.place.pipeline.gather(mine))
+            everywhere = cast("list[Tensor | None]", components_of(session).place.pipeline.gather(mine))
             return next(one for one in everywhere if one is not None)
 
     return Stages()

@@ -1,14 +1,15 @@
-"""What a program hands over in Python, in place of what a config names."""
+"""The objects that a program passes in Python in place of what a config names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import nn
 
+from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.optim.stepping import needs_closure
 
@@ -17,43 +18,80 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Objects in place of what a config names.
+class Objects(TypedDict, total=False):
+    """Objects that replace what a config names: the keyword arguments that `train`, `session` and `verify` share.
 
     Attributes:
-        model: a module (its weights are kept), or a function that makes one (seeded).
-        dataset, collate: a map-style Dataset, and how its items become a batch.
-        evaluation: further Datasets by name.
-        objective: with `count` and `loss_sum` (`core.protocols.Objective`), or one of torch's losses.
-        optimizer: makes a torch optimizer from parameter groups.
+        model: a module (its weights are kept), or a function that makes one (its weights follow `run.seed`).
+        train_dataset: a map-style Dataset. Items are a mapping (`labels`, `targets` are what the objective gets), a
+            tuple (its last is the target), or a tensor.
+        collate: makes a batch of a list of items: what an item may be, or a `lockstep.Batch`.
+        eval_datasets: further Datasets, by name.
+        objective: what the model is trained for, if its kind does not imply it: a `lockstep.Objective`, or one of
+            torch's losses.
+        optimizer: makes a torch optimizer from parameter groups, in place of `optim.name`. A function, because a
+            strategy may replace parameters. Its own `lr` is the peak, unless the config sets `optim.lr`.
         schedule: (step from 0, steps of the run or None) -> learning rate as a share of its peak.
+    """
+
+    model: nn.Module | Callable[[], nn.Module] | None
+    train_dataset: Any
+    collate: Callable[[list[Any]], Any] | None
+    eval_datasets: Mapping[str, Any]
+    objective: object | None
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None
+    schedule: Callable[[int, int | None], float] | None
+
+
+_RENAMED = {"dataset": "train_dataset", "evaluation": "eval_datasets"}
+
+
+@dataclass(frozen=True, slots=True)
+class UserObjects:
+    """The objects of one call, checked; attributes as of `Objects`.
+
+    Attributes:
         trust_remote_code: let a Hugging Face model run code that comes with its weights.
     """
 
     model: nn.Module | Callable[[], nn.Module] | None = None
-    dataset: Any = None
+    train_dataset: Any = None
     collate: Callable[[list[Any]], Any] | None = None
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    eval_datasets: Mapping[str, Any] = field(default_factory=dict)
     objective: object | None = None
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
     schedule: Callable[[int, int | None], float] | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ConfigError with all that is of the wrong kind; data sets are looked at where they are opened."""
-        problems = [Problem("", name, why) for name, why in _of_wrong_kind(self) if why is not None]
+        """Raise ConfigError with all objects of the wrong kind; data sets are checked where they are opened."""
+        checks = {
+            "model": _named(self.model, "model: {kind: huggingface, task: causal-lm, pretrained: NAME}"),
+            "optimizer": _optimizer(self.optimizer),
+            "schedule": _schedule(self.schedule),
+            "collate": _collate(self.collate),
+            "eval_datasets": _eval_datasets(self.eval_datasets),
+        }
+        problems = [Problem("", name, why) for name, why in checks.items() if why is not None]
         if problems:
             raise ConfigError(problems)
 
 
-def _of_wrong_kind(given: Given) -> Iterator[tuple[str, str | None]]:
-    """By argument of `lockstep.train`: what it should be instead; None: nothing is wrong with it."""
-    yield "model", _named(given.model, "model: {kind: huggingface, task: causal-lm, pretrained: NAME}")
-    yield "optimizer", _optimizer(given.optimizer)
-    yield "schedule", _schedule(given.schedule)
-    yield "collate", _collate(given.collate)
-    yield "evaluation", _evaluation(given.evaluation)
+def user_objects(arguments: Mapping[str, Any]) -> UserObjects:
+    """Return the objects among the keyword arguments of a call.
+
+    Raises:
+        TypeError: there is no such argument; the message names the nearest.
+        ConfigError: an object is of the wrong kind.
+    """
+    for name in arguments:
+        if name in Objects.__annotations__:
+            continue
+        if name in _RENAMED:
+            raise TypeError(f"the argument {name} is now called {_RENAMED[name]}")
+        near = closest_match(name, Objects.__annotations__)
+        raise TypeError(f"there is no argument {name}" + (f"; did you mean {near}?" if near else ""))
+    return UserObjects(**{name: value for name, value in arguments.items() if value is not None})
 
 
 def _optimizer(given: object) -> str | None:
@@ -88,7 +126,7 @@ def _collate(given: object) -> str | None:
     return f"is of type {_kind(given)}; hand over a function: list of items -> batch"
 
 
-def _evaluation(given: object) -> str | None:
+def _eval_datasets(given: object) -> str | None:
     if isinstance(given, Mapping):
         return None
     return f"is of type {_kind(given)}; hand over data sets by name: {{'held-out': dataset}}"
@@ -146,12 +184,13 @@ def _handed_data(config: Config) -> Iterator[Handed]:
     for key, section in sources.items():
         if section.kind != "given":
             continue
-        yield Handed(f"{key}.kind", "dataset" if key == "data.train" else "evaluation", _DATASET, "custom")
+        argument = "train_dataset" if key == "data.train" else "eval_datasets"
+        yield Handed(f"{key}.kind", argument, _DATASET, "custom")
         if section.collate is not None:
             yield Handed(f"{key}.collate", "collate", _COLLATE, "null")
 
 
-def refuse_missing(config: Config, given: Given) -> None:
+def refuse_missing(config: Config, given: UserObjects) -> None:
     """Raises ConfigError: the config says that an optimizer, a schedule or a collate function was handed over, and here
     none was. Models, data and objectives are looked for where they are used."""
     missing = [

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.core.records import RunFacts
+from lockstep.core.records import RunInfo
 from lockstep.optim.precision import resolve_compute
 from lockstep.plan.plan import because, strategy_of
 from lockstep.training.invariance import NOTE
-from lockstep.training.session import Session
+from lockstep.training.session import Session, components_of
 
 
-def run_facts(
+def run_info(
     session: Session, recipe: str, folder: str, resumed_from: int | None = None, notes: Sequence[str] = ()
-) -> RunFacts:
+) -> RunInfo:
     """Of a session that is assembled."""
     from lockstep.monitor.meters import peak_flops
 
-    rooms = session.rooms
-    plan, world = rooms.plan, rooms.world
-    dtype = resolve_compute(rooms.config.precision.compute, world.device)
+    components = components_of(session)
+    plan, world = components.plan, components.world
+    dtype = resolve_compute(components.config.precision.compute, world.device)
     precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    return RunFacts(
+    return RunInfo(
         recipe=recipe,
         folder=folder,
         strategy=plan.strategy if plan.mesh.shares == plan.mesh.ranks else strategy_of(plan),
@@ -40,27 +40,27 @@ def run_facts(
         trainable=plan.trainable,
         epoch_samples=plan.epoch_samples,
         peak_flops=peak_flops(device_name, precision),
-        flops_per_token=rooms.flops_per_token,
+        flops_per_token=components.flops_per_token,
         resumed_from=resumed_from,
-        shares=rooms.place.shares,
+        shares=components.place.shares,
         notes=(*plan.warnings, *_notes(session), *notes),
     )
 
 
 def _notes(session: Session) -> tuple[str, ...]:
-    rooms = session.rooms
+    components = components_of(session)
     notes = []
-    if rooms.plan.strategy == "fsdp" and (told := because(rooms.plan)):
+    if components.plan.strategy == "fsdp" and (told := because(components.plan)):
         notes.append(told)
-    coupled = rooms.coupled
-    if coupled is not None or not rooms.objective.decomposes:
+    coupled = components.coupled
+    if coupled is not None or not components.objective.decomposes:
         reason = coupled or "the objective says that it does not decompose over samples"
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
-    if rooms.plan.batch.fixed:
+    if components.plan.batch.fixed:
         notes.append(NOTE)
-    if rooms.plan.strategy == "dp" and rooms.sharding.module is rooms.sharding.bare:
+    if components.plan.strategy == "dp" and components.sharding.module is components.sharding.bare:
         notes.append("dp spreads a batch over the GPUs of one process; with fewer than two it runs as single")
-    compression = rooms.config.parallel.ddp.compression if rooms.plan.strategy == "ddp" else "none"
+    compression = components.config.parallel.ddp.compression if components.plan.strategy == "ddp" else "none"
     if compression != "none":
         notes.append(
             f"parallel.ddp.compression {compression} loses bits of each gradient: "

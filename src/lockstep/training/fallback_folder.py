@@ -15,6 +15,7 @@ from lockstep.checkpoint.ownership import Owner
 from lockstep.config.known_runs import recorded
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.folder import CHECKPOINTS, RunFolder
+from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -36,7 +37,7 @@ def save_elsewhere(session: Session, checkpoints: Checkpoints, folder: Path) -> 
 
 
 def _save_below(parent: Path, session: Session, checkpoints: Checkpoints, folder: Path) -> Path | None:
-    axis = session.rooms.world.axis
+    axis = components_of(session).world.axis
     place = cast("Path | None", axis.broadcast(_new_folder(parent, folder.name) if axis.rank == 0 else None))
     if place is None:
         return None
@@ -44,7 +45,7 @@ def _save_below(parent: Path, session: Session, checkpoints: Checkpoints, folder
     if all(axis.gather(place.is_dir())):  # not on another host's disk
         saved = checkpoints.save_in(LocalStorage(place / CHECKPOINTS)) is None
     if axis.rank == 0 and saved:
-        saved = _describe(place, session.rooms.config, checkpoints)
+        saved = _describe(place, components_of(session).config, checkpoints)
     saved = bool(axis.broadcast(saved))
     if axis.rank == 0 and not saved:
         shutil.rmtree(place, ignore_errors=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.core.records import Request, StepReport
 
 
-class Due:
+class Trigger:
     """Args:
     every: None for never, unless a rank asks.
     request: how ranks ask each other for it.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointLocation:
     """Checkpoints that somebody means.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place:
         return LocalStorage(self.folder, id_of_run(self.run) if self.run is not None else None)
 
 
-def find(path: Path, *, trusted: bool = False) -> Place:
+def find(path: Path, *, trusted: bool = False) -> CheckpointLocation:
     """Args:
         trusted: the config of a run that somebody else has started may say where its checkpoints lie.
 
@@ -64,7 +64,7 @@ def find(path: Path, *, trusted: bool = False) -> Place:
         return _of_run(where, trusted=trusted)
     if is_checkpoint(where):
         around = _around(where.parent)
-        return Place(where.parent, around.run, around.loaded, where.name)
+        return CheckpointLocation(where.parent, around.run, around.loaded, where.name)
     if _holds_checkpoints(where):
         return _around(where)
     if not path.exists():
@@ -72,7 +72,7 @@ def find(path: Path, *, trusted: bool = False) -> Place:
     raise ConfigError(f"{path} is neither a run's folder, nor a folder of checkpoints, nor a checkpoint")
 
 
-def choose(place: Place, step: int | None) -> str:
+def choose(place: CheckpointLocation, step: int | None) -> str:
     """The name of the checkpoint of `step`; None: of the one that was named, or of the newest.
 
     Raises:
@@ -93,7 +93,7 @@ def choose(place: Place, step: int | None) -> str:
     return steps[step]
 
 
-def _of_run(run: Path, *, trusted: bool = False) -> Place:
+def _of_run(run: Path, *, trusted: bool = False) -> CheckpointLocation:
     from lockstep.config.approval import outside
     from lockstep.config.loading import load
 
@@ -102,22 +102,22 @@ def _of_run(run: Path, *, trusted: bool = False) -> Place:
     loaded = load([file], environ={}, of_runs=[file]) if file.is_file() else None
     folder = loaded.config.checkpoint.folder if loaded is not None else None
     if loaded is None or folder is None:
-        return Place(run / CHECKPOINTS, run, loaded)
+        return CheckpointLocation(run / CHECKPOINTS, run, loaded)
     if not trusted and loaded.runs[0].known is None and outside(folder, run):
         raise ConfigError(
             f"{file} says that its checkpoints lie in {Path(folder).absolute()}, outside of the run's folder, and you "
             "have not started that run here; if you mean that folder, name it instead of the run"
         )
-    return Place(Path(folder).absolute(), run, loaded)
+    return CheckpointLocation(Path(folder).absolute(), run, loaded)
 
 
-def _around(folder: Path) -> Place:
+def _around(folder: Path) -> CheckpointLocation:
     """A folder of checkpoints, with the run that it is part of, if it is."""
     if folder.name == CHECKPOINTS and is_run(folder.parent):
         of_run = _of_run(folder.parent, trusted=True)  # what is returned lies where the user has said
         if of_run.folder == folder:
             return of_run
-    return Place(folder)
+    return CheckpointLocation(folder)
 
 
 def _holds_checkpoints(folder: Path) -> bool:
