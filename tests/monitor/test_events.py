@@ -136,7 +136,7 @@ def test_a_full_disk_costs_lines_not_the_training(caplog: pytest.LogCaptureFixtu
     log.finish(None)
     assert log.lost == 5
     assert [record.message for record in caplog.records] == [
-        "can't write /dev/full: [Errno 28] No space left on device; the run goes on without those lines",
+        "can't write /dev/full: [Errno 28] No space left on device; the run continues without those lines",
         "/dev/full lacks 5 lines: [Errno 28] No space left on device",
     ]
 

@@ -17,8 +17,8 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport
 from lockstep.monitor import environment, folder
+from lockstep.monitor.events import summarize
 from lockstep.monitor.folder import RunFolder, is_finished, is_run, read_summary
-from lockstep.monitor.summary import summarize
 
 
 def test_the_default_is_named_after_recipe_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,26 +15,26 @@ from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization, 
 def test_rates_are_known_from_the_first_update_on() -> None:
     meter = Throughput()
     assert meter.moving == Rates(0, 0, 0)
-    meter.look(report(1, seconds=0.5))
+    meter.add(report(1, seconds=0.5))
     assert meter.moving == meter.overall == Rates(2, 128, 32768)
 
 
 def test_the_first_update_of_a_resumed_run_says_nothing() -> None:
     meter = Throughput()
-    meter.look(report(501, seconds=80.0))
+    meter.add(report(501, seconds=80.0))
     assert meter.moving == Rates(0, 0, 0)
     assert meter.remaining(501, 1000) is None
-    meter.look(report(502, seconds=80.1))
+    meter.add(report(502, seconds=80.1))
     assert meter.moving.steps == pytest.approx(10)
 
 
 def test_moving_forgets_and_overall_does_not_count_the_first_update() -> None:
     meter = Throughput(window=10)
-    meter.look(report(1, seconds=30.0))  # compilation
+    meter.add(report(1, seconds=30.0))  # compilation
     for step in range(2, 102):
-        meter.look(report(step, seconds=30 + (step - 1) * 0.2))
+        meter.add(report(step, seconds=30 + (step - 1) * 0.2))
     for step in range(102, 302):
-        meter.look(report(step, seconds=50 + (step - 101) * 0.1))
+        meter.add(report(step, seconds=50 + (step - 101) * 0.1))
     assert meter.moving.steps == pytest.approx(10)
     assert meter.overall.steps == pytest.approx(300 / 40)
     assert meter.overall.samples == pytest.approx(64 * 300 / 40)
@@ -47,7 +47,7 @@ def test_pauses_do_not_change_the_rate(pauses: list[tuple[int, float]]) -> None:
     meter = Throughput(window=1)
     for step in range(1, 101):
         paused = sum(seconds for after, seconds in pauses if after < step)
-        meter.look(report(step, seconds=step / 10 + paused))
+        meter.add(report(step, seconds=step / 10 + paused))
         for after, seconds in pauses:
             if after == step:
                 meter.pause(step, seconds)
@@ -57,9 +57,9 @@ def test_pauses_do_not_change_the_rate(pauses: list[tuple[int, float]]) -> None:
 
 def test_a_report_that_comes_after_its_pause_is_not_shifted() -> None:
     meter = Throughput()
-    meter.look(report(1))
+    meter.add(report(1))
     meter.pause(30, 5.0)  # an evaluation after update 30, whose report was not looked at before
-    meter.look(report(30))
+    meter.add(report(30))
     assert meter.overall.steps == pytest.approx(10)
 
 

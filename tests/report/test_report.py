@@ -24,10 +24,9 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, SaveReport, Verdict
 from lockstep.monitor import environment
-from lockstep.monitor.events import EventLog
+from lockstep.monitor.events import EventLog, summarize
 from lockstep.monitor.folder import RunFolder
 from lockstep.monitor.metric_log import Logged
-from lockstep.monitor.summary import summarize
 from lockstep.report import write_report
 
 CONFIG = "description: Learns to read\noptim:\n  lr: 0.0003\nrun:\n  steps: 30\n"

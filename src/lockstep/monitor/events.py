@@ -1,6 +1,6 @@
-"""metrics.jsonl and events.jsonl: the run for programs. One JSON object a line.
+"""metrics.jsonl, events.jsonl and summary.json: the run for programs.
 
-metrics.jsonl has updates, all lines alike:
+metrics.jsonl has updates, one JSON object a line, all with the same keys:
 
     {"step": 10, "samples": 640, ..., "loss": 3.21, "grad_norm": 0.8, "lr": 0.001, ...}   the first, every `every`-th,
                                                             each discarded update, and the run's last
@@ -13,24 +13,28 @@ events.jsonl has what happens between them:
     {"saved": 10, "step": 10, "bytes": 3805184, "seconds": 0.2, "lost_seconds": 0.001}     each save; `failure` if none
     {"resumed": 10, "step": 10, "ranks": 2}                                                each attempt but the first
 
-A disk that is full costs lines, not the training.
+summary.json, which is also the last line of `--json`, marks a finished run. A full disk costs lines, not the training.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
-from lockstep.monitor.jsonl import LineFile, line
-from lockstep.monitor.meters import Rates, Throughput
+from lockstep.monitor.jsonl import LineFile, finite, line
+from lockstep.monitor.meters import Throughput
 from lockstep.monitor.metric_log import Histogram, Logged
 from lockstep.monitor.monitors import EpochReport, NextReport
 
 _log = logging.getLogger("lockstep.monitor")
 EVENTS = "events.jsonl"
+_STEP = ("step", "samples", "tokens", "epoch", "loss", "count", "grad_norm", "lr", "kept")
+_SUMMARY = ("strategy", "ranks", "backend", "device", "precision", "global_size", "parameters", "trainable")
 
 
 class EventLog:
@@ -41,7 +45,7 @@ class EventLog:
 
     def __init__(self, path: Path, every: int) -> None:
         self._every = every
-        self._file = LineFile(path)
+        self._metrics = LineFile(path)
         self._events = LineFile(path.with_name(EVENTS))
         self._throughput = Throughput(window=0.0)
         self._next_step = 0
@@ -51,12 +55,12 @@ class EventLog:
     @property
     def lost(self) -> int:
         """Lines that could not be written."""
-        return self._file.lost + self._events.lost
+        return sum(file.lost for file in self.files)
 
     @property
     def files(self) -> tuple[LineFile, ...]:
         """metrics.jsonl and events.jsonl."""
-        return self._file, self._events
+        return self._metrics, self._events
 
     def start(self, facts: RunInfo) -> None:
         if facts.resumed_from is not None:
@@ -69,7 +73,7 @@ class EventLog:
         self._next_step = report.step + self._every - report.step % self._every
         if self._first:
             self._first = False
-            self._throughput.look(report)
+            self._throughput.add(report)
         if report.step == 1 or report.step % self._every == 0 or not report.kept:
             self._write_step(report)
         else:
@@ -78,81 +82,58 @@ class EventLog:
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
         self._throughput.pause(report.step, report.seconds)
-        own = {"evaluation": report.name, "step": report.step, "samples": report.samples, "seconds": report.seconds}
-        metrics = {f"metric.{name}" if name in own else name: value for name, value in report.metrics.items()}
-        self._write(self._events, {**own, **metrics})
+        record = {"evaluation": report.name, "step": report.step, "samples": report.samples, "seconds": report.seconds}
+        metrics = {f"metric.{name}" if name in record else name: value for name, value in report.metrics.items()}
+        self._write(self._events, {**record, **metrics})
         return ()
 
     def saved(self, report: SaveReport) -> None:
-        failure = {} if report.failure is None else {"failure": report.failure}
-        self._write(
-            self._events,
-            {
-                "saved": report.step,
-                "step": report.step,
-                "bytes": report.size,
-                "seconds": round(report.seconds, 6),
-                "lost_seconds": round(report.lost, 6),
-                **failure,
-            },
-        )
+        record = {
+            "saved": report.step,
+            "step": report.step,
+            "bytes": report.size,
+            "seconds": round(report.seconds, 6),
+            "lost_seconds": round(report.lost, 6),
+        }
+        self._write(self._events, record if report.failure is None else {**record, "failure": report.failure})
 
     def epoch(self, report: EpochReport) -> None:
-        self._write(
-            self._events,
-            {
-                "epoch_done": report.epoch,
-                "step": report.step,
-                "samples": report.samples,
-                "loss": report.loss,
-                "seconds": report.seconds,
-                "whole": report.whole,
-            },
-        )
+        record = asdict(report)
+        self._write(self._events, {"epoch_done": record.pop("epoch"), **record})
 
     def logged(self, step: int, logged: Logged) -> None:
-        histograms = {name: _described(histogram) for name, histogram in logged.histograms.items()}
+        histograms = {name: _histogram_record(histogram) for name, histogram in logged.histograms.items()}
         self._write(self._events, {"logged": {**logged.values, **histograms, **logged.texts}, "step": step})
 
     def finish(self, error: BaseException | None) -> None:
         if self._pending is not None:
             self._write_step(self._pending)
-        for file in (self._file, self._events):
+        for file in self.files:
             if file.lost:
                 _log.warning("%s lacks %d lines: %s", file.path, file.lost, file.reason)
 
     def _write_step(self, report: StepReport) -> None:
         self._pending = None
-        self._throughput.look(report)
-        self._write(self._file, _step_record(report, self._throughput.moving))
+        self._throughput.add(report)
+        rates = self._throughput.moving
+        record = {
+            **{name: getattr(report, name) for name in _STEP},
+            "verdict": report.verdict.name.lower(),
+            "discarded": report.discarded,
+            "loss_scale": report.loss_scale,
+            "seconds": round(report.seconds, 6),
+            "samples_per_second": rates.samples,
+            "tokens_per_second": rates.tokens,
+        }
+        self._write(self._metrics, record)
 
     def _write(self, file: LineFile, record: Mapping[str, Any]) -> None:
         if not file.write(line(record)) and file.lost == 1:
-            _log.warning("can't write %s: %s; the run goes on without those lines", file.path, file.reason)
+            _log.warning("can't write %s: %s; the run continues without those lines", file.path, file.reason)
 
 
-def _step_record(report: StepReport, rates: Rates) -> dict[str, Any]:
-    return {
-        "step": report.step,
-        "samples": report.samples,
-        "tokens": report.tokens,
-        "epoch": report.epoch,
-        "loss": report.loss,
-        "count": report.count,
-        "grad_norm": report.grad_norm,
-        "lr": report.lr,
-        "kept": report.kept,
-        "verdict": report.verdict.name.lower(),
-        "discarded": report.discarded,
-        "loss_scale": report.loss_scale,
-        "seconds": round(report.seconds, 6),
-        "samples_per_second": rates.samples,
-        "tokens_per_second": rates.tokens,
-    }
-
-
-def _described(histogram: Histogram) -> dict[str, Any]:
-    """`bins` are [low, high, count]."""
+def _histogram_record(histogram: Histogram) -> dict[str, Any]:
+    """Return a record whose `bins` are [low, high, count]."""
     return {
         "bins": histogram.bins(),
         "count": histogram.count,
@@ -161,3 +142,38 @@ def _described(histogram: Histogram) -> dict[str, Any]:
         "sum": histogram.total,
         "not_finite_count": histogram.not_finite,
     }
+
+
+def summarize(
+    facts: RunInfo,
+    progress: Progress,
+    last: StepReport | None,
+    evaluations: Iterable[EvaluationReport],
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the content of summary.json; what isn't finite is null.
+
+    `evaluation` has the last metrics, as `metrics_by_set` returns them. `loss` is the last update's, `seconds` the wall
+    clock of the run over all its attempts, evaluations included.
+    """
+    summary: dict[str, Any] = finite(
+        {
+            "run": facts.folder,
+            "recipe": facts.recipe,
+            "steps": progress.steps,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "seconds": round(seconds, 3),
+            "evaluation": metrics_by_set(evaluations),
+            "loss": last.loss if last else None,
+            "discarded": last.discarded if last else 0,
+            **{name: getattr(facts, name) for name in _SUMMARY},
+        }
+    )
+    return summary
+
+
+def metrics_by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]:
+    """Return the last metrics of a single set by name; of several sets, by set and name; of none, nothing."""
+    latest = {report.name: dict(report.metrics) for report in evaluations}
+    return next(iter(latest.values())) if len(latest) == 1 else latest

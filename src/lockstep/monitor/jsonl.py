@@ -1,4 +1,4 @@
-"""Valid JSON whatever the numbers, and lines that are in the file whole or not at all.
+"""Valid JSON whatever the numbers, and lines that are written completely or not at all.
 
 {"loss": NaN}  ->  {"loss": null, "not_finite": {"loss": "nan"}}
 """
@@ -19,22 +19,21 @@ from lockstep.core.flushing import flush
 from lockstep.core.open_files import append_to, is_behind, reopened
 
 _CHUNK = 2**20
-
 _strict = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
 def line(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON. What isn't finite becomes null, and `not_finite` names it."""
+    """Return one line of JSON. What isn't finite becomes null, and `not_finite` names it."""
     try:
         text = _strict(record)
     except ValueError:
         text = _strict({**finite(record), "not_finite": dict(_not_finite("", record))})
-    # half of a surrogate pair, as in a text that wasn't UTF-8, becomes an escape that JSON knows
+    # half of a surrogate pair, as in a text that wasn't UTF-8, becomes an escape that JSON allows
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
 def finite(value: Any) -> Any:
-    """The same JSON value with null for what isn't finite."""
+    """Return the same JSON value with null for what isn't finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -42,6 +41,13 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(part) for part in value]
     return value
+
+
+def _not_finite(path: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        return [(path, repr(value))]
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return [entry for name, part in parts for entry in _not_finite(f"{path}.{name}" if path else str(name), part)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +60,30 @@ class FileMark:
         crc: CRC-32 of these bytes.
     """
 
-    lines: int
-    size: int
-    crc: int
-
-
-_NOTHING = FileMark(0, 0, 0)
+    lines: int = 0
+    size: int = 0
+    crc: int = 0
 
 
 def mark_of(path: Path) -> FileMark:
-    """Of a file of lines as it is now; of none that isn't there, can't be read, or is no file (a device may have no
-    end)."""
+    """Return the mark of a file of lines as it is now; zeros if it isn't there, can't be read, or is no regular file (a
+    device may have no end)."""
     if not path.is_file():
-        return _NOTHING
+        return FileMark()
     lines = size = crc = 0
     try:
         with path.open("rb") as file:
             for chunk in iter(lambda: file.read(_CHUNK), b""):
                 lines, size, crc = lines + chunk.count(b"\n"), size + len(chunk), zlib.crc32(chunk, crc)
     except OSError:
-        return _NOTHING
+        return FileMark()
     return FileMark(lines, size, crc)
 
 
 class LineFile:
     """A file that lines are appended to, one write each, nothing buffered.
 
-    A line that doesn't fit (a full disk) is taken back to its first byte, so the file stays valid to its end.
+    A line that doesn't fit (a full disk) is removed to its first byte, so the file stays valid to its end.
 
     Attributes:
         lost: lines that could not be written.
@@ -98,7 +101,7 @@ class LineFile:
         self.mark = mark_of(path)
 
     def write(self, text: bytes) -> bool:
-        """Whether it is in the file. Never raises OSError."""
+        """Return whether it is in the file. Never raises OSError."""
         try:
             with self._lock:
                 self._write(text)
@@ -109,7 +112,7 @@ class LineFile:
         return True
 
     def flush(self) -> None:
-        """What was written is on the disk then. In whatever thread. Raises OSError."""
+        """Flush what was written to the disk, in any thread. Raises OSError."""
         with self._lock:
             if self._file is None:
                 return
@@ -122,16 +125,15 @@ class LineFile:
             flush(self.path.parent)
 
     def reopen(self) -> None:
-        """Continues in a file of this name, if the one that is open was deleted, moved or replaced: with all that was
-        written, or in the one that has replaced it. In whatever thread. Raises OSError."""
+        """Continue under this name, in any thread, if the open file was deleted, moved or replaced: in a new file with
+        all that was written, or in the file that has replaced it. Raises OSError."""
         with self._lock:
             if self._file is None or is_behind(self.path, self._file):
                 return
             self.path.parent.mkdir(parents=True, exist_ok=True)
             old, self._file = self._file, reopened(self.path, self._file)
             os.close(old)
-            found = os.fstat(self._file).st_size
-            if found != self.mark.size:  # another file has taken its place
+            if os.fstat(self._file).st_size != self.mark.size:  # another file has taken its place
                 self.mark = mark_of(self.path)
 
     def close(self) -> None:
@@ -147,7 +149,7 @@ class LineFile:
             self._file = append_to(self.path)
         written = 0
         try:
-            while written < len(text):  # a nearly full disk takes a part; the next write says why
+            while written < len(text):  # a nearly full disk takes a part; the next write raises the reason
                 written += os.write(self._file, text[written:])
         except OSError:
             if written:
@@ -155,17 +157,3 @@ class LineFile:
             raise
         mark = self.mark
         self.mark = FileMark(mark.lines + 1, mark.size + len(text), zlib.crc32(text, mark.crc))
-
-
-def _not_finite(place: str, value: Any) -> list[tuple[str, str]]:
-    if isinstance(value, float) and not math.isfinite(value):
-        return [(place, repr(value))]
-    if isinstance(value, Mapping):
-        return [found for name, part in value.items() for found in _not_finite(_dotted(place, str(name)), part)]
-    if isinstance(value, list | tuple):
-        return [found for index, part in enumerate(value) for found in _not_finite(_dotted(place, str(index)), part)]
-    return []
-
-
-def _dotted(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name

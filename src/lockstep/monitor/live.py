@@ -1,9 +1,9 @@
-"""Two rows at the bottom of a terminal that follow the run; all else scrolls above them.
+"""Two rows at the bottom of a terminal that follow the run; everything else scrolls above them.
 
     120/300 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 40 %  0:14 left
     loss 2.345  24.5k tokens/s  12.3 steps/s  MFU 41.0 %  grad norm 0.82  lr 9.8e-04
 
-Drawn when a report comes, not by a thread, and only so often that drawing takes a hundredth of the time.
+They are drawn when a report comes, not by a thread, and so seldom that drawing takes at most 1 % of the time.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _NARROWEST = 20
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Attributes:
-    step, steps: done, and to do if that is known.
-    left: how long still, such as `0:14 left`; empty if nobody knows.
-    parts: what else there is to say, the important first; those that don't fit are left out.
+    """What the rows show.
+
+    Attributes:
+        step: done; `steps` to do, None if that isn't known.
+        left: the remaining time, such as `0:14 left`; empty if it isn't known.
+        parts: everything else, the important first; those that don't fit are left out.
     """
 
     step: int
@@ -44,7 +46,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is drawn, each row at most as wide as asked for."""
+    """What is drawn, each row at most as wide as the terminal."""
 
     head: str
     bar_done: str
@@ -54,7 +56,7 @@ class Rows:
 
 
 def rows(status: Status, width: int, signs: str = "━━") -> Rows:
-    """Fits a status into `width` columns. `signs`: the bar's, done and left."""
+    """Fit a status into `width` columns. `signs` are the bar's: done, left."""
     width -= 1  # a terminal may wrap after its last column
     left = f"  {status.left}" if status.left else ""
     if status.steps is None:
@@ -63,22 +65,15 @@ def rows(status: Status, width: int, signs: str = "━━") -> Rows:
         head, tail = f"{status.step:,}/{status.steps:,} ", f" {100 * status.step // status.steps} %{left}"
         bar = max(0, width - len(head) - len(tail))
     done = round(bar * status.step / status.steps) if status.steps else 0
-    return Rows(head, signs[0] * done, signs[1] * (bar - done), tail, fitting(status.parts, width))
-
-
-def fitting(parts: tuple[str, ...], width: int) -> str:
-    """As many parts as fit, in their order."""
     text = ""
-    for part in parts:
+    for part in status.parts:
         longer = f"{text}  {part}" if text else part
-        if len(longer) > width:
-            continue
-        text = longer
-    return text
+        text = longer if len(longer) <= width else text
+    return Rows(head, signs[0] * done, signs[1] * (bar - done), tail, text)
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Columns; 80 where nobody knows."""
+    """Return the number of columns; 80 where it isn't known."""
     try:
         return max(_NARROWEST, os.get_terminal_size(stream.fileno()).columns or _UNKNOWN_WIDTH)
     except (OSError, ValueError):
@@ -86,10 +81,13 @@ def terminal_width(stream: TextIO) -> int:
 
 
 class LiveDisplay:
-    """Two rows on a terminal, with rich, which is imported here alone.
+    """Two rows on a terminal, drawn with rich.
 
-    The rows are drawn on the terminal itself. What is printed meanwhile, by user code too, goes to the streams that
-    were there before, above the rows: where a stream also writes a log, the log has the text and none of the drawings.
+    The rows are drawn on the terminal itself. Text printed meanwhile, by user code too, goes to the original streams,
+    above the rows: where a stream also writes a log, the log has the text and none of the drawings.
+
+    Attributes:
+        seconds_between_drawings: how long the next drawing should wait.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -98,11 +96,15 @@ class LiveDisplay:
 
         class Terminal(Console):
             def on_broken_pipe(self) -> None:
-                """Rich would end the process."""
+                """Raise; rich would end the process."""
                 raise BrokenPipeError("the terminal is gone")
 
         self._stream = stream
-        terminal = sys.__stdout__ if _is_standard_output(stream) else stream
+        try:
+            is_standard_output = sys.__stdout__ is not None and stream.fileno() == sys.__stdout__.fileno()
+        except (OSError, ValueError):
+            is_standard_output = False
+        terminal = sys.__stdout__ if is_standard_output else stream
         self._terminal = Terminal(file=terminal, force_terminal=True, highlight=False)
         self._signs = "━━" if "utf" in self._terminal.encoding else "=-"
         self._live: Live = Live(
@@ -113,14 +115,10 @@ class LiveDisplay:
             redirect_stderr=False,
         )
         self._started = False
-        self._seconds = _SECONDS_BETWEEN_DRAWINGS
+        self.seconds_between_drawings = _SECONDS_BETWEEN_DRAWINGS
         self._status: Status | None = None
         self._above: list[AboveRows] = []
         self._lock = threading.RLock()  # user code prints in threads, too
-
-    @property
-    def seconds_between_drawings(self) -> float:
-        return self._seconds
 
     def start(self) -> None:
         self._live.start()
@@ -135,14 +133,14 @@ class LiveDisplay:
             self._status = status
             self._live.update(self._draw(status), refresh=True)
         drawing = time.perf_counter() - began
-        self._seconds = max(_SECONDS_BETWEEN_DRAWINGS, drawing / _SHARE_OF_TIME)
+        self.seconds_between_drawings = max(_SECONDS_BETWEEN_DRAWINGS, drawing / _SHARE_OF_TIME)
 
     def print(self, text: str) -> None:
         """Print a line above the rows."""
         self.write_above(self._stream, text + "\n")
 
     def write_above(self, stream: TextIO, text: str) -> None:
-        """Write whole lines to `stream`, above the rows."""
+        """Write complete lines to `stream`, above the rows."""
         with self._lock:
             if self._status is not None:
                 self._live.update("", refresh=True)
@@ -157,7 +155,7 @@ class LiveDisplay:
         with self._lock:
             self._status = None
             for above in self._above:
-                above.give_back()
+                above.restore()
             self._live.stop()
             for above in self._above:
                 above.finish()
@@ -181,20 +179,20 @@ class LiveDisplay:
 
 
 class AboveRows:
-    """Stands for a standard stream while there are rows below what is printed.
+    """A standard stream while there are rows below what is printed.
 
     Args:
-        stream: the one that was there before.
+        stream: the original one.
     """
 
     def __init__(self, display: LiveDisplay, stream: TextIO) -> None:
         self._display = display
         self._stream = stream
-        self._begun = ""
+        self._incomplete = ""
 
     def write(self, text: str) -> int:
-        """Print the lines that are whole; the next rows would be drawn over the rest."""
-        *lines, self._begun = (self._begun + text).split("\n")
+        """Print the complete lines; the next rows would be drawn over the rest."""
+        *lines, self._incomplete = (self._incomplete + text).split("\n")
         if lines:
             self._display.write_above(self._stream, "\n".join(lines) + "\n")
         return len(text)
@@ -207,12 +205,12 @@ class AboveRows:
         self._stream.flush()
 
     def finish(self) -> None:
-        """Print the line that was begun."""
-        self._stream.write(self._begun)
-        self._begun = ""
+        """Print the incomplete line."""
+        self._stream.write(self._incomplete)
+        self._incomplete = ""
 
-    def give_back(self) -> None:
-        """Put the stream in its place again."""
+    def restore(self) -> None:
+        """Put the original stream in its place again."""
         if sys.stdout is cast("object", self):
             sys.stdout = self._stream
         if sys.stderr is cast("object", self):
@@ -220,10 +218,3 @@ class AboveRows:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)  # isatty, fileno, encoding, buffer, ...
-
-
-def _is_standard_output(stream: TextIO) -> bool:
-    try:
-        return sys.__stdout__ is not None and stream.fileno() == sys.__stdout__.fileno()
-    except (OSError, ValueError):
-        return False

@@ -1,6 +1,6 @@
-"""How fast, how long still, and how much of the hardware's peak.
+"""Throughput, remaining time, and the share of the hardware's peak (MFU).
 
-looks       t=0 ........ 10 ....... 12 [evaluation 5 s] 17 ... 19      seconds of the run
+reports     t=0 ........ 10 ....... 12 [evaluation 5 s] 17 ... 19      seconds of the run
 training    0 .......... 10 ....... 12 ................ 12 ... 14      the pause is taken out
                                     `-- moving: over the last `window` seconds --'
 """
@@ -17,7 +17,7 @@ from lockstep.core.records import RunInfo, StepReport
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per second of training, evaluations not counted; 0 while nothing is known."""
+    """Rates per second of training, evaluations not counted; 0 while nothing is known."""
 
     steps: float
     samples: float
@@ -25,61 +25,64 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    seconds: float
+class _Point:
+    seconds: float  # of training
     steps: int
     samples: int
     tokens: int
 
 
 class Throughput:
-    """Rates from reports, of which it needs only some. The first it sees should be the run's first.
+    """Rates from reports, of which it needs only some. The first that it gets should be the run's first.
 
     Args:
-        window: training seconds that `moving` looks back on; 0 for those since the last look but one.
+        window: training seconds that `moving` covers; 0 for those since the last report but one.
     """
 
     def __init__(self, window: float = 10.0) -> None:
         self._window = window
         self._paused = 0.0
-        self._pauses: list[tuple[int, float]] = []  # those that no report has come after yet
-        self._first: _Look | None = None
+        self._pauses: list[tuple[int, float]] = []  # those that no report has followed yet
+        self._first: _Point | None = None
         self._first_rates = Rates(0.0, 0.0, 0.0)
-        self._looks: deque[_Look] = deque()
+        self._points: deque[_Point] = deque()
 
-    def look(self, report: StepReport) -> None:
-        """Takes in a report; a report of a step it knows changes nothing."""
+    def add(self, report: StepReport) -> None:
+        """Take in a report; one of a known step changes nothing."""
         self._paused += sum(seconds for step, seconds in self._pauses if step < report.step)
         self._pauses = [(step, seconds) for step, seconds in self._pauses if step >= report.step]
-        look = _Look(report.seconds - self._paused, report.step, report.samples, report.tokens)
+        point = _Point(report.seconds - self._paused, report.step, report.samples, report.tokens)
         if self._first is None:
-            self._first = look
-            self._first_rates = _first_rates(report)
-        elif look.steps <= self._looks[-1].steps:
+            self._first = point
+            seconds = report.seconds
+            if report.step == 1 and seconds > 0:  # the first seconds of a resumed run may be of many steps
+                self._first_rates = Rates(1 / seconds, report.update_samples / seconds, report.update_tokens / seconds)
+        elif point.steps <= self._points[-1].steps:
             return
-        self._looks.append(look)
-        while len(self._looks) > 2 and look.seconds - self._looks[1].seconds >= self._window:
-            self._looks.popleft()
+        self._points.append(point)
+        while len(self._points) > 2 and point.seconds - self._points[1].seconds >= self._window:
+            self._points.popleft()
 
     def pause(self, step: int, seconds: float) -> None:
-        """Seconds after update `step`, such as an evaluation's, in which no training was done."""
+        """Take out seconds after update `step`, such as an evaluation's, in which no training was done."""
         self._pauses.append((step, seconds))
 
     @property
     def moving(self) -> Rates:
-        return self._between(self._looks[0], self._looks[-1]) if self._looks else self._first_rates
+        """Rates over the window."""
+        return self._between(self._points[0], self._points[-1]) if self._points else self._first_rates
 
     @property
     def overall(self) -> Rates:
-        """Since the first look: compilation and the like, in the first step, don't count."""
-        return self._between(self._first, self._looks[-1]) if self._first and self._looks else self._first_rates
+        """Rates since the first report: compilation and the like, in the first step, don't count."""
+        return self._between(self._first, self._points[-1]) if self._first and self._points else self._first_rates
 
     def remaining(self, step: int, steps: int | None) -> float | None:
-        """Seconds of training until `steps` are done; None if that can't be said."""
+        """Return the seconds of training until `steps` are done; None if that isn't known."""
         rate = self.moving.steps
         return (steps - step) / rate if steps is not None and rate > 0 else None
 
-    def _between(self, earlier: _Look, later: _Look) -> Rates:
+    def _between(self, earlier: _Point, later: _Point) -> Rates:
         seconds = later.seconds - earlier.seconds
         if later.steps == earlier.steps or seconds <= 0:
             return self._first_rates
@@ -90,14 +93,8 @@ class Throughput:
         )
 
 
-def _first_rates(report: StepReport) -> Rates:
-    if report.step != 1 or report.seconds <= 0:  # the first of a resumed run: its seconds may be of many steps
-        return Rates(0.0, 0.0, 0.0)
-    return Rates(1 / report.seconds, report.update_samples / report.seconds, report.update_tokens / report.seconds)
-
-
 def model_flops_utilization(facts: RunInfo, tokens_per_second: float) -> float | None:
-    """Share of the peak of all ranks' devices that the model's own operations use, in [0, 1]; None if unknown.
+    """Return the share of the peak of all ranks' devices that the model's operations use, in [0, 1]; None if unknown.
 
     MFU as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B: recomputation doesn't count.
     """
@@ -108,10 +105,11 @@ def model_flops_utilization(facts: RunInfo, tokens_per_second: float) -> float |
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
-    """Of a GPU, in TFLOP/s, dense (without 2:4 sparsity), tensor cores with fp32 accumulation; None: it has none.
+    """The peaks of a GPU in TFLOP/s, dense (without 2:4 sparsity), tensor cores with fp32 accumulation; None: it has
+    no such units.
 
     Attributes:
-        name: pattern of what the driver calls it, matched as a whole, vendor's prefixes left out.
+        name: pattern of the driver's name, matched as a whole, without the vendor's prefixes.
     """
 
     name: str
@@ -155,7 +153,7 @@ _PREFIX = re.compile(r"(NVIDIA|Tesla|GeForce|Quadro)\s+", re.IGNORECASE)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Floating-point operations per second that a device can do at most, dense; None if it isn't known.
+    """Return the dense peak of a device in floating-point operations per second; None if it isn't known.
 
     Args:
         device_name: as `torch.cuda.get_device_name()` gives it. A slice of a GPU (MIG) or a laptop's has no figure.

@@ -1,4 +1,4 @@
-"""Curves for eyes: TensorBoard's event files.
+"""TensorBoard's event files.
 
     run/tensorboard/events.out.tfevents.*     a file of records: length, its checksum, an `Event`, its checksum
 
@@ -36,14 +36,15 @@ class TensorBoard:
     """Writes loss, gradient norm, learning rate, rates, evaluations, epochs and what user code logs.
 
     Args:
-        folder: where the event file goes; it is made at the first event.
+        folder: of the event file, which is made at the first event.
         every: steps between points, at least.
     """
 
     def __init__(self, folder: Path, every: int) -> None:
         self._folder = folder
         self._every = every
-        self._file: EventFile | None = None
+        self._file: LineFile | None = None
+        self._has_head = False
         self._facts: RunInfo | None = None
         self._throughput = Throughput()
         self._next = NextReport(0, math.inf)
@@ -59,7 +60,7 @@ class TensorBoard:
     @property
     def files(self) -> tuple[LineFile, ...]:
         """The event file, once it has been begun."""
-        return (self._file.file,) if self._file else ()
+        return (self._file,) if self._file else ()
 
     def start(self, facts: RunInfo) -> None:
         self._facts = facts
@@ -69,9 +70,9 @@ class TensorBoard:
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._next = NextReport(report.step + self._every - report.step % self._every, math.inf)
-        self._throughput.look(report)
-        due = report.step == 1 or (report.step % self._every == 0 and report.seconds >= self._next_seconds)
-        if due or not report.kept:
+        self._throughput.add(report)
+        is_point = report.step == 1 or (report.step % self._every == 0 and report.seconds >= self._next_seconds)
+        if is_point or not report.kept:
             self._write_step(report)
         else:
             self._pending = report
@@ -102,6 +103,7 @@ class TensorBoard:
         self._pending = None
         self._next_seconds = report.seconds + _SECONDS_BETWEEN_POINTS
         rates = self._throughput.moving
+        mfu = model_flops_utilization(self._facts, rates.tokens) if self._facts else None
         values = {
             "train/loss": report.loss,
             "train/grad_norm": report.grad_norm,
@@ -111,10 +113,7 @@ class TensorBoard:
             "speed/samples_per_second": rates.samples,
             "speed/tokens_per_second": rates.tokens,
         }
-        mfu = model_flops_utilization(self._facts, rates.tokens) if self._facts else None
-        if mfu is not None:
-            values["speed/mfu"] = mfu
-        self._write(report.step, values)
+        self._write(report.step, values if mfu is None else {**values, "speed/mfu": mfu})
 
     def _write(
         self,
@@ -123,57 +122,29 @@ class TensorBoard:
         histograms: Mapping[str, Histogram] | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> None:
-        if self._file is None:
-            self._file = EventFile(self._folder)
-        if not self._file.write(step, values, histograms or {}, texts or {}) and not self._warned:
-            self._warned = True
-            _log.warning("can't write %s: %s; the run goes on without it", self._folder, self._file.reason)
-
-
-class EventFile:
-    """One event file. Never raises OSError: what can't be written is counted.
-
-    Attributes:
-        path: of the file.
-        file: what is written to.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        # the name that TensorBoard looks for; the number tells the writers of one process apart
-        stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
-        self.path = folder / stem
-        self.file = LineFile(self.path)
-        self._has_head = False
-
-    @property
-    def lost(self) -> int:
-        return self.file.lost
-
-    @property
-    def reason(self) -> OSError | None:
-        return self.file.reason
-
-    def write(
-        self, step: int, values: Mapping[str, float], histograms: Mapping[str, Histogram], texts: Mapping[str, str]
-    ) -> bool:
-        """Writes one event; whether it is in the file."""
+        """Write one event; the file begins with one that has its version."""
         from tensorboard.compat.proto.event_pb2 import Event
 
+        if self._file is None:  # the name that TensorBoard looks for; the number distinguishes files of one process
+            name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+            self._file = LineFile(self._folder / name)
         if not self._has_head:
             head = Event(wall_time=time.time(), file_version="brain.Event:2")
-            self._has_head = self.file.write(_record(head.SerializeToString()))
+            self._has_head = self._file.write(_record(head.SerializeToString()))
         event = Event(wall_time=time.time(), step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
-        for name, histogram in histograms.items():
+        for name, histogram in (histograms or {}).items():
             event.summary.value.add(tag=name, histo=_histogram_message(histogram))
-        for name, text in texts.items():
-            event.summary.value.add(tag=name, tensor=_text_tensor(text), metadata=_text_metadata())
-        return self.file.write(_record(event.SerializeToString()))
+        for name, text in (texts or {}).items():
+            event.summary.value.add(tag=name, **_text_messages(text))
+        if not self._file.write(_record(event.SerializeToString())) and not self._warned:
+            self._warned = True
+            _log.warning("can't write %s: %s; the run continues without it", self._folder, self._file.reason)
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """An event file cut into its records; what follows the last whole one comes in one piece."""
+    """Yield the records of an event file; what follows the last complete one is yielded as it is."""
     at = 0
     while len(data) - at >= _FRAME:
         (length,) = struct.unpack_from("<Q", data, at)
@@ -186,7 +157,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def step_of(record: bytes) -> int | None:
-    """Of the event in a record; None if it isn't whole."""
+    """Return the step of the event in a record; None if the record is damaged."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -199,59 +170,47 @@ def step_of(record: bytes) -> int | None:
 
 
 def _histogram_message(histogram: Histogram) -> Any:
+    """Return a HistogramProto with empty bins between: TensorBoard begins a bin where the last one ends."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto
 
-    bins = histogram.bins()
+    bins: list[tuple[float, int]] = []  # limit, count
+    for low, high, count in histogram.bins():
+        if not bins or low > bins[-1][0]:
+            bins.append((low, 0))
+        bins.append((high, count))
     return HistogramProto(
         min=histogram.low,
         max=histogram.high,
         num=histogram.count,
         sum=histogram.total,
         sum_squares=histogram.squares,
-        bucket_limit=[limit for bin_ in _closed(bins) for limit in bin_[:1]],
-        bucket=[count for bin_ in _closed(bins) for count in bin_[1:]],
+        bucket_limit=[limit for limit, _ in bins],
+        bucket=[count for _, count in bins],
     )
 
 
-def _closed(bins: list[tuple[float, float, int]]) -> list[tuple[float, int]]:
-    """(limit, count) of bins that touch: TensorBoard takes a bin to begin where the one before it ends."""
-    closed: list[tuple[float, int]] = []
-    for low, high, count in bins:
-        if not closed or low > closed[-1][0]:
-            closed.append((low, 0))
-        closed.append((high, count))
-    return closed
-
-
-def _text_tensor(text: str) -> Any:
+def _text_messages(text: str) -> dict[str, Any]:
     from tensorboard.compat.proto import types_pb2
+    from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    return TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode("utf-8", "replace")], tensor_shape=shape)
-
-
-def _text_metadata() -> Any:
-    from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
-
-    return SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    data = [text.encode("utf-8", "replace")]
+    return {
+        "tensor": TensorProto(dtype=types_pb2.DT_STRING, string_val=data, tensor_shape=shape),
+        "metadata": SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+    }
 
 
 def _record(data: bytes) -> bytes:
-    """A TFRecord: length (uint64), masked crc32c of the length, the data, masked crc32c of the data."""
+    """Return a TFRecord: length (uint64), masked crc32c of the length, the data, masked crc32c of the data."""
     length = struct.pack("<Q", len(data))
     return b"".join((length, _masked_crc(length), data, _masked_crc(data)))
 
 
-def _masked_crc(data: bytes) -> bytes:
-    """The mask of the TFRecord format: rotated right by 15 bits, plus a constant."""
-    crc = _crc32c(data)
-    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
 def _crc_table() -> tuple[int, ...]:
-    """CRC-32C (Castagnoli), reflected polynomial 0x82F63B78 (RFC 3720, appendix B.4)."""
+    """Return the table of CRC-32C (Castagnoli), reflected polynomial 0x82F63B78 (RFC 3720, appendix B.4)."""
     table = []
     for byte in range(256):
         for _ in range(8):
@@ -263,8 +222,10 @@ def _crc_table() -> tuple[int, ...]:
 _TABLE = _crc_table()
 
 
-def _crc32c(data: bytes) -> int:
+def _masked_crc(data: bytes) -> bytes:
+    """Return the CRC-32C, masked as TFRecords have it: rotated right by 15 bits, plus a constant."""
     crc, table = 0xFFFFFFFF, _TABLE
     for byte in data:
         crc = (crc >> 8) ^ table[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -309,7 +309,7 @@ def _for_whole_weights(config: Config) -> Config:
 
 def _evaluate_rank(config: Config, run: Path, arguments: EvaluateArguments, file: Path) -> int:
     """Prints what it finds; as JSON, it goes into `file`."""
-    from lockstep.monitor.summary import metrics_by_set
+    from lockstep.monitor.events import metrics_by_set
 
     given = UserObjects(trust_remote_code=arguments.trust_remote_code)
     with opened(config, given) as session:

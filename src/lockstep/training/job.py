@@ -33,12 +33,11 @@ from lockstep.models.blocks import repeated_blocks
 from lockstep.monitor import history, metric_log
 from lockstep.monitor.console import Console
 from lockstep.monitor.environment import describe
-from lockstep.monitor.events import EventLog
+from lockstep.monitor.events import EventLog, summarize
 from lockstep.monitor.folder import LOGS, RunFolder, lock_holder
 from lockstep.monitor.locked_folder import LockedRunFolder
 from lockstep.monitor.metric_log import LogEntries, MetricLog, merge
 from lockstep.monitor.monitors import Monitors, ThrottledMonitor
-from lockstep.monitor.summary import summarize
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.resilience.signals import run_signals
 from lockstep.training.assemble import assemble
