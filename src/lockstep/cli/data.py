@@ -39,7 +39,7 @@ def _fetch(words: Sequence[str]) -> int:
     own, overrides = split(words, parser.flags())
     loaded, _ = read_config(parser.parse_args(own).config, overrides, parser.flags())
 
-    from lockstep.data.fetch import fetch
+    from lockstep.data.hub import fetch
 
     for line in fetch(loaded.config):
         echo(line, flush=True)
