@@ -14,6 +14,7 @@ import io
 import re
 import subprocess
 import sys
+import tempfile
 import tokenize
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -40,9 +41,10 @@ def files() -> list[Path]:
 def main(arguments: Sequence[str]) -> int:
     """Print each problem with its file and line; return 1 if there is one."""
     checked = [Path(name).resolve() for name in arguments] or files()
-    lines = [problem for file in checked for problem in problems(file)]
-    print("\n".join([*lines, *misspelled(checked)]), end="\n" if lines else "")
-    return int(bool(lines or misspelled(checked)))
+    lines = [*(problem for file in checked for problem in problems(file)), *misspelled(checked)]
+    if lines:
+        print("\n".join(lines))
+    return int(bool(lines))
 
 
 def problems(file: Path) -> Iterator[str]:
@@ -112,11 +114,15 @@ def _comments(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def misspelled(checked: Sequence[Path]) -> list[str]:
-    """Return codespell's findings; none where it isn't installed."""
-    dictionaries = "clear,rare,en-GB_to_en-US"
-    command = [sys.executable, "-m", "codespell_lib", "--builtin", dictionaries, *map(str, checked)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [line.removeprefix(f"{ROOT}/") for line in ran.stdout.splitlines()]
+    """Return codespell's findings in the prose; none where it isn't installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in checked:
+            copy = Path(folder, file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(prose(file), encoding="utf-8")
+        command = [sys.executable, "-m", "codespell_lib", "--builtin", "clear,rare,en-GB_to_en-US", "."]
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return [line.removeprefix("./") for line in ran.stdout.splitlines()]
 
 
 if __name__ == "__main__":
