@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from lockstep.core.errors import RunFailed as RunFailed
     from lockstep.core.errors import VerificationError as VerificationError
     from lockstep.core.protocols import Objective as Objective
-    from lockstep.core.protocols import Source as Source
     from lockstep.core.records import Batch as Batch
-    from lockstep.core.records import DataFacts as DataFacts
     from lockstep.core.records import EvaluationReport as EvaluationReport
     from lockstep.core.records import StepReport as StepReport
     from lockstep.distributed.generators import register_generator as register_generator
@@ -49,14 +47,12 @@ _HOMES = {
     "CollectiveTimeout": "lockstep.core.errors",
     "Config": "lockstep.config.schema",
     "ConfigError": "lockstep.core.errors",
-    "DataFacts": "lockstep.core.records",
     "EvaluationReport": "lockstep.core.records",
     "Failure": "lockstep.core.errors",
     "RunFailed": "lockstep.core.errors",
     "Objective": "lockstep.core.protocols",
     "Objects": "lockstep.training.user_objects",
     "Session": "lockstep.training.session",
-    "Source": "lockstep.core.protocols",
     "StepReport": "lockstep.core.records",
     "VerificationError": "lockstep.core.errors",
     "broadcast": "lockstep.distributed.user_collectives",

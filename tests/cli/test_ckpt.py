@@ -221,8 +221,8 @@ def test_checkpoints_lie_where_the_config_says(ask: Ask, tmp_path: Path, monkeyp
             "diff compares two: lockstep ckpt diff A B, or lockstep ckpt diff RUN --steps N M",
         ),
         ("show empty", "there is no checkpoint in HERE/empty/checkpoints"),
-        ("lst run", "ckpt can't lst; did you mean ls?"),
-        ("purge run", "ckpt can't purge; did you mean prune?"),
+        ("lst run", "ckpt has no command 'lst'; did you mean ls?"),
+        ("purge run", "ckpt has no command 'purge'; did you mean prune?"),
         ("prune run --keep-last 0", "--keep-last: '0' is not a whole number above 0"),
         (
             "prune run --keep-every 5min",

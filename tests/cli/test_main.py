@@ -67,8 +67,8 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["trian"], "lockstep: there is no verb 'trian'; did you mean train?\n"),
-        (["config", "chek"], "lockstep: config can't chek; did you mean check?\n"),
-        (["data", "get"], "lockstep: data can't get; there are fetch, prepare\n"),
+        (["config", "chek"], "lockstep: config has no command 'chek'; did you mean check?\n"),
+        (["data", "get"], "lockstep: data has no command 'get'; there are fetch, prepare\n"),
         (
             ["train", "digts"],
             "lockstep: 'digts' is neither a recipe nor a file nor a run's folder; did you mean digits?\n",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.measuring.command import Measured, line
+from lockstep.measuring.command import ModeMeasurement, table_row
 
 SMALL = ["--model.layers", "4", "--model.width", "32", "--data.train.length", "64", "--batch.global_size", "4"]
 
@@ -32,8 +32,8 @@ def test_modes_are_measured_beside_none(capfd: pytest.CaptureFixture[str]) -> No
     ("peak", "shown"), [(300, "300 B"), (18_432, "18.0 KiB"), (300_000, "293 KiB"), (5_600_000_000, "5.22 GiB")]
 )
 def test_sizes_read_in_units_of_theirs(peak: int, shown: str) -> None:
-    row = Measured("none", peak, 0, 4.4)
-    assert line(row, row) == f"| none | {shown} | 1.00 | 4.4 | 1.00 |"
+    row = ModeMeasurement("none", peak, 0, 4.4)
+    assert table_row(row, row) == f"| none | {shown} | 1.00 | 4.4 | 1.00 |"
 
 
 @pytest.mark.parametrize(

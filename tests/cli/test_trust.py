@@ -22,8 +22,8 @@ from lockstep.config import known_runs
 from lockstep.config.approval import approved
 from lockstep.config.foreign_code import code_named_by
 from lockstep.config.loading import load, validate
-from lockstep.core.arguments import EvaluateArguments, ExportArguments, GenerateArguments
 from lockstep.core.errors import ConfigError
+from lockstep.training.exporting import ExportArguments
 
 FOREIGN = """
 from pathlib import Path
@@ -319,15 +319,15 @@ def test_names_cannot_write_on_the_terminal() -> None:
     assert named == r"model.target: a:B\x1b[2J"
 
 
-def test_the_flag_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flag_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    room = SimpleNamespace(evaluate=lambda *given: calls.append(given), generate=lambda *given: calls.append(given))
-    monkeypatch.setitem(sys.modules, "lockstep.training.command", room)
-    for words in (["eval", "r", "--trust-run"], ["generate", "r", "p", "--trust-run"]):
-        with pytest.raises(AssertionError):  # the stand-in gives no exit code
-            main(words)
-    assert calls == [
-        (Path("r"), EvaluateArguments(trust_run=True)),
-        (Path("r"), "p", GenerateArguments(trust_run=True)),
-    ]
+    stand_in = SimpleNamespace(
+        evaluate_run=lambda *args, **options: (calls.append(options["trust_run"]), (0, None))[1],
+        generate_text=lambda *args, **options: (calls.append(options["trust_run"]), "")[1],
+    )
+    monkeypatch.setitem(sys.modules, "lockstep.training.finished_run", stand_in)
+    for words in (["eval", "r"], ["generate", "r", "p"]):
+        assert main(words) == 0
+        assert main([*words, "--trust-run"]) == 0
+    assert calls == [False, True, False, True]
     assert ExportArguments().trust_run is False

@@ -1,4 +1,4 @@
-"""What each verb hands over to the rooms, and what config and recipes print."""
+"""Each verb passes its arguments on; config and recipes print what they should."""
 
 from __future__ import annotations
 
@@ -15,23 +15,36 @@ from lockstep.cli.main import main
 from lockstep.cli.words import size, split
 from lockstep.config.loading import validate
 from lockstep.config.override import Override
-from lockstep.core.arguments import EvaluateArguments, GenerateArguments, PlanArguments, TrainArguments
 from lockstep.plan.told_sizes import facts_of_config
+from lockstep.training.checkpoints import Resume
 
 Calls = list[tuple[Any, ...]]
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stands in for the training room; every call is kept, and answered with exit code 7."""
+    """Replaces the functions that do the verbs' work; every call is kept."""
     calls: Calls = []
 
-    def verb(name: str) -> Any:
-        return lambda *given: (calls.append((name, *given)), 7)[1]
+    def stand_in(module: str, name: str, answer: Any) -> None:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append((name, *args, options))
+            return answer
 
-    room = SimpleNamespace(**{name: verb(name) for name in ("train", "evaluate", "generate", "plan")})
-    monkeypatch.setitem(sys.modules, "lockstep.training.command", room)
+        monkeypatch.setitem(sys.modules, f"lockstep.training.{module}", SimpleNamespace(**{name: call}))
+
+    stand_in("start_run", "train", (7, None))
+    stand_in("planning", "plan_run", None)
+    monkeypatch.setattr("lockstep.plan.plan.describe", lambda plan: "the plan")
+    finished = SimpleNamespace(
+        evaluate_run=lambda *args, **options: (calls.append(("evaluate", *args, options)), (7, None))[1],
+        generate_text=lambda *args, **options: (calls.append(("generate", *args, options)), " and so on")[1],
+    )
+    monkeypatch.setitem(sys.modules, "lockstep.training.finished_run", finished)
     return calls
+
+
+UNTRUSTED = {"trust_remote_code": False, "trust_run": False}
 
 
 @pytest.mark.parametrize(
@@ -52,41 +65,49 @@ def test_words_are_parted(words: str, own: list[str], overrides: list[tuple[str,
     assert split(words.split(), flags) == (own, [Override(key, text) for key, text in overrides])
 
 
-def test_train_hands_over_the_config_and_the_call(command: Calls) -> None:
-    assert main(["train", "digits", "--ranks", "3", "--optim.lr", "1e-2", "--json", "run.seed=5"]) == 7
-    [(name, loaded, recipe, arguments)] = command
-    assert (name, recipe, arguments) == ("train", "digits", TrainArguments(json=True))
+def test_train_passes_the_config_and_how_to_resume(command: Calls) -> None:
+    assert main(["train", "digits", "--ranks", "3", "--optim.lr", "1e-2", "--json", "run.seed=5", "--fresh"]) == 7
+    [(name, loaded, recipe, resume, options)] = command
+    assert (name, recipe, resume) == ("train", "digits", Resume(fresh=True))
+    assert options == {"trust_remote_code": False}
     assert (loaded.config.launch.ranks, loaded.config.optim.lr, loaded.config.run.seed) == (3, 1e-2, 5)
     assert loaded.origins["launch.ranks"] == "--ranks"
 
 
 def test_train_without_a_name_takes_the_default(command: Calls) -> None:
     assert main(["train", "--trust-remote-code"]) == 7
-    [(_, loaded, recipe, arguments)] = command
-    assert (recipe, arguments) == ("stdlib-lm", TrainArguments(trust_remote_code=True))
+    [(_, loaded, recipe, resume, options)] = command
+    assert (recipe, resume, options) == ("stdlib-lm", Resume(), {"trust_remote_code": True})
     assert loaded.config.launch.ranks == "auto"
 
 
-def test_sizes_are_read_as_people_write_them(command: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_are_parsed(command: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert [size(text) for text in ("80GiB", "80 GB", "24G", "1.5k", "4194304", "512b")] == [
         80 * 2**30, 80 * 10**9, 24 * 2**30, 1536, 4194304, 512
     ]  # fmt: skip
-    assert main(["plan", "digits", "--memory", "2KiB"]) == 7
-    assert command[0][3] == PlanArguments(memory=2048)
+    assert main(["plan", "digits", "--memory", "2KiB"]) == 0
+    assert command[0][2] == 2048
     assert main(["plan", "digits", "--memory", "lots"]) == 2
     assert "'lots' is not a size above 0; write 80GiB, 80GB or a number of bytes" in capsys.readouterr().err
 
 
-def test_plan_eval_and_generate_hand_over(command: Calls) -> None:
-    assert main(["plan", "digits", "--ranks", "8"]) == 7
+def test_plan_eval_and_generate_pass_their_arguments(command: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "digits", "--ranks", "8"]) == 0
     assert main(["eval", "runs/x", "--ranks", "auto", "--json"]) == 7
     assert (
-        main(["generate", "runs/x", "def ", "--tokens", "5", "--top-k", "3", "--seed", "1", "--temperature", "0"]) == 7
+        main(["generate", "runs/x", "def ", "--tokens", "5", "--top-k", "3", "--seed", "1", "--temperature", "0"]) == 0
     )
-    (_, loaded, recipe, arguments), evaluated, generated = command
-    assert (loaded.config.launch.ranks, recipe, arguments) == (8, "digits", PlanArguments())
-    assert evaluated == ("evaluate", Path("runs/x"), EvaluateArguments("auto", json=True))
-    assert generated == ("generate", Path("runs/x"), "def ", GenerateArguments(5, 0.0, 3, 1))
+    (_, loaded, memory, options), evaluated, generated = command
+    assert (loaded.config.launch.ranks, memory, options) == (8, None, {"trust_remote_code": False})
+    assert evaluated == ("evaluate", Path("runs/x"), "auto", UNTRUSTED)
+    sampling = {"tokens": 5, "temperature": 0.0, "top_k": 3, "seed": 1}
+    assert generated == ("generate", Path("runs/x"), "def ", {**sampling, **UNTRUSTED})
+    assert capsys.readouterr().out == "digits\nthe plan\ndef  and so on\n"
+
+
+def test_the_defaults_of_generate(command: Calls) -> None:
+    assert main(["generate", "runs/x", "a"]) == 0
+    assert command[0][3] == {"tokens": 256, "temperature": 0.8, "top_k": None, "seed": 42, **UNTRUSTED}
 
 
 def test_data_prepare_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +130,7 @@ def test_data_prepare_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_data_fetch_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     room = SimpleNamespace(fetch=lambda config: iter([f"model {config.model.pretrained}"]))
-    monkeypatch.setitem(sys.modules, "lockstep.data.hub", room)
+    monkeypatch.setitem(sys.modules, "lockstep.data.fetch", room)
     assert main(["data", "fetch", "bert-imdb"]) == 0
     assert capsys.readouterr().out == "model bert-base-uncased\n"
 

@@ -21,10 +21,9 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import Reader, Wanted, read_manifest
 from lockstep.checkpoint.saving import name_of
-from lockstep.core.arguments import ExportArguments
 from lockstep.plan.variants import VARIANTS
 from lockstep.training.checkpoints import Checkpoints, Resume
-from lockstep.training.exporting import export
+from lockstep.training.exporting import ExportArguments, export
 
 CUT, STEPS = 3, 5
 ALIKE = {

@@ -22,11 +22,10 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.config.writing import to_yaml
-from lockstep.core.arguments import ExportArguments
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.models.model_tensors import model_tensors
-from lockstep.training.command import loaded_config, run_config
-from lockstep.training.exporting import export
+from lockstep.training.exporting import ExportArguments, export
+from lockstep.training.finished_run import loaded_config, run_config
 from lockstep.training.importing_weights import import_weights
 from lockstep.training.publishing import whole_file, whole_folder
 from lockstep.training.session import components_of

@@ -15,10 +15,9 @@ from kit.worlds import in_world
 from safetensors.torch import load_file
 
 import lockstep
-from lockstep.core.arguments import ExportArguments
 from lockstep.core.errors import RunFailed
 from lockstep.models.model_tensors import model_tensors
-from lockstep.training.exporting import export
+from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.session import components_of
 from lockstep.training.weights import save_weights, tensors_of
 

@@ -20,8 +20,8 @@ def run(words: Sequence[str]) -> int:
     """Prints the script."""
     parser = Parser("completion", "Prints what makes a shell complete verbs, flags, recipes and config keys.", _EPILOG)
     parser.add_argument("shell", choices=tuple(_SCRIPTS), metavar="SHELL", help="bash, zsh or fish")
-    asked = parser.parse_args(words)
-    echo(_SCRIPTS[asked.shell].replace("PYTHON", shlex.quote(sys.executable)).strip())
+    args = parser.parse_args(words)
+    echo(_SCRIPTS[args.shell].replace("PYTHON", shlex.quote(sys.executable)).strip())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Everything that a shell can complete, collected from the verbs' parsers and the config's schema.
+"""The table of everything that a shell can complete, collected from the verbs' parsers and the config's schema.
 
     python -m lockstep.cli.completion_table > src/lockstep/cli/completion.json
 
@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 from lockstep.cli.main import VERBS
-from lockstep.cli.words import Parser
+from lockstep.cli.words import Command, Parser
 from lockstep.config import reference, shape
 from lockstep.config.init_templates import STARTS
-from lockstep.config.recipes import Recipe, overlays, recipes
+from lockstep.config.recipes import overlays, recipes
 from lockstep.config.shape import ValueShape
 
 _WORDS_OF_FLAGS = {"--ranks": ["auto"], "--strategies": ["all"], "--modes": ["all"]}
@@ -32,12 +32,11 @@ def table() -> dict[str, Any]:
     return {
         "commands": {verb: _command(module, summary) for verb, (module, summary) in VERBS.items()},
         "keys": _keys(shape.root(), ""),
-        "recipes": {recipe.name: _shortened(_description(recipe)) for recipe in (*recipes(), *overlays())},
+        "recipes": {
+            recipe.name: _shortened(recipe.description or "merged over a recipe")
+            for recipe in (*recipes(), *overlays())
+        },
     }
-
-
-def _description(recipe: Recipe) -> str:
-    return recipe.description or "laid over a recipe"
 
 
 # --- verbs and flags ------------------------------------------------------------------------------------------------
@@ -45,17 +44,14 @@ def _description(recipe: Recipe) -> str:
 
 def _command(module: str, summary: str) -> dict[str, Any]:
     verb = import_module(f"lockstep.cli.{module}")
-    ways = getattr(verb, "_WAYS", None)
-    if ways is None:
+    commands: dict[str, Command] | None = getattr(verb, "COMMANDS", None)
+    if commands is None:
         return {"help": _shortened(summary), **_arguments(_parser(verb.run, []))}
     return {
         "help": _shortened(summary),
         "commands": {
-            way: {
-                "help": _shortened(text if isinstance(text, str) else text[1]),
-                **_arguments(_parser(verb.run, [way])),
-            }
-            for way, text in ways.items()
+            name: {"help": _shortened(command.summary), **_arguments(_parser(command.run, []))}
+            for name, command in commands.items()
         },
     }
 
@@ -66,7 +62,7 @@ class _Built(Exception):
 
 
 def _parser(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> Parser:
-    """The parser that the verb has built by the time that it parses its words."""
+    """Return the parser that the verb has built when it parses its words."""
 
     def caught(parser: Parser, *_: object) -> NoReturn:
         raise _Built(parser)
@@ -111,24 +107,24 @@ def _is_path(action: argparse.Action) -> bool:
 
 
 def _keys(at: ValueShape, path: str) -> dict[str, dict[str, Any]]:
-    """Dotted keys that hold a value; `NAME` stands for a free name. A key of several kinds has the words of all."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return dotted keys that hold a value; `NAME` stands for a free name, and kinds are merged."""
+    entries: dict[str, dict[str, Any]] = {}
     if at.values and at.values.sections():
-        found |= _keys(at.values, f"{path}NAME.")
+        entries |= _keys(at.values, f"{path}NAME.")
     for section in at.sections():
         for name, inner in shape.fields(section).items():
             key = f"{path}{name}"
             if inner.sections() or (inner.values and inner.values.sections()):
-                _merge(found, _keys(inner, f"{key}."))
+                _merge(entries, _keys(inner, f"{key}."))
             else:
                 text = "" if name == "kind" else _shortened(reference.description(section, name))
-                _merge(found, {key: {"help": text, **_value(inner)}})
-    return found
+                _merge(entries, {key: {"help": text, **_value(inner)}})
+    return entries
 
 
-def _merge(found: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
+def _merge(entries: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
     for key, entry in more.items():
-        known = found.setdefault(key, entry)
+        known = entries.setdefault(key, entry)
         known["words"] = list(dict.fromkeys([*known["words"], *entry["words"]]))
         known["files"] = known["files"] or entry["files"]
 
@@ -140,7 +136,7 @@ def _value(at: ValueShape) -> dict[str, Any]:
 
 
 def _shortened(text: str) -> str:
-    """The first clause, on one line, without what a terminal or a shell would take for more than text."""
+    """Return the first clause, on one line, at most 70 characters long."""
     line = " ".join(text.split()).split(". ")[0].rstrip(".")
     return line if len(line) <= 70 else line[:67].rstrip() + "..."
 

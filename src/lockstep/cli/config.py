@@ -1,101 +1,66 @@
-"""lockstep config show | check | schema | deepspeed | import"""
+"""The verb `config`: lockstep config show | check | schema | deepspeed | import"""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
 from lockstep.cli.words import (
     CONFIG_EPILOG,
+    Command,
     Parser,
     add_config,
+    add_ranks,
     add_trust,
     add_untested,
     approved_config,
-    ranks,
     read_config,
-    short_overrides,
-    split,
+    run_command,
 )
-from lockstep.core.closest import closest_match
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo, plain_line
 
-_WAYS = {
-    "show": "every value, and where it came from",
-    "check": "ok, or all that is wrong; with --ranks, on so many ranks",
-    "schema": "the JSON Schema that editors complete from",
-    "deepspeed": "the DeepSpeed config of the run, as DeepSpeed alone would be given it",
-    "import": "another tool's config as one of Lockstep's, and what became of each key",
-}
+_WIDEST_COLUMN = 40
 
 
 def run(words: Sequence[str]) -> int:
-    """Delegates to one of them."""
-    if not words or words[0] in ("-h", "--help"):
-        lines = "\n".join(f"  {way:<9}  {summary}" for way, summary in _WAYS.items())
-        echo(f"usage: lockstep config {{{','.join(_WAYS)}}} ...\n\n{lines}\n\n{CONFIG_EPILOG}")
-        return 0 if words else 2
-    way, *rest = words
-    if way == "show":
-        return _show(rest)
-    if way == "check":
-        return _check(rest)
-    if way == "schema":
-        return _schema(rest)
-    if way == "deepspeed":
-        return _deepspeed(rest)
-    if way == "import":
-        from lockstep.cli import config_import
-
-        return config_import.run(rest)
-    near = closest_match(way, _WAYS)
-    meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
-    echo(f"lockstep: config can't {way}{meant}", file=sys.stderr)
-    return 2
+    """Run one of the commands."""
+    return run_command("config", COMMANDS, words, CONFIG_EPILOG)
 
 
 def _show(words: Sequence[str]) -> int:
     parser = _parser("show")
-    parser.add_argument("--json", action="store_true", help="stdout is a JSON object alone: key to value and origin")
-    own, overrides = split(words, parser.flags())
-    asked = parser.parse_args(own)
-    loaded, _ = read_config(asked.config, overrides, parser.flags())
+    parser.add_argument("--json", action="store_true", help="print one JSON object: from key to value and origin")
+    args, overrides = parser.parse(words)
+    loaded, _ = read_config(args.config, overrides)
 
     from lockstep.config.loading import values
     from lockstep.config.wording import yaml_like
 
-    found = values(loaded.config)
-    if asked.json:
-        told = {key: {"value": value, "from": loaded.origins[key]} for key, value in found.items()}
-        emit(told, indent=2)
+    by_key = values(loaded.config)
+    if args.json:
+        emit({key: {"value": value, "from": loaded.origins[key]} for key, value in by_key.items()}, indent=2)
         return 0
-    _print_table([
+    rows = [
         (key, value if isinstance(value, str) and value else yaml_like(value), loaded.origins[key])
-        for key, value in found.items()
-    ])  # fmt: skip
-    return 0
-
-
-def _print_table(rows: Sequence[tuple[str, str, str]]) -> None:
-    """Key, value, origin; an empty line between the sections."""
-    first, second = (max(len(row[column]) for row in rows if len(row[column]) <= 40) for column in (0, 1))
+        for key, value in by_key.items()
+    ]
+    first, second = (max(len(row[column]) for row in rows if len(row[column]) <= _WIDEST_COLUMN) for column in (0, 1))
     section = ""
     for key, value, origin in rows:
         if section and key.split(".")[0] != section:
             echo()
         section = key.split(".")[0]
         echo(plain_line(f"{key:<{first}}  {value:<{second}}  {origin}"))
+    return 0
 
 
 def _check(words: Sequence[str]) -> int:
     parser = _parser("check")
-    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="as if started on so many ranks")
+    add_ranks(parser, "as if started on N ranks")
     add_untested(parser)
-    own, overrides = split(words, parser.flags())
-    asked = parser.parse_args(own)
-    loaded, _ = read_config(asked.config, [*overrides, *short_overrides(asked)], parser.flags())
+    args, overrides = parser.parse(words)
+    loaded, _ = read_config(args.config, overrides)
     if loaded.config.parallel.strategy == "deepspeed":
         from lockstep.config.deepspeed import check_alone
 
@@ -109,7 +74,7 @@ def _check(words: Sequence[str]) -> int:
 
 
 def _schema(words: Sequence[str]) -> int:
-    Parser("config schema", "The JSON Schema that editors complete from.").parse_args(words)
+    Parser("config schema", "Prints the JSON Schema from which editors complete.").parse_args(words)
 
     from lockstep.config.reference import json_schema
 
@@ -119,21 +84,35 @@ def _schema(words: Sequence[str]) -> int:
 
 def _deepspeed(words: Sequence[str]) -> int:
     parser = _parser("deepspeed")
-    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="as if started on so many ranks")
+    add_ranks(parser, "as if started on N ranks")
     add_trust(parser)
     add_untested(parser)
-    own, overrides = split(words, parser.flags())
-    asked = parser.parse_args(own)
-    chosen = [*overrides, *short_overrides(asked)]
-    loaded, _ = approved_config(asked.config, chosen, parser.flags(), trusted=asked.trust_run)
+    args, overrides = parser.parse(words)
+    loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
 
-    from lockstep.training.command import deepspeed_config
+    from lockstep.training.planning import deepspeed_config
 
-    return deepspeed_config(loaded, trust_remote_code=asked.trust_remote_code)
+    return deepspeed_config(loaded, trust_remote_code=args.trust_remote_code)
 
 
-def _parser(way: str) -> Parser:
-    summary = _WAYS[way][0].upper() + _WAYS[way][1:] + "."
-    parser = Parser(f"config {way}", summary, CONFIG_EPILOG, "[RECIPE ...] [overrides]")
+def _import(words: Sequence[str]) -> int:
+    from lockstep.cli import config_import
+
+    return config_import.run(words)
+
+
+COMMANDS = {
+    "show": Command("print every value and where it comes from", _show),
+    "check": Command("print ok, or all that is wrong; with --ranks N, also for N ranks", _check),
+    "schema": Command("print the JSON Schema from which editors complete", _schema),
+    "deepspeed": Command("print the run's DeepSpeed config, for use without Lockstep", _deepspeed),
+    "import": Command("convert another tool's config, and report what became of each key", _import),
+}
+
+
+def _parser(command: str) -> Parser:
+    summary = COMMANDS[command].summary
+    summary = f"{summary[0].upper()}{summary[1:]}."
+    parser = Parser(f"config {command}", summary, CONFIG_EPILOG, "[RECIPE ...] [overrides]")
     add_config(parser)
     return parser

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from lockstep.cli.words import Parser, check_flags, path, split, whole
+from lockstep.cli.words import Parser, path, whole
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo, plain_line
@@ -47,23 +47,21 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="--to may overwrite")
     parser.add_argument("--lenient", action="store_true", help="leave out what is not there or not known")
     parser.add_argument("--json", action="store_true", help="config and keys as one JSON object on stdout")
-    own, overrides = split(words, parser.flags())
-    asked = parser.parse_args(own)
-    check_flags(overrides, parser.flags())
-    _refuse_overwriting(asked.to, asked.force)
+    args, overrides = parser.parse(words)
+    _refuse_overwriting(args.to, args.force)
 
     from lockstep.config.importing import import_file
 
-    imported = import_file(asked.file, asked.kind, asked.ranks, overrides, asked.lenient)
-    if asked.json:
+    imported = import_file(args.file, args.kind, args.ranks, overrides, args.lenient)
+    if args.json:
         emit(_as_json(imported), indent=2)
     else:
-        _tell(imported, sys.stdout if asked.to else sys.stderr)
-    if imported.unanswered and not asked.lenient:
+        _tell(imported, sys.stdout if args.to else sys.stderr)
+    if imported.unanswered and not args.lenient:
         raise ConfigError(_left(imported.unanswered))
-    if asked.to:
-        asked.to.write_text(_text(imported))
-    elif not asked.json:
+    if args.to:
+        args.to.write_text(_text(imported))
+    elif not args.json:
         echo(_text(imported), end="")
     return 0
 

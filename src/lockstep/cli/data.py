@@ -1,45 +1,26 @@
-"""lockstep data fetch | prepare"""
+"""The verb `data`: lockstep data fetch | prepare"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, path, read_config, split, whole
-from lockstep.core.closest import closest_match
+from lockstep.cli.words import CONFIG_EPILOG, Command, Parser, add_config, path, read_config, run_command, whole
 from lockstep.core.terminal import echo
-
-_WAYS = {
-    "fetch": "download what a recipe needs, on a connected machine",
-    "prepare": "turn text into a folder of token ids, once",
-}
 
 
 def run(words: Sequence[str]) -> int:
-    """Delegates to one of the two."""
-    if not words or words[0] in ("-h", "--help"):
-        lines = "\n".join(f"  {way:<7}  {summary}" for way, summary in _WAYS.items())
-        echo(f"usage: lockstep data {{fetch,prepare}} ...\n\n{lines}")
-        return 0 if words else 2
-    way, *rest = words
-    if way == "fetch":
-        return _fetch(rest)
-    if way == "prepare":
-        return _prepare(rest)
-    near = closest_match(way, _WAYS)
-    meant = f"; did you mean {near}?" if near else f"; there are {', '.join(_WAYS)}"
-    echo(f"lockstep: data can't {way}{meant}", file=sys.stderr)
-    return 2
+    """Run one of the commands."""
+    return run_command("data", COMMANDS, words)
 
 
 def _fetch(words: Sequence[str]) -> int:
     summary = "Downloads model, tokenizer and data sets of a recipe, so that it runs without a network."
     parser = Parser("data fetch", summary, CONFIG_EPILOG, "RECIPE [overrides]")
     add_config(parser)
-    own, overrides = split(words, parser.flags())
-    loaded, _ = read_config(parser.parse_args(own).config, overrides, parser.flags())
+    args, overrides = parser.parse(words)
+    loaded, _ = read_config(args.config, overrides)
 
-    from lockstep.data.hub import fetch
+    from lockstep.data.fetch import fetch
 
     for line in fetch(loaded.config):
         echo(line, flush=True)
@@ -60,19 +41,25 @@ def _prepare(words: Sequence[str]) -> int:
     parser.add_argument("--column", default="text", metavar="NAME", help="with the text; %(default)s")
     parser.add_argument("--configuration", metavar="NAME", help="of a data set")
     parser.add_argument("--held-out", type=whole, metavar="N", help="every N-th document goes to the split held-out")
-    asked = parser.parse_args(words)
+    args = parser.parse_args(words)
 
     from lockstep.data.prepare import prepare
 
     headers = prepare(
-        asked.inputs,
-        asked.output,
-        tokenizer=asked.tokenizer,
-        split=asked.split,
-        column=asked.column,
-        configuration=asked.configuration,
-        held_out=asked.held_out,
+        args.inputs,
+        args.output,
+        tokenizer=args.tokenizer,
+        split=args.split,
+        column=args.column,
+        configuration=args.configuration,
+        held_out=args.held_out,
     )
     for split_name, header in headers.items():
-        echo(f"{asked.output}: {split_name}, {header.tokens:,} tokens of {header.documents:,} documents")
+        echo(f"{args.output}: {split_name}, {header.tokens:,} tokens of {header.documents:,} documents")
     return 0
+
+
+COMMANDS = {
+    "fetch": Command("download what a recipe needs, on a machine with a network", _fetch),
+    "prepare": Command("turn text into a folder of token ids", _prepare),
+}

@@ -1,23 +1,27 @@
-"""lockstep eval RUN"""
+"""The verb `eval`: lockstep eval RUN"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from lockstep.cli.words import Parser, add_json, add_trust, path, ranks
-from lockstep.core.arguments import EvaluateArguments
+from lockstep.core.json_output import emit
 
 
 def run(words: Sequence[str]) -> int:
-    """The weights that the run left, on the evaluation sets of its config."""
-    parser = Parser("eval", "Judges the model of a run on its evaluation sets, exactly, whatever the ranks.")
+    """Evaluate the weights that a run left, on the evaluation sets of its config."""
+    parser = Parser("eval", "Evaluates the model of a run on its evaluation sets, exactly, on any number of ranks.")
     parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
     add_json(parser)
     add_trust(parser)
-    asked = parser.parse_args(words)
+    args = parser.parse_args(words)
 
-    from lockstep.training.command import evaluate
+    from lockstep.training.finished_run import evaluate_run
 
-    arguments = EvaluateArguments(asked.ranks, asked.json, asked.trust_remote_code, asked.trust_run)
-    return evaluate(asked.run, arguments)
+    code, metrics = evaluate_run(
+        args.run, args.ranks, trust_remote_code=args.trust_remote_code, trust_run=args.trust_run
+    )
+    if args.json and metrics is not None:
+        emit({"run": str(args.run), "evaluation": metrics})
+    return code

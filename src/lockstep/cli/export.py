@@ -1,28 +1,30 @@
-"""lockstep export RUN [--step N | --best] [--to FOLDER_OR_FILE] [--format auto|safetensors|torch|hf]"""
+"""The verb `export`: lockstep export RUN [--step N | --best] [--to FOLDER_OR_FILE] [--format FORMAT]"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, add_trust, path, step
-from lockstep.core.arguments import ExportArguments
+from lockstep.cli.words import Parser, add_json, add_trust, count, path
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 _EPILOG = """\
-Optimizer state is not read, so damage to it is not seen here: `lockstep ckpt verify RUN` reads the whole checkpoint."""
+Optimizer state is not read, so damage to it is not detected: `lockstep ckpt verify RUN` reads the whole checkpoint."""
 _FORMATS = ("auto", "safetensors", "torch", "hf")
 
 
 def run(words: Sequence[str]) -> int:
-    """Every byte of the model is verified before anything is written."""
-    summary = "Writes the model of a run for other tools: out of a checkpoint, each byte of the model verified."
+    """Write the model, once every byte of it is verified."""
+    summary = "Writes the model of a run for other tools, from a checkpoint in which every byte of the model verifies."
     parser = Parser("export", summary, _EPILOG)
     parser.add_argument("run", type=path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--step", type=step, metavar="N", help="the checkpoint of this step; by default the newest whose model verifies"
+        "--step",
+        type=count,
+        metavar="N",
+        help="the step of the checkpoint; by default the newest whose model verifies",
     )
     which.add_argument("--best", action="store_true", help="the checkpoint that is best by checkpoint.best")
     parser.add_argument("--to", type=path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
@@ -32,27 +34,17 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
     add_trust(parser)
-    asked = parser.parse_args(words)
+    args = parser.parse_args(words)
 
-    from lockstep.training.exporting import export
+    from lockstep.training.exporting import ExportArguments, export
 
-    made = export(
-        asked.run,
-        ExportArguments(
-            step=asked.step,
-            best=asked.best,
-            to=asked.to,
-            format=asked.format,
-            force=asked.force,
-            trust_remote_code=asked.trust_remote_code,
-            trust_run=asked.trust_run,
-        ),
-    )
+    names = ("step", "best", "to", "format", "force", "trust_remote_code", "trust_run")
+    made = export(args.run, ExportArguments(**{name: getattr(args, name) for name in names}))
     for name, why in made.broken.items():
         echo(f"lockstep: {name} could not be used: {why}", file=sys.stderr)
     echo(f"{made.target}: step {made.step:,}, {made.tensors:,} tensors, {made.elements:,} elements ({made.form})")
-    if asked.json:
-        values = {"run": asked.run, "checkpoint": made.checkpoint, "step": made.step, "format": made.form}
+    if args.json:
+        values = {"run": args.run, "checkpoint": made.checkpoint, "step": made.step, "format": made.form}
         values |= {"to": made.target, "tensors": made.tensors, "elements": made.elements, "broken": dict(made.broken)}
         emit(values)
     return 0

@@ -1,42 +1,47 @@
-"""lockstep generate RUN PROMPT"""
+"""The verb `generate`: lockstep generate RUN PROMPT"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, add_trust, path, seed, temperature, whole
-from lockstep.core.arguments import GenerateArguments
+from lockstep.cli.words import Parser, add_json, add_trust, count, path, temperature, whole
+from lockstep.core.json_output import emit
+from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
-    """Prints the prompt and what the model makes of it."""
-    usual = GenerateArguments()
-    parser = Parser("generate", "Lets the language model of a run go on with a text.")
+    """Print the prompt and how the model continues it."""
+    parser = Parser("generate", "Continues a text with the language model of a run.")
     parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to go on with")
-    parser.add_argument("--tokens", type=whole, default=usual.tokens, metavar="N", help="new tokens, %(default)s")
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
+    parser.add_argument("--tokens", type=whole, default=256, metavar="N", help="new tokens; default %(default)s")
     parser.add_argument(
         "--temperature",
         type=temperature,
-        default=usual.temperature,
+        default=0.8,
         metavar="T",
-        help="of the draws, %(default)s; 0 takes the likeliest token",
+        help="of the softmax; default %(default)s, 0 takes the likeliest token",
     )
-    parser.add_argument("--top-k", type=whole, metavar="K", help="draw from the K likeliest tokens only")
-    parser.add_argument("--seed", type=seed, default=usual.seed, metavar="N", help="of the draws, %(default)s")
+    parser.add_argument("--top-k", type=whole, metavar="K", help="sample from the K likeliest tokens only")
+    parser.add_argument("--seed", type=count, default=42, metavar="N", help="of the samples; default %(default)s")
     add_json(parser)
     add_trust(parser)
-    asked = parser.parse_args(words)
+    args = parser.parse_args(words)
 
-    from lockstep.training.command import generate
+    from lockstep.training.finished_run import generate_text
 
-    arguments = GenerateArguments(
-        asked.tokens,
-        asked.temperature,
-        asked.top_k,
-        asked.seed,
-        json=asked.json,
-        trust_remote_code=asked.trust_remote_code,
-        trust_run=asked.trust_run,
+    text = generate_text(
+        args.run,
+        args.prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        trust_remote_code=args.trust_remote_code,
+        trust_run=args.trust_run,
     )
-    return generate(asked.run, asked.prompt, arguments)
+    if args.json:
+        emit({"run": str(args.run), "prompt": args.prompt, "text": text})
+    else:
+        echo(args.prompt + text)
+    return 0

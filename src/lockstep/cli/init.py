@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.cli.words import Parser, path
 from lockstep.config.init_templates import CONFIG, STARTS, InitTemplate
-from lockstep.core.closest import closest_match
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
 from lockstep.core.terminal import echo
 
@@ -25,18 +25,18 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument(
         "--data", metavar="NAME", help="text, finetune, classifier: a file, a folder or a name on the hub"
     )
-    asked = parser.parse_args(words)
-    asks = asked.kind is None and sys.stdin.isatty() and sys.stdout.isatty()
-    kind = _ask_kind() if asks else asked.kind
+    args = parser.parse_args(words)
+    asks = args.kind is None and sys.stdin.isatty() and sys.stdout.isatty()
+    kind = _ask_kind() if asks else args.kind
     start = _start(kind)
-    for flag, named, known in (("--model", asked.model, start.model), ("--data", asked.data, start.data)):
+    for flag, named, known in (("--model", args.model, start.model), ("--data", args.data, start.data)):
         if named is not None and known is None:
             raise ConfigError(f"init {kind} has no {flag}; edit {CONFIG} once it is written")
-    model = _ask("Model, a folder or a name on the hub", start.model) if asks and not asked.model else asked.model
-    data = _ask("Data, a file, a folder or a name", start.data) if asks and not asked.data else asked.data
-    model, data = _seen_from(asked.folder, model), _seen_from(asked.folder, data)
-    _write(asked.folder, {CONFIG: start.filled_config(model, data), **start.files})
-    _tell_next(asked.folder, start.filled_commands(data))
+    model = _ask("Model, a folder or a name on the hub", start.model) if asks and not args.model else args.model
+    data = _ask("Data, a file, a folder or a name", start.data) if asks and not args.data else args.data
+    model, data = _seen_from(args.folder, model), _seen_from(args.folder, data)
+    _write(args.folder, {CONFIG: start.filled_config(model, data), **start.files})
+    _tell_next(args.folder, start.filled_commands(data))
     return 0
 
 
@@ -53,9 +53,7 @@ def _start(kind: str | None) -> InitTemplate:
         raise ConfigError(f"init needs a kind: lockstep init {'|'.join(STARTS)}")
     if kind in STARTS:
         return STARTS[kind]
-    near = closest_match(kind, STARTS)
-    hint = f"did you mean {near}?" if near else f"take {', '.join(STARTS)}"
-    raise ConfigError(f"init has no kind {kind!r}; {hint}")
+    raise ConfigError(f"init has no kind {kind!r}; {did_you_mean(kind, STARTS)}")
 
 
 def _ask_kind() -> str:

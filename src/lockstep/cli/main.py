@@ -125,12 +125,11 @@ def _help() -> str:
 
 
 def _no_verb(word: str) -> str:
-    from lockstep.core.closest import closest_match
+    from lockstep.core.closest import did_you_mean
 
     if word in _OTHERS_VERBS:
         return f"there is no verb {word!r}; {_OTHERS_VERBS[word]}"
-    near = closest_match(word, VERBS)
-    return f"there is no verb {word!r}; " + (f"did you mean {near}?" if near else f"the verbs are {', '.join(VERBS)}")
+    return f"there is no verb {word!r}; {did_you_mean(word, VERBS, 'the verbs are')}"
 
 
 _OTHERS_VERBS = {

@@ -1,49 +1,32 @@
-"""lockstep memory RECIPE [--modes none,full] [--steps N] [overrides]"""
+"""The verb `memory`: lockstep memory RECIPE [--modes none,full] [--steps N] [overrides]"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from lockstep.cli.words import (
-    CONFIG_EPILOG,
-    Parser,
-    add_config,
-    add_json,
-    add_trust,
-    add_untested,
-    approved_config,
-    ranks,
-    short_overrides,
-    split,
-    whole,
-)
-from lockstep.core.arguments import MemoryArguments
+from lockstep.cli.words import CONFIG_EPILOG, Parser, add_run, approved_config, whole
+from lockstep.core.json_output import emit
 
 _EPILOG = f"""{CONFIG_EPILOG}
-Trains a few updates of the recipe in each mode, in processes of their own: as without any saving, with each mode of
-activation checkpointing, with the loss in chunks, and so on. Shows what an update needs at its peak, above what model
-and optimizer hold, and how long it takes. On a GPU torch's own count, on the CPU that of torch's allocator."""
+Trains a few updates of the recipe in each mode, each in new processes: without any saving, with each mode of activation
+checkpointing, with the loss in chunks, and so on. Shows the peak memory of an update, above what model and optimizer
+hold, and how long an update takes. On a GPU torch counts, on the CPU torch's allocator."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Starts ranks of its own."""
-    default = MemoryArguments()
+    """Measure each mode in ranks of this machine."""
     summary = "Measures what each way to save memory saves, and what it costs, on your model and data."
     parser = Parser("memory", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
-    add_config(parser)
-    parser.add_argument("--modes", default=default.modes, metavar="all|A,B", help="by name; default all")
-    parser.add_argument(
-        "--steps", type=whole, default=default.steps, metavar="N", help="updates that are timed; default 5"
-    )
-    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes on this machine")
-    add_json(parser)
-    add_trust(parser)
-    add_untested(parser)
-    own, overrides = split(words, parser.flags())
-    asked = parser.parse_args(own)
-    chosen = [*overrides, *short_overrides(asked)]
-    loaded, name = approved_config(asked.config, chosen, parser.flags(), trusted=asked.trust_run)
+    add_run(parser, "processes on this machine")
+    parser.add_argument("--modes", default="all", metavar="all|A,B", help="names; default %(default)s")
+    parser.add_argument("--steps", type=whole, default=5, metavar="N", help="timed updates; default %(default)s")
+    args, overrides = parser.parse(words)
+    loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
 
-    from lockstep.measuring.command import memory
+    from lockstep.measuring.command import measure_modes
 
-    return memory(loaded, name, MemoryArguments(asked.modes, asked.steps, asked.json, asked.trust_remote_code))
+    rows = measure_modes(loaded, name, args.modes, args.steps, trust_remote_code=args.trust_remote_code)
+    if args.json:
+        emit([asdict(row) for row in rows])
+    return 0

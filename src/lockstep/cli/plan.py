@@ -1,46 +1,31 @@
-"""lockstep plan RECIPE --ranks N [overrides]"""
+"""The verb `plan`: lockstep plan RECIPE --ranks N [overrides]"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import (
-    CONFIG_EPILOG,
-    Parser,
-    add_config,
-    add_json,
-    add_trust,
-    add_untested,
-    approved_config,
-    ranks,
-    short_overrides,
-    size,
-    split,
-)
-from lockstep.core.arguments import PlanArguments
+from lockstep.cli.words import CONFIG_EPILOG, Parser, add_run, approved_config, size
+from lockstep.core.json_output import emit
+from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
-    """Starts no process."""
-    summary = "What a run will be: batch, steps, parameters, bytes per rank under every strategy."
+    """Print what follows from a config, without starting a process."""
+    summary = "Shows what a run will be: batch, steps, parameters, bytes a rank under every strategy."
     parser = Parser("plan", summary, CONFIG_EPILOG, "[RECIPE ...] [options] [overrides]")
-    add_config(parser)
-    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="as if started on so many ranks")
+    add_run(parser, "as if started on N ranks")
     parser.add_argument(
-        "--memory", type=size, metavar="SIZE", help="that each rank has, such as 80GiB; this machine's otherwise"
+        "--memory", type=size, metavar="SIZE", help="that each rank has, such as 80GiB; by default this machine's"
     )
-    add_json(parser)
-    add_trust(parser)
-    add_untested(parser)
-    own, overrides = split(words, parser.flags())
-    asked = parser.parse_args(own)
-    loaded, name = approved_config(
-        asked.config,
-        [*overrides, *short_overrides(asked)],
-        parser.flags(),
-        trusted=asked.trust_run,
-    )
+    args, overrides = parser.parse(words)
+    loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
 
-    from lockstep.training.command import plan
+    from lockstep.plan.plan import as_json, describe
+    from lockstep.training.planning import plan_run
 
-    return plan(loaded, name, PlanArguments(asked.json, asked.trust_remote_code, asked.memory))
+    plan = plan_run(loaded, args.memory, trust_remote_code=args.trust_remote_code)
+    if args.json:
+        emit(as_json(plan))
+    else:
+        echo(f"{name}\n{describe(plan)}")
+    return 0

@@ -15,13 +15,13 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
     parser.add_argument("--output", type=path, metavar="FILE", help="to write to; by default RUN/report.html")
     add_json(parser)
-    asked = parser.parse_args(words)
+    args = parser.parse_args(words)
 
     from lockstep.monitor.folder import is_finished
     from lockstep.report import write_report
 
-    written = write_report(asked.run, asked.output)
+    written = write_report(args.run, args.output)
     echo(written)
-    if asked.json:
-        emit({"run": str(asked.run), "report": str(written), "finished": is_finished(asked.run)})
+    if args.json:
+        emit({"run": str(args.run), "report": str(written), "finished": is_finished(args.run)})
     return 0

@@ -1,9 +1,9 @@
-"""The words behind a verb: its own flags, names and files, and overrides of the config.
+"""The arguments of a verb: its own flags, names and files, and overrides of the config.
 
     train digits more.yaml --ranks 2 --optim.lr 1e-3 run.steps=5 --model.compile
           names            flag      override        override    override (true)
 
-A flag that the verb doesn't have is an override; if it is no key either, the config says so, with what was meant.
+A flag that the verb doesn't have is an override; if it is no key either, the config error suggests the closest key.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import difflib
 import gc
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from lockstep.config.override import Override
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.local_paths import url_refusal
 from lockstep.core.terminal import echo
@@ -30,13 +31,37 @@ if TYPE_CHECKING:
 _ASSIGNMENT = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*=.*", re.DOTALL)
 
 CONFIG_EPILOG = """\
-RECIPE is a recipe (`lockstep recipes`) or a YAML or JSON file; further files are laid over it. Overrides:
+RECIPE is a recipe (`lockstep recipes`) or a YAML or JSON file; further files are merged over it. Overrides:
   --section.key value, --section.key=value or section.key=value      such as --optim.lr 3e-4
-Environment variables LOCKSTEP_SECTION__KEY come between the two. `lockstep config show` tells what came from where."""
+Environment variables LOCKSTEP_SECTION__KEY come between the two. `lockstep config show` prints each value's origin."""
+
+
+class Command(NamedTuple):
+    """A command below a verb, such as `ckpt ls`."""
+
+    summary: str
+    run: Callable[[Sequence[str]], int]
+    usage: str = ""
+
+
+def run_command(verb: str, commands: Mapping[str, Command], words: Sequence[str], epilog: str = "") -> int:
+    """Run the command of `verb` that the first word names, or print which there are."""
+    if not words or words[0] in ("-h", "--help"):
+        width = max(map(len, commands))
+        lines = "\n".join(
+            f"  {name} {of.usage}\n      {of.summary}" if of.usage else f"  {name:<{width}}  {of.summary}"
+            for name, of in commands.items()
+        )
+        echo(f"usage: lockstep {verb} {{{','.join(commands)}}} ...\n\n{lines}" + (f"\n\n{epilog}" if epilog else ""))
+        return 0 if words else 2
+    name, *rest = words
+    if name not in commands:
+        raise ConfigError(f"{verb} has no command {name!r}; {did_you_mean(name, commands)}")
+    return commands[name].run(rest)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with the exit code and the wording of the rest, and no abbreviations."""
+    """An argparse parser with Lockstep's exit code and wording of errors, and without abbreviations."""
 
     def __init__(self, verb: str, summary: str, epilog: str = "", usage: str | None = None) -> None:
         super().__init__(
@@ -53,14 +78,37 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def flags(self) -> dict[str, bool]:
-        """Every flag, and whether it takes a value."""
+        """Return every flag, and whether it takes a value."""
         return {
             flag: action.nargs != 0 for action in self._actions for flag in action.option_strings if flag[1:2] == "-"
         }
 
+    def parse(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[Override]]:
+        """Return the verb's own arguments, and the overrides, those that a flag is short for among them.
+
+        Raises:
+            ConfigError: An override without a dot is nearly one of the flags.
+        """
+        flags = self.flags()
+        own, overrides = split(words, flags)
+        args = self.parse_args(own)
+        problems = []
+        for override in overrides:
+            near = difflib.get_close_matches(override.place, list(flags), n=1, cutoff=0.8)
+            if "." not in override.key and near:
+                problems.append(Problem(override.place, "", f"there is no such flag; did you mean {near[0]}?"))
+        if problems:
+            raise ConfigError(problems)
+        given = vars(args)
+        if given.get("launch_ranks") is not None:
+            overrides.append(Override("launch.ranks", str(args.launch_ranks), "--ranks"))
+        if given.get("allow_untested"):
+            overrides.append(Override("run.allow_untested", "true", "--allow-untested"))
+        return args, overrides
+
 
 def split(words: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[Override]]:
-    """What is the verb's own, and the overrides, both in their order."""
+    """Return the verb's own words and the overrides, both in their order."""
     own: list[str] = []
     overrides: list[Override] = []
     rest = list(words)
@@ -85,38 +133,29 @@ def _is_value(word: str) -> bool:
     return not word.startswith("--") and not _ASSIGNMENT.fullmatch(word)
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """The positional names of recipes and files."""
-    parser.add_argument("config", nargs="*", metavar="RECIPE", help="a recipe or files; by default stdlib-lm")
-
-
-def read_config(
-    names: Sequence[str], overrides: Sequence[Override], flags: Iterable[str] = ()
-) -> tuple[LoadedConfig, str]:
-    """The config, to be looked at, and what a run of it is called. Raises ConfigError; `flags` are what else might have
-    been meant."""
-    check_flags(overrides, flags)
-    with _no_collections():
+def read_config(names: Sequence[str], overrides: Sequence[Override]) -> tuple[LoadedConfig, str]:
+    """Return the config, for looking at it, and what a run of it is called. Raises ConfigError."""
+    with _no_garbage_collection():
         from lockstep.config.loading import load
         from lockstep.config.recipes import resolve_all
 
-        found = resolve_all(names)
-        loaded = load([one.path for one in found], overrides, of_runs=[one.path for one in found if one.of_run])
+        recipes = resolve_all(names)
+        of_runs = [recipe.path for recipe in recipes if recipe.of_run]
+        loaded = load([recipe.path for recipe in recipes], overrides, of_runs=of_runs)
     for note in loaded.notes:
         echo(f"lockstep: {note}", file=sys.stderr)
-    return loaded, found[0].name
+    return loaded, recipes[0].name
 
 
 def approved_config(
-    names: Sequence[str],
-    overrides: Sequence[Override],
-    flags: Iterable[str] = (),
-    *,
-    trusted: bool,
-    writes: bool = False,
+    names: Sequence[str], overrides: Sequence[Override], *, trusted: bool, writes: bool = False
 ) -> tuple[LoadedConfig, str]:
-    """As `read_config`, to be acted on. Raises ConfigError, too, if it is somebody else's and `trusted` is not said."""
-    loaded, name = read_config(names, overrides, flags)
+    """Return the same as `read_config`, for acting on it.
+
+    Raises:
+        ConfigError: The config is wrong, or somebody else's run has it and `trusted` is False.
+    """
+    loaded, name = read_config(names, overrides)
 
     from lockstep.config.approval import approved
 
@@ -124,7 +163,7 @@ def approved_config(
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def _no_garbage_collection() -> Iterator[None]:
     """Building the schema makes many objects and no garbage; looking for it took an eighth of a config's 0.2 s."""
     gc.disable()
     try:
@@ -133,34 +172,65 @@ def _no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def check_flags(overrides: Sequence[Override], flags: Iterable[str]) -> None:
-    """A flag without a dot that is nearly one of the verb's."""
-    problems = []
-    for override in overrides:
-        near = difflib.get_close_matches(override.place, list(flags), n=1, cutoff=0.8)
-        if "." not in override.key and near:
-            problems.append(Problem(override.place, "", f"there is no such flag; did you mean {near[0]}?"))
-    if problems:
-        raise ConfigError(problems)
+# --- flags that several verbs have ----------------------------------------------------------------------------------
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add the positional names of recipes and files."""
+    parser.add_argument("config", nargs="*", metavar="RECIPE", help="a recipe or files; by default stdlib-lm")
+
+
+def add_ranks(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add `--ranks N`, short for `--launch.ranks N`."""
+    parser.add_argument("--ranks", type=ranks, metavar="N|auto", dest="launch_ranks", help=text)
+
+
+def add_untested(parser: argparse.ArgumentParser) -> None:
+    """Add `--allow-untested`, short for `--run.allow_untested true`."""
+    parser.add_argument("--allow-untested", action="store_true", help="allow combinations that were never tested")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that allow code to run."""
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="let code that comes with a downloaded model run"
+    )
+    parser.add_argument(
+        "--trust-run", action="store_true", help="let code run that the config of somebody else's run names"
+    )
+
+
+def add_run(parser: argparse.ArgumentParser, ranks_text: str) -> None:
+    """Add what all verbs have that start a run or ask about one."""
+    add_config(parser)
+    add_ranks(parser, ranks_text)
+    add_json(parser)
+    add_trust(parser)
+    add_untested(parser)
 
 
 # --- values of flags ------------------------------------------------------------------------------------------------
 
 
 def ranks(text: str) -> int | str:
-    """`auto` or a whole number above 0."""
+    """Return `auto` or a whole number above 0."""
     return "auto" if text == "auto" else whole(text, "a whole number above 0, or auto")
 
 
 def whole(text: str, wanted: str = "a whole number above 0") -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return int(text)
 
 
 def path(text: str) -> Path:
-    """A path of a file system."""
+    """Return a path of a file system."""
     refusal = url_refusal(text)
     if refusal is not None:
         raise argparse.ArgumentTypeError(refusal)
@@ -168,31 +238,26 @@ def path(text: str) -> Path:
 
 
 def size(text: str) -> int:
-    """Bytes: 80GiB, 80GB, 24G (GiB, as memory is sold), or a number of them of a MiB or more."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
-    if found is None or float(found[1]) == 0:
+    """Return bytes: 80GiB, 80GB, 24G (GiB, as memory is sold), or a number of bytes of a MiB or more."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0; write 80GiB, 80GB or a number of bytes")
-    number, prefix, binary, byte = found.groups()
+    number, prefix, binary, byte = match.groups()
     if not (prefix or byte) and float(number) < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text!r} would be {text} bytes; write {text}GiB, or {text}B for bytes")
     base = 1000 if byte and not binary else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
 
 
-def step(text: str) -> int:
-    """A whole number of 0 or more."""
-    return seed(text)
-
-
-def seed(text: str) -> int:
-    """A whole number of 0 or more."""
+def count(text: str) -> int:
+    """Return a whole number of 0 or more, such as a step or a seed."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 
 def temperature(text: str) -> float:
-    """A finite number of 0 or more."""
+    """Return a finite number of 0 or more."""
     try:
         number = float(text)
     except ValueError:
@@ -200,27 +265,3 @@ def temperature(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return number
-
-
-def short_overrides(asked: argparse.Namespace) -> list[Override]:
-    """`--ranks N` is short for `--launch.ranks N`, `--allow-untested` for `--run.allow_untested true`."""
-    found = [] if asked.ranks is None else [Override("launch.ranks", str(asked.ranks), "--ranks")]
-    return [*found, *([Override("run.allow_untested", "true", "--allow-untested")] if asked.allow_untested else [])]
-
-
-def add_untested(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-untested", action="store_true", help="try what was never tested together")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="stdout is a JSON object alone; all else goes to stderr")
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Whose code may run."""
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="let code that comes with a downloaded model run"
-    )
-    parser.add_argument(
-        "--trust-run", action="store_true", help="let code run that the config of somebody else's run names"
-    )

@@ -1,4 +1,4 @@
-"""The known name that is closest to a misspelled one."""
+"""Misspelled names: the known name that is closest, and the sentence that offers it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str |
     plain = {_plain(item): item for item in known}
     near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=cutoff)
     return plain[near[0]] if near else None
+
+
+def did_you_mean(name: str, known: Iterable[str], others: str = "there are") -> str:
+    """Return `did you mean X?` for the closest known name, or a list of all that begins with `others`."""
+    names = list(known)
+    near = closest_match(name, names)
+    return f"did you mean {near}?" if near else f"{others} {', '.join(names)}"
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The samples that were used, as one number that no order and no split changes.
+"""Which samples were used, as one number that no order and no split changes.
 
     digest(updates) = sum over their samples of mix(epoch, index)   modulo 2^40
 
@@ -17,18 +17,19 @@ _Indices = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 def digests(epoch: int, indices: _Indices, own: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[int]:
-    """Return the digest of each row of `indices` [updates, samples]; columns that aren't `own` (filler) don't count."""
-    sums: list[int] = ((_mix(epoch, indices) * own).sum(axis=1, dtype=np.uint64) % MODULUS).tolist()
-    return sums
+    """Of each row of `indices` [updates, samples]; columns that aren't `own` (filler) don't count."""
+    mixed = _mix(epoch, indices)
+    found: list[int] = ((mixed * own).sum(axis=1, dtype=np.uint64) % MODULUS).tolist()
+    return found
 
 
 def digest(epoch: int, indices: _Indices) -> int:
-    """Return the digest of these samples of one epoch."""
+    """Of these samples of one epoch."""
     return int(_mix(epoch, indices).sum(dtype=np.uint64) % MODULUS)
 
 
 def _mix(epoch: int, indices: _Indices) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
-    """Return splitmix64 (Steele, Lea & Flood 2014, https://doi.org/10.1145/2660193.2660195) of index and epoch."""
+    """splitmix64 (Steele, Lea & Flood 2014, https://doi.org/10.1145/2660193.2660195) of index and epoch."""
     with np.errstate(over="ignore"):
         state = indices.astype(np.uint64) * np.uint64(2) + np.uint64(1)
         state += np.uint64(epoch % 2**32) * np.uint64(0x9E3779B97F4A7C15)

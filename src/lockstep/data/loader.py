@@ -1,4 +1,4 @@
-"""The batches that follow a cursor.
+"""From a cursor to the batches that follow it.
 
     cursor --> epoch, position --> the update's samples --> this rank's share --> micro-batches
                divmod              order (keyed)            plan/batch            fetched, moved to the device
@@ -6,7 +6,7 @@
     update 7 of rank 1:   [ . . . . | x x x | . . . ]      positions k*G .. (k+1)*G of the epoch's order
                                       x x | x              its micro-batches
 
-The only state is the number of samples consumed.
+Nothing is remembered but the number of samples consumed; where the run stands decides what comes next.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BLOCK = 4096  # positions whose order is computed at a time: 0.04 us each; a ba
 
 @dataclass(slots=True)
 class _Share:
-    """The part of an update that this rank fetches."""
+    """This rank's part of an update, before it is fetched."""
 
     requests: list[FetchRequest]
     samples: int
@@ -48,14 +48,8 @@ class _Share:
 class TrainingLoader:
     """The endless stream of updates of one rank of the data axis.
 
-    Args:
-        count: micro-batch on the CPU -> its valid targets.
-
     Attributes:
         epoch_samples: samples of an epoch; with `drop_last`, those that fill global batches.
-
-    Raises:
-        ConfigError: no samples, or none left with `drop_last`.
     """
 
     def __init__(
@@ -71,6 +65,11 @@ class TrainingLoader:
         device: torch.device,
         count: Callable[[Batch], float],
     ) -> None:
+        """`count` tells the valid targets of a micro-batch, on the CPU.
+
+        Raises:
+            ConfigError: no samples, or none left with `drop_last`.
+        """
         samples = source.facts.samples
         self.epoch_samples = _epoch_samples(samples, batch.global_size, drop_last)
         self._source = source
@@ -85,39 +84,41 @@ class TrainingLoader:
         self._running: Generator[GlobalBatch, None, None] | None = None
 
     def updates(self, progress: Progress) -> Iterator[GlobalBatch]:
-        """Yield the updates after `progress`, without end; an iterator returned before ends.
+        """What the run does after `progress`, without end; whatever `updates` was at before is over.
 
-        Raises:
-            RunFailed: while it is read; a sample can't be read, or a worker died.
+        Raises, while it is read:
+            RunFailed: a sample can't be read, or a worker died.
         """
         self.close()
         self._running = self._epochs(progress)
         return self._running
 
     def close(self) -> None:
-        """End the workers."""
+        """Ends the workers."""
         if self._running is not None:
             self._running.close()
             self._running = None
 
     def _epochs(self, progress: Progress) -> Generator[GlobalBatch, None, None]:
-        """Yield updates from one set of workers for all epochs, unless `persistent_workers` is off."""
+        """One set of workers for all epochs, unless `persistent_workers` is off."""
         steps, cursor = progress.steps, progress.samples
         while True:
             stop = None
             if self._options.workers and not self._options.persistent_workers:
                 stop = (cursor // self.epoch_samples + 1) * self.epoch_samples
-            shares = self._shares(steps, cursor, stop)
-            updates = self._from_workers(shares) if self._workers.number else self._in_process(shares)
-            for update in to_device(updates, self._device, self._workers.pin):
+            for update in self._fetched(self._shares(steps, cursor, stop)):
                 yield update
                 steps, cursor = update.step + 1, update.cursor
 
-    def _in_process(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+    def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+        updates = self._here(shares) if self._workers.number == 0 else self._by_workers(shares)
+        return to_device(updates, self._device, self._workers.pin)
+
+    def _here(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         for share in shares:
             yield self._update(share, [fetch(self._source, request) for request in share.requests])
 
-    def _from_workers(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+    def _by_workers(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         ahead, shares = tee(shares)  # workers are asked ahead of what is delivered
         requests = (request for share in ahead for request in share.requests)
         batches = fetch_all(self._source, requests, self._workers)
@@ -135,7 +136,7 @@ class TrainingLoader:
         )
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
-        """Yield the shares from `cursor` on, in blocks of equal updates; up to the cursor `stop`."""
+        """From `cursor` on, in blocks of equal updates; up to the cursor `stop`."""
         while cursor != stop:
             epoch, position = divmod(cursor, self.epoch_samples)
             left = self.epoch_samples - position
@@ -145,7 +146,7 @@ class TrainingLoader:
                 step, cursor = share.step + 1, share.cursor
 
     def _block(self, epoch: int, position: int, size: int, most: int, step: int, cursor: int) -> Iterator[_Share]:
-        """Yield updates of `size` samples each from `position` on: `most` of them, or as many as make a block."""
+        """Updates of `size` samples each from `position` on: `most` of them, or as many as make a block."""
         ranges = self._batch.ranges(size, self._rank)
         # filler is the update's first sample: every rank has one at hand, and it is real data
         offsets = np.concatenate(
@@ -153,7 +154,7 @@ class TrainingLoader:
         )
         firsts = position + size * np.arange(max(1, min(most, _BLOCK // len(offsets))))
         indices = self._order.indices(epoch, firsts[:, None] + offsets)
-        slices = _slices(ranges)
+        cuts = _cuts(ranges)
         owner, first = (0, self._batch.share(size, self._rank).first) if self._batch.fixed else (self._rank, 0)
         epoch_key = key(self._seed, "noise", epoch)
         own = np.concatenate([np.full(max(stop - start, 1), stop > start) for start, stop in ranges])
@@ -161,25 +162,21 @@ class TrainingLoader:
             cursor += size
             requests = [
                 FetchRequest(row[start:stop], filler, epoch_key, self._generator_key(step, owner, first + micro))
-                for micro, (start, stop, filler) in enumerate(slices)
+                for micro, (start, stop, filler) in enumerate(cuts)
             ]
             yield _Share(requests, size, epoch, cursor, step, digest)
             step += 1
 
     def _generator_key(self, step: int, owner: int, micro: int) -> int | None:
-        """Return the seed of a micro-batch's generators.
-
-        Args:
-            owner: the rank; 0 for micro-batches that are the same on any number of ranks.
-        """
+        """`owner` is the rank; of micro-batches that are the same on any ranks, 0."""
         return key(self._seed, "augmentation", step, owner, micro) if self._source.draws else None
 
 
 def evaluation_batches(
     source: Source, micro_size: int, rank: int, ranks: int, options: Loader, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield this rank's part of the whole set: every sample once over all ranks, as many batches on each; filler where
-    a rank has run out. The draws are the same in every evaluation.
+    """This rank's part of the whole set: every sample once over all ranks, as many batches on each; filler where a
+    rank has run out. What is drawn is the same in every evaluation.
 
     Raises:
         ConfigError: the set is empty.
@@ -212,14 +209,14 @@ def _epoch_samples(samples: int, global_size: int, drop_last: bool) -> int:
     return samples // global_size * global_size
 
 
-def _slices(ranges: list[tuple[int, int]]) -> list[tuple[int, int, bool]]:
-    """Return the place of each micro-batch in the rank's row of indices, and whether it is filler."""
-    slices, first = [], 0
+def _cuts(ranges: list[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+    """Where each micro-batch lies in the rank's row of indices, and whether it is filler."""
+    cuts, first = [], 0
     for start, stop in ranges:
         width = max(1, stop - start)
-        slices.append((first, first + width, stop == start))
+        cuts.append((first, first + width, stop == start))
         first += width
-    return slices
+    return cuts
 
 
 def _workers(options: Loader, device: torch.device, workers_key: int) -> Workers:

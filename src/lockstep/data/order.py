@@ -7,7 +7,7 @@
         row    <- (row    + mix(column, key of the round)) mod rows        even rounds
         column <- (column + mix(row,    key of the round)) mod columns     odd rounds
 
-A Feistel network over a grid instead of bits (the generalized Feistel cipher of Black and Rogaway, "Ciphers with
+A Feistel network over a grid instead of bits (the generalised Feistel cipher of Black and Rogaway, "Ciphers with
 Arbitrary Finite Domains", CT-RSA 2002): each round can be undone, so the whole is a bijection of the grid. The few
 cells beyond N (fewer than there are rows) are walked through until a cell below N comes up, which makes it a
 bijection of 0 .. N-1.
@@ -49,14 +49,14 @@ class SampleOrder:
         self.shuffle = shuffle
 
     def indices(self, epoch: int, positions: Indices) -> Indices:
-        """Return the samples at `positions` (any shape, each in [0, N)) of `epoch`; of the same shape."""
+        """The samples at `positions` (any shape, each in [0, N)) of `epoch`; of the same shape."""
         if not self.shuffle:
             return positions
         return permute(positions, self.samples, _round_keys(self.seed, epoch))
 
 
 def permute(positions: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
-    """Return a bijection of [0, size), chosen by the keys of its rounds, at `positions`."""
+    """A bijection of [0, size), chosen by the keys of its rounds, at `positions`."""
     rows = max(1, math.isqrt(size - 1) + 1)
     columns = -(-size // rows)
     cells = _walk(positions.astype(np.uint64), rows, columns, keys)
@@ -69,7 +69,7 @@ def permute(positions: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply in place, and return, SplitMix64's finalizer (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
+    """In place, and returned: SplitMix64's finaliser (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
     Generators", OOPSLA 2014), which spreads each bit over all 64."""
     x ^= x >> _SHIFTS[0]
     x *= _FACTORS[0]
@@ -80,7 +80,7 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _walk(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply all rounds, once, over the grid."""
+    """All rounds, once, over the grid."""
     width = np.uint64(columns)
     row, column = np.divmod(cells, width)
     sizes = (np.uint64(rows), width)
@@ -95,7 +95,7 @@ def _walk(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.u
 
 
 def _draw(values: NDArray[np.uint64], round_key: np.uint64, size: np.uint64) -> NDArray[np.uint64]:
-    """Return a number in [0, size) for each value: the upper half of its mix, scaled."""
+    """A number in [0, size) for each value: the upper half of its mix, scaled."""
     x = mix(values + round_key)
     x >>= _HALF
     x *= size
@@ -104,7 +104,7 @@ def _draw(values: NDArray[np.uint64], round_key: np.uint64, size: np.uint64) -> 
 
 
 def _add_modulo(values: NDArray[np.uint64], summands: NDArray[np.uint64], size: np.uint64) -> None:
-    """Add in place; both are below `size`. What is below `size` wraps to a huge number when `size` is taken from it, so
+    """In place; both are below `size`. What is below `size` wraps to a huge number when `size` is taken from it, so
     the smaller of the two is the remainder."""
     values += summands
     np.minimum(values, values - size, out=values)

@@ -29,7 +29,7 @@ from lockstep.data.stdlib_text import stdlib_files
 from lockstep.data.windows import fingerprint
 
 _CLASSES = 9
-_HELD_OUT_EVERY = 10
+_HELD_OUT_SHARE = 10  # one in so many
 _SHORTEST = 40  # bytes; below, there is nothing to tell packages apart by
 _DEFINITION = re.compile(rb"^[ \t]*(?:async )?def ", re.MULTILINE)
 
@@ -43,9 +43,6 @@ class _Function(NamedTuple):
 class StdlibFunctionsSource:
     """Functions as bytes, padded to the longest of the batch, with a mask; the targets are classes.
 
-    Args:
-        aligned: inputs have the names of the transformers library's models.
-
     Attributes:
         packages: the classes' names, by number.
     """
@@ -53,6 +50,7 @@ class StdlibFunctionsSource:
     draws = False
 
     def __init__(self, section: StdlibFunctions, *, aligned: bool = False) -> None:
+        """`aligned`: inputs have the names of the transformers library's models."""
         self._aligned = aligned
         functions = _all_functions()
         self.packages = tuple(sorted({function.package for function in functions}))
@@ -79,7 +77,21 @@ class StdlibFunctionsSource:
 
 @lru_cache(maxsize=1)
 def _all_functions() -> tuple[_Function, ...]:
-    """Return the functions of the packages that define most; a text that occurs again anywhere is left out."""
+    """Of the packages that define most; a text that occurs again anywhere is left out."""
+    files = _files_by_package()
+    names = re.compile("|".join(re.escape(name) for name in files), re.IGNORECASE)
+    found: dict[bytes, _Function] = {}
+    for package in sorted(files):
+        for name, path in files[package]:
+            for function, text in _functions_of(path):
+                blanked = names.sub("_", text).encode()
+                if len(blanked) >= _SHORTEST:
+                    found.setdefault(blanked, _Function(package, f"{name}:{function}", blanked))
+    return tuple(found.values())
+
+
+def _files_by_package() -> dict[str, list[tuple[str, Path]]]:
+    """Names and paths of the files of the packages that define most functions."""
     files: dict[str, list[tuple[str, Path]]] = {}
     counts: Counter[str] = Counter()
     for name, path in stdlib_files():
@@ -88,19 +100,11 @@ def _all_functions() -> tuple[_Function, ...]:
             files.setdefault(package, []).append((name, path))
             counts[package] += len(_DEFINITION.findall(path.read_bytes()))
     most = sorted(counts, key=lambda package: (-counts[package], package))[:_CLASSES]
-    package_names = re.compile("|".join(re.escape(name) for name in most), re.IGNORECASE)
-    functions: dict[bytes, _Function] = {}
-    for package in sorted(most):
-        for name, path in files[package]:
-            for function, text in _functions_of(path):
-                blanked = package_names.sub("_", text).encode()
-                if len(blanked) >= _SHORTEST:
-                    functions.setdefault(blanked, _Function(package, f"{name}:{function}", blanked))
-    return tuple(functions.values())
+    return {package: files[package] for package in most}
 
 
 def _functions_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield qualified name and dedented text of a file's functions and methods; not of those inside functions."""
+    """Qualified name and dedented text of the functions and methods of a file; not of those inside functions."""
     source = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
     try:
         tree = ast.parse(source)
@@ -120,11 +124,11 @@ def _definitions(node: ast.Module | ast.ClassDef, prefix: str, lines: list[str])
 
 def _held_out(name: str) -> bool:
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % _HELD_OUT_EVERY == 0
+    return int.from_bytes(digest, "little") % _HELD_OUT_SHARE == 0
 
 
 def _padded(texts: list[bytes], lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return the texts as [texts, longest], zeros behind their ends."""
+    """[texts, longest], zeros behind the end."""
     padded = np.zeros((len(texts), int(lengths.max())), dtype=np.uint8)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(texts), dtype=np.uint8)
     return padded

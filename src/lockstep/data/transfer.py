@@ -1,10 +1,10 @@
-"""Copies from the host to the rank's device, ahead of time.
+"""From the host to the rank's device, ahead of time.
 
     host      fetch k+1, pin, queue its copy | yield k | fetch k+2 ...
     copies          ............ k+1 .........
     compute   ... k-1 ...        |    ... k ...
 
-On a GPU the copy of the next item runs on a separate stream beside the computation. On the CPU nothing happens.
+On a GPU the copy of the next item runs on a stream of its own beside the computation. On the CPU nothing happens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Item = TypeVar("Item", Batch, GlobalBatch)
 
 
 def to_device(items: Iterator[Item], device: torch.device, pin: bool) -> Iterator[Item]:
-    """Yield the items with their tensors on `device`."""
+    """The items with their tensors on `device`."""
     if device.type == "cpu":
         return items
     if device.type == "cuda":
@@ -31,7 +31,7 @@ def to_device(items: Iterator[Item], device: torch.device, pin: bool) -> Iterato
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with `function` applied to each tensor in it: in records, mappings, tuples and lists."""
+    """`value` with `function` applied to each tensor within: in records, mappings, tuples and lists."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, GlobalBatch):

@@ -1,8 +1,8 @@
-"""What the verb memory does: ranks of their own for each mode, a line a mode, JSON.
+"""Measures the memory and the time of an update in each mode, in new ranks for each, and prints a table.
 
 none        2 updates to warm up, N timed, 1 whose memory is counted  -->  peak, ms
 full        the same updates                                          -->  peak, ms, x none's
-refused: a line with the reason; the next goes on
+refused     a row with the reason; the next mode follows
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,6 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
 from lockstep.core.formatting import size
-from lockstep.core.json_output import emit
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks, count_gpus
@@ -33,21 +30,25 @@ from lockstep.training.user_objects import UserObjects, refuse_given
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
-    from lockstep.core.arguments import MemoryArguments
     from lockstep.training.session import Session
 
-_WARM_UP = 2  # the second forward is the first that a budget decides of
+_WARM_UP = 2  # the second forward is the first for which a budget chooses blocks
+_METHOD = {
+    "cpu": "peak memory of torch's allocator in an update, and processor time of the fastest update",
+    "cuda": "peak memory that torch allocated in an update, and time of the fastest update",
+}
+_HEAD = "| mode | peak of an update | of none's | ms an update | of none's |\n| --- | ---: | ---: | ---: | ---: |"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Of one mode.
+class ModeMeasurement:
+    """Memory and time of an update in one mode.
 
     Attributes:
-        peak: bytes that an update needs at once, above `held`; of the rank that needs most. None: it didn't run.
-        held: bytes of parameters, buffers and optimizer state, and on a GPU whatever else is there between updates.
-        milliseconds: of the fastest update: what others do on the machine only adds. On the CPU of processor time.
-        why: it didn't run.
+        peak: Peak bytes of an update above `held`, of the rank that needs most; None: the mode didn't run.
+        held: Bytes of parameters, buffers and optimizer state, and on a GPU whatever else is there between updates.
+        milliseconds: Time of the fastest update, as other processes only add to it; on the CPU processor time.
+        why: Why the mode didn't run.
     """
 
     mode: str
@@ -57,83 +58,65 @@ class Measured:
     why: str = ""
 
 
-def memory(loaded: LoadedConfig, recipe: str, arguments: MemoryArguments) -> int:
-    """Returns the exit code."""
+def measure_modes(
+    loaded: LoadedConfig, recipe: str, modes: str, steps: int, *, trust_remote_code: bool
+) -> list[ModeMeasurement]:
+    """Measure each mode in new ranks of this machine, and print a table row for each.
+
+    Args:
+        modes: Names separated by commas, or `all`.
+        steps: Updates of each mode that are timed.
+    """
     refuse_given(loaded)
-    asked = configs(_long_enough(loaded.config, arguments.steps), arguments.modes)
-    given = UserObjects(trust_remote_code=arguments.trust_remote_code)
-    ranks = choose_ranks(loaded.config.launch)
-    device = _device_of(loaded.config)
-    echo(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {_SAID[device]}\n\n{head()}", flush=True)
-    rows: list[Measured] = []
-    with _folder() as folder:
-        for mode, config in asked.items():
-            rows.append(_measured(mode, config, given, ranks, arguments.steps, folder))
-            echo(line(rows[-1], rows[0]), flush=True)
+    length = {"steps": _WARM_UP + steps + 2, "samples": None, "tokens": None, "epochs": None}
+    config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
+    chosen = configs(config, modes)
+    given = UserObjects(trust_remote_code=trust_remote_code)
+    ranks = choose_ranks(config.launch)
+    device = "cpu" if config.launch.device == "cpu" or not count_gpus() else "cuda"
+    echo(f"{recipe} on {device}, {ranks} rank{'s' * (ranks != 1)}: {_METHOD[device]}\n\n{_HEAD}", flush=True)
+    rows: list[ModeMeasurement] = []
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-memory-"))
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        with undo_on_stop(remove):
+            for mode, of_mode in chosen.items():
+                rows.append(_run_mode(mode, of_mode, given, ranks, steps, folder))
+                echo(table_row(rows[-1], rows[0]), flush=True)
+    finally:
+        remove()
     if rows[0].held is not None:
         echo(f"\nmodel and optimizer hold {size(rows[0].held)} besides")
-    if arguments.json:
-        emit([asdict(row) for row in rows])
-    return 0
+    return rows
 
 
-_SAID = {
-    "cpu": "what torch's allocator gave out at once in an update, and the fastest one's processor time",
-    "cuda": "the most that torch had allocated in an update, and the time of the fastest",
-}
-
-
-def head() -> str:
-    """Of the table, in Markdown."""
-    return "| mode | peak of an update | of none's | ms an update | of none's |\n| --- | ---: | ---: | ---: | ---: |"
-
-
-def line(row: Measured, none: Measured) -> str:
-    """One mode."""
+def table_row(row: ModeMeasurement, none: ModeMeasurement) -> str:
+    """Return a row of the Markdown table, with the ratios to the mode `none`."""
     if row.peak is None or row.milliseconds is None:
         return f"| {row.mode} | {row.why} | | | |"
-    of_peak = f"{row.peak / none.peak:.2f}" if none.peak else ""
-    of_time = f"{row.milliseconds / none.milliseconds:.2f}" if none.milliseconds else ""
-    return f"| {row.mode} | {size(row.peak)} | {of_peak} | {row.milliseconds:.1f} | {of_time} |"
+    peak_ratio = f"{row.peak / none.peak:.2f}" if none.peak else ""
+    time_ratio = f"{row.milliseconds / none.milliseconds:.2f}" if none.milliseconds else ""
+    return f"| {row.mode} | {size(row.peak)} | {peak_ratio} | {row.milliseconds:.1f} | {time_ratio} |"
 
 
-def _long_enough(config: Config, steps: int) -> Config:
-    """However short the run is: epochs begin again."""
-    length = {"steps": _WARM_UP + steps + 2, "samples": None, "tokens": None, "epochs": None}
-    return config.model_copy(update={"run": config.run.model_copy(update=length)})
+def _run_mode(mode: str, config: Config, given: UserObjects, ranks: int, steps: int, folder: Path) -> ModeMeasurement:
+    """Launch the ranks of one mode.
 
-
-def _measured(mode: str, config: Config, given: UserObjects, ranks: int, steps: int, folder: Path) -> Measured:
-    """Raises:
-    RunFailed: the ranks ended without a word.
-    Stopped: somebody asked for it.
+    Raises:
+        RunFailed: The ranks ended without a result.
+        Stopped: A signal asked them to stop.
     """
     file = folder / f"{mode}.json"
     try:
         entry = partial(_be_a_rank, mode, config, given, steps, file)
         code = launch(entry, ranks, config.launch, None, apart=True, ahead=imports_ahead(config)).show()
     except ConfigError as refusal:
-        return Measured(mode, why=f"refused: {refusal}")
+        return ModeMeasurement(mode, why=f"refused: {refusal}")
     if code in (Stopped.exit_code, Paused.exit_code):
         raise Stopped("stopped")
     if not file.exists():
         raise RunFailed(f"mode {mode} can't be measured: its ranks ended with exit code {code}")
-    return Measured(**json.loads(file.read_text(encoding="utf-8")))
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="lockstep-memory-"))
-    try:
-        with undo_on_stop(partial(shutil.rmtree, path, ignore_errors=True)):
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _device_of(config: Config) -> str:
-    """Without torch in this process."""
-    return "cpu" if config.launch.device == "cpu" or not count_gpus() else "cuda"
+    return ModeMeasurement(**json.loads(file.read_text(encoding="utf-8")))
 
 
 # --- on a rank ------------------------------------------------------------------------------------------------------
@@ -144,18 +127,18 @@ def _be_a_rank(mode: str, config: Config, given: UserObjects, steps: int, file: 
 
     try:
         with opened(config, given) as session:
-            found = _measure(mode, session, steps)
-            first = components_of(session).world.rank == 0
-    except ConfigError as refusal:  # all ranks have it
-        found, first = Measured(mode, why=f"refused: {refusal}"), True
+            measurement = _measure(mode, session, steps)
+            writes = components_of(session).world.rank == 0
+    except ConfigError as refusal:  # raised on all ranks
+        measurement, writes = ModeMeasurement(mode, why=f"refused: {refusal}"), True
     except OutOfMemory:
-        found, first = Measured(mode, why="out of memory"), True
-    if first:
-        file.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        measurement, writes = ModeMeasurement(mode, why="out of memory"), True
+    if writes:
+        file.write_text(json.dumps(asdict(measurement)), encoding="utf-8")
     return 0
 
 
-def _measure(mode: str, session: Session, steps: int) -> Measured:
+def _measure(mode: str, session: Session, steps: int) -> ModeMeasurement:
     from lockstep.measuring.peak import held_by, peak_of
 
     world, batches = components_of(session).world, iter(session.batches())
@@ -167,11 +150,11 @@ def _measure(mode: str, session: Session, steps: int) -> Measured:
 
     clock = time.process_time if world.device.type == "cpu" else time.perf_counter
     for number in range(_WARM_UP + steps):
-        began = clock()
+        start = clock()
         update()
         if number >= _WARM_UP:
-            times.append(clock() - began)
+            times.append(clock() - start)
     held = held_by(session.state().tensors.values(), world.device)
     peak = peak_of(update, world.device)
     peaks = cast("list[int]", world.axis.gather(peak))
-    return Measured(mode, max(peaks), held, 1000 * min(times))
+    return ModeMeasurement(mode, max(peaks), held, 1000 * min(times))

@@ -1,4 +1,4 @@
-"""What is measured: ways to save memory, by name, as sections `memory` of a config.
+"""The modes that are measured: ways to save memory, by name, as sections `memory` of a config.
 
 full   -->   memory: {activation_checkpointing: {mode: full}}
 """
@@ -9,51 +9,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.schema import Config, Memory
-from lockstep.core.closest import closest_match
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
-
-
-def _checkpointing(mode: str, **options: Any) -> dict[str, Any]:
-    return {"activation_checkpointing": {"mode": mode, **options}}
-
-
-_CHUNK = {"loss_chunk": 256}
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "none": {},
-    "full": _checkpointing("full"),
-    "full-every-2": _checkpointing("full", every=2),
-    "selective": _checkpointing("selective"),
-    "segments": _checkpointing("segments"),
-    "budget": _checkpointing("budget"),
-    "loss-chunk": _CHUNK,
+    "full": {"activation_checkpointing": {"mode": "full"}},
+    "full-every-2": {"activation_checkpointing": {"mode": "full", "every": 2}},
+    "selective": {"activation_checkpointing": {"mode": "selective"}},
+    "segments": {"activation_checkpointing": {"mode": "segments"}},
+    "budget": {"activation_checkpointing": {"mode": "budget"}},
+    "loss-chunk": {"loss_chunk": 256},
     "offload": {"activation_offload": "cpu"},
-    "full+offload": {**_checkpointing("full"), "activation_offload": "cpu"},
-    "full+loss-chunk": {**_checkpointing("full"), **_CHUNK},
+    "full+offload": {"activation_checkpointing": {"mode": "full"}, "activation_offload": "cpu"},
+    "full+loss-chunk": {"activation_checkpointing": {"mode": "full"}, "loss_chunk": 256},
 }
 
 
 OWN = "yours"
-"""What the config itself says of memory."""
+"""The mode that the config itself sets."""
 
 
 def configs(config: Config, names: str) -> dict[str, Config]:
-    """By mode. `none`, which all are compared with, comes first, asked for or not.
+    """Return a config for each mode. `none`, with which all are compared, comes first even if it isn't named.
+
+    Args:
+        names: Modes separated by commas, or `all`.
 
     Raises:
-        ConfigError: there is no such mode.
+        ConfigError: There is no such mode.
     """
-    own = {} if config.memory == Memory() else {OWN: config}
-    known = {**{name: _with(config, section) for name, section in MODES.items()}, **own}
-    asked = list(known) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in asked:
+    known = {
+        name: config.model_copy(update={"memory": Memory.model_validate(section)}) for name, section in MODES.items()
+    }
+    if config.memory != Memory():
+        known[OWN] = config
+    chosen = list(known) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in chosen:
         if name not in known:
-            near = closest_match(name, known)
-            said = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-            raise ConfigError(f"--modes: there is no mode {name!r}; {said}")
-    return {name: known[name] for name in dict.fromkeys(["none", *asked])}
-
-
-def _with(config: Config, section: Mapping[str, Any]) -> Config:
-    """The config's own ways to save memory replaced."""
-    return config.model_copy(update={"memory": Memory.model_validate(section)})
+            raise ConfigError(f"--modes: there is no mode {name!r}; {did_you_mean(name, known)}")
+    return {name: known[name] for name in dict.fromkeys(["none", *chosen])}

@@ -1,9 +1,9 @@
-"""How much memory work needs at once, above what was there before it.
+"""The peak memory of a function, above what was allocated before it.
 
 GPU    torch's own count of what it has allocated there
-CPU    torch's allocator tells its profiler of each block: +64 KB -64 KB +2 MB ...; the largest sum is the peak
+CPU    torch's profiler records each block of its allocator: +64 KB -64 KB +2 MB ...; the largest sum is the peak
 
-Not the resident memory of the process: what the C library keeps of freed blocks, and how it rounds, is no part of it.
+The resident memory of the process is no measure: it includes freed blocks that the C library keeps, and rounding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lockstep.distributed.shard_boxes import local_tensor
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes."""
+    """Return the peak bytes that `work` allocates on the device."""
     return _on_gpu(work, device) if device.type == "cuda" else _on_cpu(work)
 
 
 def held_by(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of what stays between updates: on a GPU all that is allocated there, on the CPU what these tensors have."""
+    """Return the bytes that stay between updates: all that is allocated on a GPU; of these tensors on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
@@ -44,10 +44,10 @@ def _on_gpu(work: Callable[[], object], device: torch.device) -> int:
 
 
 def _on_cpu(work: Callable[[], object]) -> int:
-    seen = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    with _unheard(), seen:
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with _muted(), profiler:
         work()
-    results = seen.profiler.kineto_results if seen.profiler is not None else None
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     assert results is not None, "a profiler that ended has results"
     blocks = [
         (event.start_ns(), cast("Any", event).nbytes()) for event in results.events() if event.name() == "[memory]"
@@ -60,9 +60,12 @@ def _on_cpu(work: Callable[[], object]) -> int:
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """torch 2.13's profiler tells stderr that it starts and stops, whatever its log level, and that it doesn't know how
-    large a block was that lay there before; such a one is freed when the batch before is."""
+def _muted() -> Iterator[None]:
+    """Discard stderr while the block runs.
+
+    torch 2.13's profiler prints there that it starts and stops, whatever its log level, and that it doesn't know the
+    size of blocks allocated before it started, such as the batch before.
+    """
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -1,5 +1,7 @@
-"""What the verb verify does: a line a run while it goes, the table, the page; exit code 3 if one isn't the same run,
-2 if none could be compared."""
+"""Prints and writes the result of comparing every strategy with the single process.
+
+Exit code 3: a run differs. Exit code 2: none could be compared.
+"""
 
 from __future__ import annotations
 
@@ -19,37 +21,59 @@ from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.core.arguments import VerifyArguments
-    from lockstep.proof.cases import Proof
+    from lockstep.proof.cases import Precise, Proof
 
 
-def verify(loaded: LoadedConfig, recipe: str, arguments: VerifyArguments) -> int:
-    """Returns the exit code."""
+def verify(
+    loaded: LoadedConfig,
+    recipe: str,
+    strategies: str,
+    ranks: tuple[int, ...],
+    steps: int,
+    precision: Precise,
+    *,
+    page: Path | None,
+    as_json: bool,
+    trust_remote_code: bool,
+) -> int:
+    """Print a line for each run, the table and the verdict, and write the page; return the exit code.
+
+    Args:
+        recipe: What the config is called.
+        strategies: Names separated by commas, or `all`.
+        ranks: Numbers of processes to run each strategy on.
+        steps: Updates of each run.
+        page: Where to write the page; None: runs/verify-RECIPE.html.
+        as_json: Print the rows as a JSON list.
+        trust_remote_code: Let code that comes with a downloaded model run.
+    """
     refuse_given(loaded)
-    given = UserObjects(trust_remote_code=arguments.trust_remote_code)
+    given = UserObjects(trust_remote_code=trust_remote_code)
 
     def begin(proof: Proof) -> None:
-        lacks = f"\nnote: {proof.missing}" if proof.missing else ""
-        told = introduction(proof, arguments.steps, arguments.precision)
-        echo(f"{recipe}: {told}{lacks}\n\n{head()}", flush=True)
+        missing = f"\nnote: {proof.missing}" if proof.missing else ""
+        echo(f"{recipe}: {introduction(proof, steps, precision)}{missing}\n\n{head()}", flush=True)
+
+    def show(row: Row) -> None:
+        echo(line(row), flush=True)
 
     outcome, proof = prove(
         loaded.config,
         given,
-        arguments.strategies,
-        arguments.ranks,
-        arguments.steps,
-        arguments.precision,
-        show=_show,
+        strategies,
+        ranks,
+        steps,
+        precision,
+        show=show,
         begin=begin,
     )
     rows = outcome.rows
-    remarks = [*outcome.notes, *(f"not run: {one}" for one in proof.left_out)]
-    said_of_all = verdict(rows, proof.missing)
-    echo(_end(rows, remarks, arguments.precision, said_of_all))
-    told = Told(recipe, rows, tuple(remarks), arguments.steps, arguments.precision)
-    echo(_write(told, said_of_all, arguments.html or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
-    if arguments.json:
+    remarks = [*outcome.notes, *(f"not run: {reason}" for reason in proof.left_out)]
+    summary = verdict(rows, proof.missing)
+    echo(_end(rows, remarks, precision, summary))
+    told = Told(recipe, rows, tuple(remarks), steps, precision)
+    echo(_write(told, summary, page or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
+    if as_json:
         emit([row.as_json() for row in rows])
     if any(row.passed is False for row in rows):
         return VerificationError.exit_code
@@ -57,7 +81,7 @@ def verify(loaded: LoadedConfig, recipe: str, arguments: VerifyArguments) -> int
 
 
 def introduction(proof: Proof, steps: int, precision: str) -> str:
-    """What is going to be run."""
+    """Return what is going to be run, as a sentence."""
     runs = len(proof.cases)
     return (
         f"{runs} run{'s' * (runs != 1)} of {steps} update{'s' * (steps != 1)} beside the single process, in {precision}"
@@ -65,7 +89,7 @@ def introduction(proof: Proof, steps: int, precision: str) -> str:
 
 
 def verdict(rows: Sequence[Row], missing: str | None) -> str:
-    """All in one sentence, with what the config asks for and no run was."""
+    """Return the result in one sentence, with what the config asks for and no run had."""
     return f"{_of_runs(rows)}; but {missing}" if missing else _of_runs(rows)
 
 
@@ -82,30 +106,26 @@ def _of_runs(rows: Sequence[Row]) -> str:
     return f"{every} the single process's{also}"
 
 
-def _show(row: Row) -> None:
-    echo(line(row), flush=True)
-
-
-def _end(rows: Sequence[Row], remarks: Sequence[str], precision: str, said_of_all: str) -> str:
+def _end(rows: Sequence[Row], remarks: Sequence[str], precision: str, summary: str) -> str:
     parts = ["", *(f"{story(row)}\n" for row in rows if not row.passed)]
-    parts += [f"{said(precision)}", *(f"note: {remark}" for remark in remarks), "", said_of_all]
+    parts += [f"{tolerances_text(precision)}", *(f"note: {remark}" for remark in remarks), "", summary]
     return "\n".join(parts)
 
 
-def said(precision: str) -> str:
-    """The tolerances."""
-    one = TOLERANCES[precision]
+def tolerances_text(precision: str) -> str:
+    """Return the tolerances of a precision as a sentence."""
+    limits = TOLERANCES[precision]
     return (
-        f"tolerances of {precision}: loss {one.loss:g} and norm {one.norm:g}, relative; gradient {one.gradient:g} of "
-        f"each parameter's norm;\nweights {one.weights:g} under sgd and {one.normalised:g} under rules that "
-        f"normalise, in summed learning rates (root mean square)"
+        f"tolerances of {precision}: loss {limits.loss:g} and norm {limits.norm:g}, relative; gradient "
+        f"{limits.gradient:g} of each parameter's norm;\nweights {limits.weights:g} under sgd and "
+        f"{limits.normalised:g} under rules that normalise, in summed learning rates (root mean square)"
     )
 
 
-def _write(told: Told, said_of_all: str, path: Path) -> Path:
+def _write(told: Told, summary: str, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, compose(told, said_of_all, said(told.precision)))
+        write_atomically(path, compose(told, summary, tolerances_text(told.precision)))
     except OSError as error:
         raise RunFailed(f"can't write {path}: {error.strerror or error}") from error
     return path

@@ -154,7 +154,7 @@ def _handed(given: UserObjects) -> dict[str, Any]:
 
 def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:
     from lockstep.monitor.folder import read_summary
-    from lockstep.training.command import launch_job
+    from lockstep.training.start_run import launch_job
 
     folder, outcome = launch_job(job, ranks)
     if outcome.code != 0:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
-    from lockstep.core.arguments import ExportArguments
 
 Form = Literal["safetensors", "torch", "hf"]
 _MODEL = "model."
@@ -45,6 +44,29 @@ _EXPORTS = "export"
 _FORMS: Mapping[str, Form] = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExportArguments:
+    """What to export, and where to.
+
+    Attributes:
+        step: Step of the checkpoint; None: the newest that verifies, or the best if the run is to end with it.
+        best: Take the checkpoint with the best metric.
+        to: A folder, or a file whose suffix names the format; None: in the run's folder.
+        format: `auto` is hf for a Hugging Face model, otherwise safetensors.
+        force: Replace what is there.
+        trust_remote_code: For hf: code that comes with a downloaded model may run.
+        trust_run: For hf: code that the config of somebody else's run names may run.
+    """
+
+    step: int | None = None
+    best: bool = False
+    to: Path | None = None
+    format: Literal["auto", "safetensors", "torch", "hf"] = "auto"
+    force: bool = False
+    trust_remote_code: bool = False
+    trust_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import evaluation_batches
-from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs
+from lockstep.data.prepared import PreparedSource, renamed_inputs
+from lockstep.data.sources import open_source
+from lockstep.data.tasks import OWN
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
 from lockstep.models.freezing import freeze
@@ -143,14 +145,14 @@ def _task(config: Config, model: nn.Module | None) -> tuple[str | None, str | No
     if config.model.kind == "huggingface":
         return config.model.task, config.model.pretrained
     if config.model.kind == "transformer":
-        return LANGUAGE_MODEL, None
+        return OWN, None
     if all(section.kind in _USERS_DATA for section in (config.data.train, *config.data.evaluation.values())):
         return None, None
     if model is None and config.model.kind == "custom":
         model = sketch_model(config.model, _NOTHING)
     head = head_of(model)
     if head is None:
-        return LANGUAGE_MODEL if config.objective.kind == "next-token" else None, None
+        return OWN if config.objective.kind == "next-token" else None, None
     return _TASKS.get(head.labels, head.labels), getattr(head.config, "name_or_path", None) or None
 
 

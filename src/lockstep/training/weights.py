@@ -165,7 +165,7 @@ def _forget_ours(file: Path) -> None:
 
 def _save_tokenizer(name: str, folder: Path) -> None:
     """If it is at hand."""
-    from lockstep.data.hub import load_tokenizer
+    from lockstep.data.tokenizers import load_tokenizer
 
     try:
         load_tokenizer(name).save_pretrained(folder)

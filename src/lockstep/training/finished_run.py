@@ -1,0 +1,145 @@
+"""What can be done with the weights that a run left: evaluate them, and generate text."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.ranks import names_a_rank
+from lockstep.core.terminal import echo
+from lockstep.launch.devices import choose_ranks
+from lockstep.launch.local import launch
+from lockstep.monitor.folder import RunFolder
+from lockstep.training.job import imports_ahead, opened
+from lockstep.training.session import components_of
+from lockstep.training.sources import facts_of_data, make_model
+from lockstep.training.user_objects import UserObjects
+from lockstep.training.weights import load_weights, to_rebuild
+
+if TYPE_CHECKING:
+    from lockstep.config.loading import LoadedConfig
+    from lockstep.config.schema import Config
+
+_EVALUATION_SET = "data.evaluation: {held-out: {kind: digits, split: held-out}}"
+
+
+def loaded_config(run: Path) -> LoadedConfig:
+    """Return the resolved config in a run's folder, and whether this user started the run; secrets are hidden in it."""
+    from lockstep.config.loading import load
+
+    file = RunFolder.open(run).config
+    return load([file], environ={}, of_runs=[file])
+
+
+def run_config(run: Path) -> Config:
+    """Return the resolved config in a run's folder, to be looked at; secrets are hidden in it."""
+    return loaded_config(run).config
+
+
+def evaluate_run(
+    run: Path, ranks: int | Literal["auto"] | None, *, trust_remote_code: bool, trust_run: bool
+) -> tuple[int, dict[str, Any] | None]:
+    """Evaluate the weights that a run left on the evaluation sets of its config; the first rank prints the metrics.
+
+    Args:
+        ranks: Processes on this machine; auto: one a GPU, or one; None: as many as the run had.
+
+    Returns:
+        The exit code, and the metrics by evaluation set in the process that has them.
+    """
+    config = _evaluation_config(to_rebuild(loaded_config(run), trusted=trust_run))
+    if not config.data.evaluation:
+        why = f"the run has no evaluation sets; add one to {run}/config.yaml, such as {_EVALUATION_SET}"
+        raise ConfigError(Problem("", "data.evaluation", why))
+    if ranks is not None:
+        config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": ranks})})
+    with tempfile.TemporaryDirectory(prefix="lockstep-eval-") as folder:
+        file = Path(folder, "evaluation.json")
+        entry = partial(_evaluate_rank, config, run, file, trust_remote_code)
+        if names_a_rank(os.environ):
+            code = entry()
+        else:
+            number = choose_ranks(config.launch)
+            code = launch(entry, number, config.launch, None, ahead=imports_ahead(config)).show()
+        return code, json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def _evaluation_config(config: Config) -> Config:
+    """Return the config without what an evaluation doesn't need.
+
+    The weights that a run left are whole: nothing partitions the model, and DeepSpeed shards it only together with its
+    optimizer. Optimizer, schedule and training set may be objects that were handed over in Python, and are absent here.
+    """
+    strategy = "auto" if config.parallel.strategy == "deepspeed" else config.parallel.strategy
+    degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
+    changes: dict[str, Any] = {"parallel": config.parallel.model_copy(update={"strategy": strategy, **degrees})}
+    if config.optim.name == "given":
+        changes["optim"] = config.optim.model_copy(update={"name": "adamw"})
+    if config.schedule.kind == "given":
+        changes["schedule"] = config.schedule.model_copy(update={"kind": "constant"})
+    sets = config.data.evaluation
+    if config.data.train.kind == "given" and sets and all(data.kind != "given" for data in sets.values()):
+        changes["data"] = config.data.model_copy(update={"train": next(iter(sets.values()))})
+    return config.model_copy(update=changes)
+
+
+def _evaluate_rank(config: Config, run: Path, file: Path, trust_remote_code: bool) -> int:
+    """Evaluate as one rank; the first prints the metrics and writes them to `file` as JSON."""
+    from lockstep.monitor.events import metrics_by_set
+
+    with opened(config, UserObjects(trust_remote_code=trust_remote_code)) as session:
+        load_weights(components_of(session).sharding.bare, run)
+        reports = session.evaluate()
+        if components_of(session).world.rank == 0:
+            for report in reports:
+                metrics = "  ".join(f"{name} {value:.4f}" for name, value in report.metrics.items())
+                echo(f"{report.name}: {metrics}  ({report.samples:,} samples in {report.seconds:.1f} s)")
+            file.write_text(json.dumps(metrics_by_set(reports)), encoding="utf-8")
+    return 0
+
+
+def generate_text(
+    run: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    trust_remote_code: bool,
+    trust_run: bool,
+) -> str:
+    """Return how the language model that a run left continues a prompt.
+
+    Args:
+        tokens: New tokens at most.
+        temperature: Temperature of the softmax; 0 takes the likeliest token.
+        top_k: Sample from this many of the likeliest tokens; None: from all.
+        seed: Seed of the samples.
+    """
+    import torch
+
+    from lockstep.models.generation import generate
+    from lockstep.training.text import codec_of, context_of
+
+    config = to_rebuild(loaded_config(run), trusted=trust_run)
+    given = UserObjects(trust_remote_code=trust_remote_code)
+    codec = codec_of(config)
+    facts = facts_of_data(config, given)
+    model = make_model(config, facts, given).eval()
+    load_weights(model, run)
+    continuation = generate(
+        model,
+        codec.encode(prompt),
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generator=torch.Generator().manual_seed(seed),
+        context=context_of(facts),
+    )
+    return codec.decode(list(continuation))

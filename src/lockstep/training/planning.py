@@ -1,0 +1,83 @@
+"""What follows from a config, without starting a process or allocating the model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.terminal import echo
+from lockstep.distributed.memory import memory_if_started
+from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
+from lockstep.plan.told_sizes import NOT_READ, facts_of_config
+from lockstep.training.assemble import refuse_cuts
+from lockstep.training.sources import open_sources
+from lockstep.training.user_objects import UserObjects, refuse_given
+
+if TYPE_CHECKING:
+    from lockstep.config.loading import LoadedConfig
+    from lockstep.config.schema import Config
+    from lockstep.core.records import DataFacts
+    from lockstep.plan.plan import Plan
+
+
+def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: bool) -> Plan:
+    """Return the plan of a run.
+
+    Args:
+        memory: Bytes that each rank has; None: as many as it would have on this machine.
+    """
+    from lockstep.models.build import sketch_model
+    from lockstep.models.facts import parameter_facts
+    from lockstep.plan.plan import Machine, make_plan
+
+    config = loaded.config
+    refuse_given(loaded)
+    facts, notes = _data_facts(config, UserObjects(trust_remote_code=trust_remote_code))
+    model = sketch_model(config.model, facts, trust_remote_code=trust_remote_code)
+    ranks = choose_ranks(config.launch)
+    gpus = 0 if config.launch.device == "cpu" else count_gpus()
+    machine = Machine(memory=memory or memory_if_started(gpus, count_cores(), ranks))
+    plan = make_plan(config, ranks, facts, parameter_facts(model), machine)
+    refuse_cuts(config, plan.mesh, model)
+    return replace(plan, warnings=(*plan.warnings, *notes))
+
+
+def _data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]]:
+    """Return the facts that the config states of its data, or else those of the data itself; and notes for readers."""
+    facts = facts_of_config(config)
+    return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
+
+
+def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
+    """Print the DeepSpeed config that makes the same run without Lockstep; on stderr, what no config can say."""
+    from lockstep.config.deepspeed import plain_config
+    from lockstep.models.facts import describe_model
+    from lockstep.plan.plan import derived_for_deepspeed, make_plan
+
+    config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
+    refuse_given(loaded)
+    if config.parallel.strategy != "deepspeed":
+        why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write deepspeed"
+        raise ConfigError(Problem("", "parallel.strategy", why))
+    facts, _ = _data_facts(config, given)
+    parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
+    made = make_plan(config, choose_ranks(config.launch), facts, parameters)
+    echo(json.dumps(plain_config(config, derived_for_deepspeed(made)), indent=2))
+    for note in _beyond_deepspeed(config, len(made.groups)):
+        echo(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def _beyond_deepspeed(config: Config, groups: int) -> list[str]:
+    schedule = config.schedule
+    notes = ["a script's usual loss is the mean of each micro-batch, Lockstep's the mean over all targets of an update"]
+    if groups > 1:
+        notes.append(
+            f"the optimizer has {groups} groups of parameters (optim.decay, optim.rules): make them in the script"
+        )
+    if schedule.kind != "constant" or schedule.warmup_steps or schedule.warmup_ratio:
+        notes.append("DeepSpeed's schedules run two updates behind Lockstep's; a constant rate without warm-up doesn't")
+    return notes

@@ -1,0 +1,228 @@
+"""Starts a run: checks it against what its folder holds, then trains as a rank or in ranks of this machine.
+
+this process is a rank already (torchrun, ...)  --> be it
+otherwise                                       --> make the folder, start the ranks, wait for their exit code
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lockstep.checkpoint.manifest import CorruptCheckpoint
+from lockstep.checkpoint.reading import by_step, read_manifest
+from lockstep.core.errors import ConfigError, Problem, Stopped
+from lockstep.core.progress import Progress
+from lockstep.core.ranks import names_a_rank
+from lockstep.core.stopping import blocked_signals, undo_on_stop
+from lockstep.core.terminal import echo
+from lockstep.launch.devices import choose_ranks
+from lockstep.launch.local import launch
+from lockstep.launch.outcome import LaunchResult
+from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, recipe_of
+from lockstep.plan.schedule import used_of_budget
+from lockstep.training.checkpoints import Resume, storage_of
+from lockstep.training.finished_run import run_config
+from lockstep.training.job import Job, imports_ahead, run_job
+from lockstep.training.locations import CheckpointLocation, choose
+from lockstep.training.out_of_memory import advice, setting_of
+from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
+from lockstep.training.saved_state import epoch_samples_in
+from lockstep.training.user_objects import UserObjects, refuse_given
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.local import LocalStorage
+    from lockstep.checkpoint.manifest import Manifest
+    from lockstep.config.loading import LoadedConfig
+    from lockstep.config.schema import Config
+
+_UNTRAINED_CODES = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
+_MAX_DIFFERENCES = 5  # settings shown in a message
+
+
+def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_code: bool) -> tuple[int, Path | None]:
+    """Train the run of a config to its end.
+
+    Args:
+        recipe: What the run is called where its config names no folder.
+        resume: From where; `origin` makes it a fork of another run.
+
+    Returns:
+        The exit code, and the run's folder if this process is the one that prints the run's summary.
+    """
+    config = loaded.config
+    refuse_given(loaded)
+    folder = Path(config.run.folder) if config.run.folder is not None else None
+    # Of several ranks the first may have made the folder and begun this run there already: it alone looks.
+    first = os.environ.get("RANK", "0") == "0"
+    _check_start(config, resume)
+    if resume.origin is not None and folder is not None and first:
+        _refuse_taken_fork(config, folder)
+    if folder is not None and not resume.fresh and resume.step is None:
+        if first and (folder / CONFIG).is_file() and recipe_of(folder) != recipe:
+            _refuse_other_settings(config, folder)
+        if _has_nothing_to_train(config, folder):
+            return 0, folder
+    job = Job(config, recipe, given=UserObjects(trust_remote_code=trust_remote_code), resume=resume)
+    if names_a_rank(os.environ):
+        finished = run_job(job)
+        return 0, finished.folder if first else None
+    path, result = launch_job(job, config.launch.ranks)
+    result.show()
+    return result.code, path if result.code == 0 else None
+
+
+# --- refusals before a folder is made or a rank is started ----------------------------------------------------------
+
+
+def _check_start(config: Config, resume: Resume) -> None:
+    """Raise ConfigError if the checkpoint to start from doesn't exist, or leaves nothing to train."""
+    if resume.origin is not None:
+        place = CheckpointLocation(resume.origin)
+    elif resume.step is None:
+        return
+    elif config.run.folder is None:
+        raise ConfigError("--from resumes a run: lockstep train RUN --from STEP, or give its run.folder")
+    else:
+        place = CheckpointLocation(Path(storage_of(config, Path(config.run.folder)).place))
+    start = _readable(place.storage, choose(place, resume.step))
+    if start is None:
+        return
+    length = _length(config, start)
+    if length.used >= length.budget:
+        raise ConfigError(
+            f"the checkpoint of step {start.step:,} is {length} already: nothing would be trained; give a longer "
+            f"run.{length.key}, or an earlier checkpoint: --from STEP"
+        )
+
+
+def _refuse_taken_fork(config: Config, folder: Path) -> None:
+    """Raise ConfigError if a fork would replace what another run has left."""
+    if folder.is_dir() and any(folder.iterdir()):
+        resume = f", or resume that run: lockstep train {folder}" if is_run(folder) else ""
+        content = "a run already" if is_run(folder) else "something else"
+        raise ConfigError(f"--fork begins a new run, and {folder} holds {content}; name a new folder{resume}")
+    storage = storage_of(config, folder)
+    if by_step(storage.names()):
+        why = f"{storage.place} holds checkpoints already, and a fork begins with a new one; name another folder"
+        raise ConfigError(Problem("", "checkpoint.folder", why))
+
+
+def _refuse_other_settings(config: Config, folder: Path) -> None:
+    """Raise ConfigError if the folder's run was trained with other settings."""
+    differences = other_settings(config, run_config(folder))
+    if not differences:
+        return
+    shown = "".join(f"\n  {line}" for line in differences[:_MAX_DIFFERENCES])
+    more = f"\n  and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
+    run = f"{'the finished run' if is_finished(folder) else 'a run'} of {recipe_of(folder)}"
+    why = f"{folder} holds {run}, which had other settings:{shown}{more}\n"
+    raise ConfigError(Problem("", "run.folder", f"{why}Give run.folder another name, or start over there: --fresh"))
+
+
+def _has_nothing_to_train(config: Config, folder: Path) -> bool:
+    """Return whether the run in the folder is as long as it is to be, and print so.
+
+    Raises:
+        ConfigError: The run isn't finished and is longer than it is to be now; or it is finished and had other
+            settings.
+    """
+    finished = is_finished(folder)
+    if not finished and not (folder / CONFIG).is_file():
+        return False
+    then = run_config(folder).run
+    if all(getattr(then, length) == getattr(config.run, length) for length in LENGTHS):
+        if finished:
+            _refuse_other_settings(config, folder)
+            echo(f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh")
+        return finished
+    too_long = _too_long(config, folder, finished=finished)
+    if too_long is not None and not finished:
+        raise ConfigError(too_long)
+    if too_long is not None:
+        echo(too_long)
+    return too_long is not None
+
+
+def _too_long(config: Config, folder: Path, *, finished: bool) -> str | None:
+    """Return the message for a run whose newest checkpoint is beyond its new length, or None if it isn't.
+
+    A run that stopped exactly at its new end still has to be finished.
+    """
+    storage = storage_of(config, folder)
+    steps = by_step(storage.names())
+    newest = _readable(storage, steps[max(steps)]) if steps else None
+    if newest is None:
+        return None
+    length = _length(config, newest)
+    if length.used < length.budget or (length.used == length.budget and not finished):
+        return None
+    return (
+        f"the run in {folder} is at step {newest.step:,} already, {length}; "
+        f"give it a longer run.{length.key} to resume it, or go back: --from STEP, or --fresh"
+    )
+
+
+def _readable(storage: LocalStorage, name: str) -> Manifest | None:
+    """Return a checkpoint's manifest; None if it is damaged: the run reports that and resumes from an earlier one."""
+    try:
+        return read_manifest(storage, name)
+    except CorruptCheckpoint:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """How far a checkpoint is and how long the run is to be, in the unit of `key`."""
+
+    used: float
+    budget: float
+    key: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"{'past' if self.used > self.budget else 'at'} run.{self.key} {self.value}"
+
+
+def _length(config: Config, manifest: Manifest) -> _Length:
+    progress = Progress(manifest.step, manifest.samples, manifest.tokens)
+    used, budget = used_of_budget(config.run, progress, epoch_samples_in(manifest))
+    key = next(length for length in LENGTHS if getattr(config.run, length) is not None)
+    return _Length(used, budget, key, getattr(config.run, key))
+
+
+# --- ranks of this machine ------------------------------------------------------------------------------------------
+
+
+def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResult]:
+    """Make the run's folder and run the job on N ranks of this machine; return the folder and how the ranks ended."""
+    number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
+    wanted = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
+    existed = wanted is not None and wanted.exists()
+    result = LaunchResult(ConfigError.exit_code)  # what `launch` raises
+
+    def leave() -> None:
+        folder.release()
+        if not existed and result.code in _UNTRAINED_CODES:  # after other failures the ranks' logs are in it
+            folder.remove_unbegun()
+
+    with ExitStack() as stack:
+        with blocked_signals(forks=True):  # no stop comes between making the folder and what would undo it
+            folder = RunFolder.create(wanted, job.recipe, again=True)
+            stack.enter_context(undo_on_stop(leave))
+        try:
+            entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
+            remedy = advice(setting_of(job.config, number), "forward")
+            result = launch(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
+        finally:
+            leave()
+    return folder.path, result
+
+
+def _be_a_rank(job: Job, folder: Path) -> int:
+    run_job(replace(job, folder=folder))
+    return 0
