@@ -18,8 +18,9 @@ from lockstep.config.schema import Config
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.models.facts import describe_model
 from lockstep.plan.mesh import Mesh
-from lockstep.plan.placement import Placement, placements
-from lockstep.plan.traffic import Traffic, Volume, traffic
+from lockstep.plan.placement import Placement, State, placements, traffic
+from lockstep.strategies.record import Layout, Traffic, Volume
+from lockstep.strategies.registry import layouts
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "choosing.md"
@@ -34,25 +35,7 @@ LLAMA_7B = {
 }  # fmt: skip
 """Touvron et al. 2023, "Llama 2" (arXiv:2307.09288): 6,738,415,616 parameters."""
 
-BEST_FOR = {
-    "single": "one CPU or GPU; the yardstick for all others",
-    "ddp": "whatever fits: the least to send, nothing to gather",
-    "fsdp": "what doesn't fit, on fast links; large models in general",
-    "fsdp-grad-op": "parameters fit, moments and gradients don't: saves the second gathering",
-    "fsdp-hybrid": "many machines: gathers within one, and only reduces between them",
-    "zero1": "parameters and gradients fit, moments don't; who has DeepSpeed's JSON",
-    "zero2": "as zero1, and gradients don't fit either",
-    "zero3": "as fsdp, for who has DeepSpeed's JSON, or must offload to the host",
-}
-MEASURED_AS = {
-    "ddp": "ddp",
-    "fsdp": "fsdp FULL_SHARD",
-    "fsdp-grad-op": "fsdp SHARD_GRAD_OP",
-    "fsdp-hybrid": "fsdp HYBRID_SHARD",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-}
+LAYOUTS = [layout for layout in layouts().values() if not layout.partitions and layout.variant.best_for]
 
 
 def main() -> None:
@@ -74,11 +57,11 @@ def table(results: Mapping[str, Any] | None) -> str:
     config = validate({"model": LLAMA_7B, "data": {"train": {"kind": "given"}}, "run": {"steps": 1}}).config
     parameters = describe_model(config.model, DataFacts(samples=1, tokens_per_sample=None))
     head = ["", "parameters", "gradients", "optimizer", "GiB a rank", "GiB sent a rank and update", "best for"]
-    rows = [_row(name, config, parameters) for name in BEST_FOR]
+    rows = [_row(layout, config, parameters) for layout in LAYOUTS]
     if results is not None:
         head.insert(-1, "ms a step")
-        for row in rows:
-            row.insert(-1, _speed(row[0], results))
+        for layout, row in zip(LAYOUTS, rows, strict=True):
+            row.insert(-1, _speed(layout, results))
     count = sum(one.elements for one in parameters)
     lines = [head, ["---"] * len(head), *rows]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -86,25 +69,30 @@ def table(results: Mapping[str, Any] | None) -> str:
     return f"{text}\n\n{count:,} parameters on {RANKS} ranks, fsdp-hybrid as {REPLICAS} replicas.{measured}\n"
 
 
-def _row(name: str, config: Config, parameters: Sequence[ParameterFacts]) -> list[str]:
-    place, sent = _placement(name, config, parameters), _sent(name, config, parameters)
+def _row(layout: Layout, config: Config, parameters: Sequence[ParameterFacts]) -> list[str]:
+    place, sent = _placement(layout, config, parameters), _sent(layout, parameters)
     parts = (place.parameters, place.gradients, place.optimizer, place.total)
-    return [name, *(f"{size / GIB:.1f}" for size in parts), f"{sent.total / GIB:.1f}", BEST_FOR[name]]
+    return [layout.name, *(f"{size / GIB:.1f}" for size in parts), f"{sent.total / GIB:.1f}", layout.variant.best_for]
 
 
-def _placement(name: str, config: Config, parameters: Sequence[ParameterFacts]) -> Placement:
-    mesh = Mesh(data=REPLICAS, shard=RANKS // REPLICAS) if "hybrid" in name else Mesh(shard=RANKS)
-    return next(row for row in placements(config, RANKS, parameters, name, mesh) if row.strategy == name)
+def _replicas(layout: Layout) -> int:
+    return REPLICAS if layout.variant.mesh == "hybrid" else 1
 
 
-def _sent(name: str, config: Config, parameters: Sequence[ParameterFacts]) -> Traffic:
+def _placement(layout: Layout, config: Config, parameters: Sequence[ParameterFacts]) -> Placement:
+    mesh = Mesh(data=_replicas(layout), shard=RANKS // _replicas(layout))
+    rows = placements(State(config.parallel, config.optim, parameters), RANKS, layout, mesh)
+    return next(row for row in rows if row.strategy == layout.name)
+
+
+def _sent(layout: Layout, parameters: Sequence[ParameterFacts]) -> Traffic:
     size = sum(one.elements * one.element_bytes for one in parameters)
     at_root = sum(one.elements * one.element_bytes for one in parameters if not one.name.startswith("blocks."))
-    return traffic(name, Volume(size, size, at_root), RANKS, replicas=REPLICAS if "hybrid" in name else 1)
+    return traffic(layout.variant.name, Volume(size, size, at_root), RANKS, replicas=_replicas(layout))
 
 
-def _speed(name: str, results: Mapping[str, Any]) -> str:
-    row = results["rows"].get(MEASURED_AS.get(name, ""))
+def _speed(layout: Layout, results: Mapping[str, Any]) -> str:
+    row = results["rows"].get(layout.variant.measured_as)
     return "-" if row is None else f"{row['own']['median']:.1f}"
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.layouts import STATE_VARIANTS, VARIANTS
 from kit.worlds import in_world
 
-from lockstep.plan.placement import DIVISIONS
-from lockstep.plan.traffic import Volume, traffic
-from lockstep.plan.variants import VARIANTS
+from lockstep.plan.placement import traffic
+from lockstep.strategies.record import Volume
 from lockstep.training.session import components_of
 
 CONFIG = {
@@ -108,13 +108,13 @@ def test_what_each_sends_beside_the_others(
     volume = Volume(parameters, gradients, parameters // 2)
     sent = {
         name: traffic(name, volume, shards * replicas, micro_batches=micro_batches, replicas=replicas).total
-        for name in DIVISIONS
+        for name in STATE_VARIANTS
     }
     assert sent["single"] == sent["dp"] == 0
     assert sent["ddp"] == sent["fsdp-no-shard"] == sent["zero0"]
     assert sent["fsdp"] >= sent["fsdp-grad-op"]
     assert sent["zero1"] <= sent["zero2"]
-    one = {name: traffic(name, volume, 1, micro_batches=micro_batches).total for name in DIVISIONS}
+    one = {name: traffic(name, volume, 1, micro_batches=micro_batches).total for name in STATE_VARIANTS}
     assert not any(one.values())
 
 

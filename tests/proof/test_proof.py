@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import small
+from kit.layouts import HYBRID, VARIANTS, is_partitioned
 from kit.proofs import proved, text
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.plan.variants import VARIANTS, is_cut
 from lockstep.proof.rows import Row, story
 from lockstep.training.session import components_of
 
@@ -21,9 +21,9 @@ def _failures(rows: list[Row]) -> list[str]:
     return [story(row) for row in rows if not row.passed]
 
 
-CUT = {name for name in VARIANTS if is_cut(name)}
+CUT = {name for name in VARIANTS if is_partitioned(name)}
 LEFT_OUT = {
-    1: {name for name in VARIANTS if "hybrid" in name} | CUT | {"dp"},
+    1: HYBRID | CUT | {"dp"},
     2: {name for name in CUT if "+" in name} | {"single", "dp"},
     4: {"single", "dp"},
 }

@@ -14,6 +14,7 @@ import pytest
 import torch
 from kit import small
 from kit.chains import TENSOR_PLAN
+from kit.layouts import VARIANTS
 from kit.worlds import in_world
 from safetensors.numpy import load_file
 
@@ -21,7 +22,6 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import Reader, Wanted, read_manifest
 from lockstep.checkpoint.saving import name_of
-from lockstep.plan.variants import VARIANTS
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.exporting import ExportArguments, export
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.layouts import VARIANTS
 from kit.runs import Arrays
 from kit.worlds import in_world
 from training.test_families import config
 from training.test_same_run import config as ours
 
 import lockstep
-from lockstep.plan.variants import VARIANTS
 from lockstep.training.session import components_of
 
 DIVIDED = {

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.families import FAMILIES, family
+from kit.layouts import VARIANTS, is_partitioned
 from kit.runs import Arrays, Trajectory, differences, recorded_all
 from kit.worlds import in_world
 
-from lockstep.plan.variants import VARIANTS, is_cut
 from lockstep.training.session import components_of
 
 SKIPPED = {
@@ -22,7 +22,7 @@ SKIPPED = {
     "fsdp-hybrid-grad-op": "fsdp-grad-op in each replica; test_same_run has it",
 }
 """By variant, why it isn't compared here."""
-COMPARED = [name for name in VARIANTS if name not in SKIPPED and not is_cut(name)]
+COMPARED = [name for name in VARIANTS if name not in SKIPPED and not is_partitioned(name)]
 CHAINS = ("llama", "gpt2", "qwen", "mixtral", "bert", "vit")
 UPDATES = 2
 

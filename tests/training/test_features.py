@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit import small
+from kit.layouts import HYBRID, LAYOUTS, VARIANTS, asking_for, is_partitioned
 from kit.runs import Trajectory, differences, record_all, recorded, recorded_all
 from kit.worlds import in_world
 from training.test_same_run import config
@@ -20,7 +21,6 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.features import FEATURES, cell, table
 from lockstep.plan.plan import make_plan
-from lockstep.plan.variants import VARIANTS, is_cut
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 SEEN_ELSEWHERE = {
@@ -61,7 +61,7 @@ def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
     sections: dict[str, Any] = {**SGD, **ASKS.get(feature, {})}
     if feature and feature not in ASKS:
         sections = {"optim": {"name": feature, "lr": 1e-3}}
-    parallel = _parallel(variant, ranks)
+    parallel = asking_for(variant, ranks)
     if sections.pop("loss", False):
         parallel = {**parallel, "tensor_parallel": {**parallel.get("tensor_parallel", {}), "loss_parallel": True}}
     if sections.pop("offload", False) and parallel["strategy"] == "deepspeed":
@@ -79,12 +79,8 @@ def _layers(variant: str, feature: str) -> int:
     return 2 if "pipeline" in variant or "checkpoint" in feature else 1
 
 
-def _parallel(variant: str, ranks: int) -> dict[str, Any]:
-    return {**VARIANTS[variant], **({"data": 2} if "hybrid" in variant and ranks > 1 else {})}
-
-
 def _ranks(variant: str) -> int:
-    return 1 if variant in ("single", "dp") else 4 if "hybrid" in variant or "+" in variant else 2
+    return 1 if variant in ("single", "dp") else 4 if variant in HYBRID or "+" in variant else 2
 
 
 OPTIMIZED_AS = {
@@ -110,7 +106,7 @@ def variants(standing: str) -> list[tuple[str, list[str]]]:
     names = [feature.name for feature in FEATURES if feature.name not in SEEN_ELSEWHERE]
     found = []
     for variant in VARIANTS:
-        features = [name for name in names if cell(variant, name).standing == standing]
+        features = [name for name in names if cell(LAYOUTS[variant], name).standing == standing]
         if standing == "cpu" and variant in OPTIMIZED_AS:
             features = [name for name in features if name not in RULES]
         if features:
@@ -126,7 +122,9 @@ def test_the_single_process_is_the_oracle_of_all_that_it_does() -> None:
 
 def test_strategies_with_one_optimizer_go_with_the_same_rules() -> None:
     for variant, other in OPTIMIZED_AS.items():
-        assert all(cell(variant, rule).standing == cell(other, rule).standing for rule in RULES), variant
+        assert all(cell(LAYOUTS[variant], rule).standing == cell(LAYOUTS[other], rule).standing for rule in RULES), (
+            variant
+        )
 
 
 Config = dict[str, Any]
@@ -231,7 +229,7 @@ def test_what_is_not_tested_says_so(standing: str) -> None:
             with pytest.raises(ConfigError) as refusal:
                 make_plan(wanted, _ranks(variant), DataFacts(40, None), [ParameterFacts("weight", (8, 8), 4, True)])
             said = str(refusal.value)
-            assert cell(variant, name).why in said, (variant, name)
+            assert cell(LAYOUTS[variant], name).why in said, (variant, name)
             if standing == "untested":
                 assert said.endswith("--allow-untested tries it")
 
@@ -243,10 +241,10 @@ def test_a_compiled_model_is_the_single_process(ranks: int) -> None:
     names = [
         name
         for name in VARIANTS
-        if cell(name, "compile").standing == "cpu" and _ranks(name) == ranks and not is_cut(name)
+        if cell(LAYOUTS[name], "compile").standing == "cpu" and _ranks(name) == ranks and not is_partitioned(name)
     ]
     compiled = {"kind": "custom", "target": "kit.small:Net", "compile": True}
-    configs = [{**small.config(parallel=_parallel(name, ranks)), "model": compiled} for name in names]
+    configs = [{**small.config(parallel=asking_for(name, ranks)), "model": compiled} for name in names]
     for runs, traced in in_world(ranks, _compiled, configs):
         assert not traced, "messages between ranks are part of a compiled model"
         for name, run in zip(names, runs, strict=True):

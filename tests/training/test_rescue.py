@@ -13,6 +13,7 @@ import pytest
 import torch
 from kit import small
 from kit.chains import TENSOR_PLAN
+from kit.layouts import VARIANTS
 from kit.worlds import in_world
 
 import lockstep
@@ -20,7 +21,6 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import by_step, read_manifest
 from lockstep.core.errors import Rescued
 from lockstep.core.records import Batch
-from lockstep.plan.variants import VARIANTS
 from lockstep.training.audit import audit
 from lockstep.training.session import components_of
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from kit.faults import FAULTS
+from kit.layouts import VARIANTS, asking_for, is_partitioned
 from kit.runs import Trajectory, differences, recorded, recorded_all, unnoticed
-
-from lockstep.plan.variants import VARIANTS, is_cut
 
 ACCUMULATIONS = (1, 2, 4)
 GLOBAL_SIZES = (16, 13)  # one divides by the ranks, the other by nothing
@@ -48,10 +47,10 @@ def test_ddp_is_the_single_process(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [3, 4])  # 1 and 2: test_proof
 @pytest.mark.parametrize(
-    "strategy", [name for name in VARIANTS if name not in ("single", "dp", "ddp") and not is_cut(name)]
+    "strategy", [name for name in VARIANTS if name not in ("single", "dp", "ddp") and not is_partitioned(name)]
 )
 def test_divided_state_is_the_single_process(strategy: str, ranks: int) -> None:
-    parallel = {**VARIANTS[strategy], **({"data": 2} if "hybrid" in strategy and ranks % 2 == 0 else {})}
+    parallel = asking_for(strategy, ranks)
     configs, oracles = [], []
     for global_size, accumulation in ((16, 1), (13, 3)):
         configs.append(config(global_size, -(-global_size // (ranks * accumulation)), parallel=parallel))

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from kit import small
 from kit.chains import TENSOR_PLAN
+from kit.layouts import VARIANTS, is_partitioned
 from kit.worlds import in_world
 
 import lockstep
 from lockstep.core.records import StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
-from lockstep.plan.variants import VARIANTS, is_cut
 from lockstep.resilience.guard import PATIENCE
 from lockstep.training.readback import DeviceReadback
 from lockstep.training.session import Session, components_of
@@ -62,7 +62,7 @@ def _under(strategy: str, model_of: str = "", **sections: Any) -> dict[str, Any]
     if strategy == "tensor":
         parallel["tensor_parallel"] = {"plan": TENSOR_PLAN}
     asked = small.config(parallel=parallel, **sections)
-    if is_cut(model_of or strategy):
+    if is_partitioned(model_of or strategy):
         asked |= {"model": {"kind": "custom", "target": "kit.chains:Chain"}}
         asked |= {"batch": {"global_size": 13, "micro_size": 13}}
     return asked
@@ -72,7 +72,7 @@ def _under(strategy: str, model_of: str = "", **sections: Any) -> dict[str, Any]
     ("ranks", "only_rank", "strategy"),
     [
         (1, None, ""),
-        *((2, only, name) for only in (None, 1) for name in STRATEGIES if only is None or not is_cut(name)),
+        *((2, only, name) for only in (None, 1) for name in STRATEGIES if only is None or not is_partitioned(name)),
     ],
 )
 def test_an_update_that_is_not_finite_leaves_no_trace(ranks: int, only_rank: int | None, strategy: str) -> None:
@@ -141,7 +141,7 @@ def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int, strategy: 
         assert _same(weights[0], weights[first])
         assert not _same(weights[0], weights[first + 1])
         assert reports[-1].loss < reports[0].loss
-        assert [report.loss_scale for report in reports] == _scales_alone("tensor" if is_cut(strategy) else "")
+        assert [report.loss_scale for report in reports] == _scales_alone("tensor" if is_partitioned(strategy) else "")
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from kit import small
 from kit.chains import TENSOR_PLAN
+from kit.layouts import VARIANTS
 from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.small import config
 from kit.worlds import in_world
@@ -20,9 +21,8 @@ from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.mesh import Mesh
-from lockstep.plan.pieces import before_unused
 from lockstep.plan.plan import make_plan
-from lockstep.plan.variants import VARIANTS
+from lockstep.plan.refusals import before_unused
 
 UPDATES = 5
 

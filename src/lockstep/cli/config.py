@@ -61,13 +61,11 @@ def _check(words: Sequence[str]) -> int:
     add_untested(parser)
     args, overrides = parser.parse(words)
     loaded, _ = read_config(args.config, overrides)
-    if loaded.config.parallel.strategy == "deepspeed":
-        from lockstep.config.deepspeed import check_alone
 
-        check_alone(loaded.config)
+    from lockstep.plan.plan import check_alone, check_on_ranks
+
+    check_alone(loaded.config)
     if isinstance(number := loaded.config.launch.ranks, int):
-        from lockstep.plan.plan import check_on_ranks
-
         check_on_ranks(loaded.config, number)
     echo("ok")
     return 0

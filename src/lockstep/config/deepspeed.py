@@ -28,6 +28,7 @@ from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DeepSpeed, Schedule
+    from lockstep.plan.plan import Plan
 
 _PLACE = "parallel.deepspeed.config"
 _ACTIVATION = "activation_checkpointing"
@@ -131,6 +132,21 @@ def not_carried_out(config: Config) -> list[str]:
     if config.memory.activation_offload == "cpu":
         return []
     return [f"{_PLACE}.{_ACTIVATION}.cpu_checkpointing: {words.ACTIVATIONS['cpu_checkpointing']}."]
+
+
+def derived_of(plan: Plan) -> Derived:
+    """Return the numbers of a plan that a DeepSpeed config is compared with, or filled in from."""
+    return Derived(plan.ranks, plan.batch.micro_size, plan.batch.accumulation, plan.steps, plan.trainable)
+
+
+def check_plan(config: Config, plan: Plan) -> list[str]:
+    """Check the DeepSpeed config of a planned run, and return warnings.
+
+    Raises:
+        ConfigError: see `check`.
+    """
+    check(config, derived_of(plan))
+    return not_carried_out(config)
 
 
 def check_alone(config: Config) -> None:

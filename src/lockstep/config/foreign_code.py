@@ -43,6 +43,8 @@ def code_in(config: Config) -> Iterator[tuple[str, str]]:
         yield "model.target", config.model.target
     if config.objective.target is not None:
         yield "objective.target", config.objective.target
+    if ":" in config.parallel.strategy:
+        yield "parallel.strategy", config.parallel.strategy
     yield from _of_data("data.train", config.data.train)
     for name, section in config.data.evaluation.items():
         yield from _of_data(f"data.evaluation.{name}", section)

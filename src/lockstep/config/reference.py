@@ -31,9 +31,9 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 @cache
-def _docstrings() -> dict[str, dict[str, str]]:
-    """Class -> attribute -> the string below it."""
-    tree = ast.parse(inspect.getsource(schema))
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Return class -> attribute -> the string below it."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: _attributes(node) for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
@@ -50,8 +50,10 @@ def _attributes(node: ast.ClassDef) -> dict[str, str]:
 def description(section: type[BaseModel], key: str) -> str:
     """What the schema says of a key; empty where the name says it all."""
     for base in section.__mro__:
-        if key in _docstrings().get(base.__name__, {}):
-            return _docstrings()[base.__name__][key]
+        if base is BaseModel:
+            break
+        if text := _docstrings(base.__module__).get(base.__name__, {}).get(key):
+            return text
     return ""
 
 

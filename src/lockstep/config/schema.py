@@ -18,31 +18,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from lockstep.config.every import Every
 from lockstep.core.closest import closest_match
-from lockstep.core.local_paths import checked_path_text
-
-Positive = Annotated[int, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Auto = Literal["auto"]
-PathText = Annotated[str, AfterValidator(checked_path_text)]
-
-
-class Section(BaseModel):
-    """Frozen; unknown keys are refused; `true` is no number and `"3"` no integer."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,  # but for what is handed on to others, such as `arguments`
-        ser_json_inf_nan="constants",
-        defer_build=True,
-        protected_namespaces=(),
-    )
-
+from lockstep.strategies.ddp import DDP as DDP
+from lockstep.strategies.deepspeed import DeepSpeed as DeepSpeed
+from lockstep.strategies.fsdp import FSDP as FSDP
+from lockstep.strategies.fsdp import FSDPPrecision as FSDPPrecision
+from lockstep.strategies.partitions import PipelineParallel as PipelineParallel
+from lockstep.strategies.partitions import TensorParallel as TensorParallel
+from lockstep.strategies.registry import StrategyName, checked_options
+from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
 
 # --- model ------------------------------------------------------------------------------------------------------
 
@@ -525,133 +512,14 @@ class Memory(Section):
     once; null: for all at once."""
 
 
-class PowerSGD(Section):
-    """PowerSGD gradient compression (Vogels et al. 2019, arXiv:1905.13727)."""
-
-    rank: Positive = 4
-    """Rank of the matrices that stand for a gradient; higher is more exact, and sends more."""
-    start_step: Annotated[int, Field(ge=2)] = 10
-    """Updates before it starts; plain all-reduce until then."""
-
-
-class DDP(Section):
-    """Options of DistributedDataParallel."""
-
-    find_unused_parameters: bool = False
-    """A batch may leave out parameters that others use, such as experts; under fsdp also whole modules, such as skipped
-    layers, at a small message for each module that is gathered."""
-    gradient_as_bucket_view: bool = True
-    """Gradients are views of the buckets that are reduced, which saves one copy of all gradients."""
-    static_graph: bool = False
-    """State that every update uses the same parameters in the same order, which lets DDP reduce more at once."""
-    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
-    """MiB of gradients per all-reduce."""
-    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Of gradients on the way between ranks. Lossy: the run is then not the single process's."""
-    powersgd: PowerSGD = PowerSGD()
-    sync_batchnorm: bool = False
-    """Batch norm over all ranks' samples; needs GPUs."""
-
-
-Precise = Literal["fp32", "bf16", "fp16"]
-
-
-class FSDPPrecision(Section):
-    """What FSDP gathers, reduces and computes in. Parameters at rest and optimizer state are fp32 under each; beside
-    it, `precision.compute` goes on to say what autocast does. fp16 in any of them brings `precision.loss_scale`."""
-
-    param_dtype: Precise | None = None
-    """Of the parameters that are gathered and computed with; null: fp32, as they are stored."""
-    reduce_dtype: Precise = "fp32"
-    """In which gradients are summed over ranks."""
-    output_dtype: Precise | None = None
-    """To which the outputs of each wrapped module are cast; null: as they come."""
-    buffer_dtype: Precise | None = None
-    """To which the model's floating-point buffers are cast, once; null: as they are."""
-    cast_forward_inputs: bool = True
-    """Cast the inputs of each wrapped module to `param_dtype`, if that is given."""
-
-    @property
-    def rounds_to_fp16(self) -> bool:
-        """Whether gradients pass through fp16, which needs a loss scale."""
-        return "fp16" in (self.param_dtype, self.reduce_dtype, self.output_dtype)
-
-
-class FSDP(Section):
-    """Options of fully sharded data parallelism (FSDP2), in FSDP's own words."""
-
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] = (
-        "FULL_SHARD"
-    )
-    """FULL_SHARD: parameters, gradients and optimizer state are divided; SHARD_GRAD_OP: the same at rest, but
-    parameters stay gathered from the forward to the end of the backward; NO_SHARD: nothing is; HYBRID_SHARD: divided
-    by `parallel.shard`, and so often as `parallel.data` says; _HYBRID_SHARD_ZERO2: the same of SHARD_GRAD_OP."""
-    wrap: Literal["blocks", "size", "root"] | tuple[str, ...] = "blocks"
-    """What is gathered at a time: each of the model's repeated blocks; modules of `min_num_params` or more; root: the
-    whole model; or the modules of these classes, such as `[LlamaDecoderLayer]`."""
-    min_num_params: Positive = 100_000_000
-    """For `wrap: size`: modules of so many parameters, without those of modules wrapped inside."""
-    mixed_precision: FSDPPrecision = FSDPPrecision()
-    reduce_every: Literal["update", "micro-batch"] = "update"
-    """update: gradients are reduced once, whole ones held until then; micro-batch: after each backward, so that only
-    this rank's part is held, for as many times the bytes sent."""
-    backward_prefetch: Literal["BACKWARD_PRE"] = "BACKWARD_PRE"
-    """The next block's parameters are gathered while the backward of this one runs; what is FSDP2's only way."""
-    forward_prefetch: bool = False
-    """Ask for the next block's parameters before this one's forward, where the host falls behind."""
-    cpu_offload: bool = False
-    """Parameters, gradients and optimizer state live in the host's memory, and the update is made there; for GPUs."""
-
-
-Offload = Literal["none", "cpu", "nvme"]
-
-
-class DeepSpeed(Section):
-    """Options of DeepSpeed ZeRO. Batch, optimizer, schedule, clipping and precision have sections of their own."""
-
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What is divided by the ranks: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
-    offload_optimizer: Offload = "none"
-    """Where optimizer state lives and updates are made; nvme is refused: its state can't be saved in this format."""
-    offload_param: Offload = "none"
-    """Where parameters live between uses, for stage 3."""
-    pin_memory: bool = False
-    """Page-locked memory for what is offloaded to the host."""
-    config: PathText | dict[str, Any] | None = None
-    """A DeepSpeed config, a JSON file or a mapping, as it is: `auto` is filled in from this config, what contradicts it
-    is refused, every other key is handed on or refused by name."""
-
-
-class PipelineParallel(Section):
-    """How a model is cut into stages, and in which order micro-batches go through them."""
-
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv"] = "1f1b"
-    """1f1b holds as many micro-batches as there are stages, gpipe all; interleaved-1f1b gives each rank several stages
-    and waits less; zero-bubble (interleaved) and zbv (two stages a rank, in a V) put off gradients of weights until a
-    rank would wait."""
-    stages_per_rank: Positive | Auto = "auto"
-    """auto: 2 where the schedule interleaves, otherwise 1; zbv always has 2."""
-    split: tuple[str, ...] | Auto = "auto"
-    """Names of the blocks that stages begin with, from the second stage on; auto: stages of about the same cost."""
-
-
-class TensorParallel(Section):
-    """How the matrices of a model are divided over the ranks of `parallel.tensor`."""
-
-    plan: Literal["auto"] | dict[str, str] = "auto"
-    """auto: our transformer's, or the one that a Hugging Face config carries; or the style of each module by a pattern
-    of its name, such as `{"layers.*.query": colwise, "layers.*.out": rowwise}`."""
-    sequence_parallel: bool = False
-    """Each rank keeps its own positions of what lies between the divided matrices, which norms and dropout work on."""
-    loss_parallel: bool = False
-    """The loss is computed on logits that stay divided by the vocabulary; in evaluations they are put together."""
-
-
 class Parallel(Section):
     """How the work is divided."""
 
-    strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "deepspeed"] = "auto"
-    """auto: single on one rank; on more ddp if the training state fits in a rank's memory, otherwise fsdp."""
+    model_config = ConfigDict(extra="allow")  # for the options of strategies that users register
+
+    strategy: StrategyName = "auto"
+    """auto: single on one rank; on more ddp if the training state fits in a rank's memory, otherwise fsdp. Besides
+    those listed, a strategy that is registered, or `module:Name` of one."""
     data: Positive | Auto = "auto"
     """Replicas of the training state; auto: what `shard` leaves of the ranks."""
     shard: Positive | Auto = "auto"
@@ -667,6 +535,11 @@ class Parallel(Section):
     ddp: DDP = DDP()
     fsdp: FSDP = FSDP()
     deepspeed: DeepSpeed = DeepSpeed()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_of_registered(cls, values: Any) -> Any:
+        return checked_options(values, cls.model_fields)
 
 
 class Launch(Section):

@@ -19,7 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.config.every import Every
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, Parallel
+from lockstep.strategies.registry import strategies
+from lockstep.strategies.section import Choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,17 @@ def root() -> ValueShape:
     return ValueShape(section=Config)
 
 
-@cache
 def fields(section: type[BaseModel]) -> Mapping[str, ValueShape]:
-    """The keys of a section."""
+    """Return the keys of a section, with the options of registered strategies."""
+    if section is not Parallel:
+        return _declared(section)
+    declared = _declared(section)
+    registered = {one.section: ValueShape(section=one.options) for one in strategies() if one.options is not None}
+    return {**declared, **{key: options for key, options in registered.items() if key not in declared}}
+
+
+@cache
+def _declared(section: type[BaseModel]) -> Mapping[str, ValueShape]:
     return {name: _shape(info.annotation, info.metadata) for name, info in section.model_fields.items()}
 
 
@@ -128,7 +138,8 @@ def _simple(annotation: Any, metadata: typing.Iterable[object]) -> ValueShape:
     if annotation is float:
         return ValueShape(real=_range(metadata))
     if annotation is str:
-        return ValueShape(text=True)
+        choices = next((item.names() for item in metadata if isinstance(item, Choices)), ())
+        return ValueShape(text=not choices, choices=choices)
     if annotation is Every:
         return ValueShape(interval=True)
     return ValueShape(section=annotation)

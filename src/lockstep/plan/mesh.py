@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.strategies.registry import combining, find_variant
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Parallel
+    from lockstep.strategies.record import Strategy, Variant
 
 Axis = Literal["pipeline", "data", "shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -119,112 +121,107 @@ def make_mesh(
     raise ConfigError(Problem("", "parallel", f"{_sum(ranks, sizes)} {_nearest(ranks, sizes, rest, fixed)}{beside}."))
 
 
-def mesh_of(parallel: Parallel, strategy: str, ranks: int, machine_ranks: int | None = None) -> Mesh:
-    """How a strategy lays `ranks` out.
+def mesh_of(parallel: Parallel, strategy: Strategy, ranks: int, machine_ranks: int | None = None) -> Mesh:
+    """Return how a strategy lays `ranks` out.
 
     Args:
-        strategy: never `auto`.
-        machine_ranks: of one machine, which the parts of a hybrid replica stay within; None: all are on one.
+        machine_ranks: Of one machine, which the shards of a hybrid replica stay within; None: all are on one.
 
     Raises:
         ConfigError: the degrees contradict the strategy, or don't multiply out to the ranks.
     """
-    cut = _cut_model(parallel, strategy, ranks)
-    sharding = parallel.fsdp.sharding_strategy if strategy == "fsdp" else None
-    if sharding in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+    return _mesh_of(parallel, strategy, strategy.variant(parallel), ranks, machine_ranks)
+
+
+def _mesh_of(
+    parallel: Parallel, strategy: Strategy, variant: Variant, ranks: int, machine_ranks: int | None = None
+) -> Mesh:
+    partitioned = _partitioned(parallel, strategy, ranks)
+    if variant.mesh == "hybrid":
         given = (parallel.data != "auto", parallel.shard != "auto")
-        sizes = _hybrid(parallel, ranks, machine_ranks or ranks, cut)
+        sizes = _hybrid(parallel, ranks, machine_ranks or ranks, partitioned)
         return make_mesh(ranks, sizes, "shard" if given == (True, False) else "data", fixed=all(given))
-    stage = parallel.deepspeed.zero_stage if strategy == "deepspeed" else 0
-    divides = sharding in ("FULL_SHARD", "SHARD_GRAD_OP") or stage > 0
-    word = f"fsdp with {sharding}" if sharding else strategy
-    word = f"deepspeed with zero_stage {stage}" if strategy == "deepspeed" else word
-    several = _fitting(parallel, ranks, _SEVERAL.get(sharding or "", ()))
-    if divides and parallel.data not in ("auto", 1):
+    title = variant.title or strategy.name
+    key, several = _first_fitting(parallel, ranks, [variant.replicated] if variant.replicated else [])
+    if variant.divides and parallel.data not in ("auto", 1):
         others = f"{several} has {parallel.data}, or " if several else ""
-        why = f"{word} has one replica; {others}leave parallel.data out"
-        raise ConfigError(Problem("", "parallel.data", why))
-    if not divides and parallel.shard not in ("auto", 1):
-        why = f"{word} divides nothing; {_dividing(parallel, strategy, ranks)}leave parallel.shard out"
-        raise ConfigError(Problem("", "parallel.shard", why))
-    rest: Axis = "shard" if divides else "data"
-    asked = parallel.shard if divides else parallel.data
-    left = max(1, ranks // math.prod(cut.values()))
-    sizes = {"data": 1, rest: left if asked == "auto" else asked, **cut}
-    beside = f", or write parallel.fsdp.sharding_strategy: {several}, which has several replicas" if several else ""
+        raise ConfigError(Problem("", "parallel.data", f"{title} has one replica; {others}leave parallel.data out"))
+    if not variant.divides and parallel.shard not in ("auto", 1):
+        sharded = next((words for name, words in variant.sharded.items() if _fits(parallel, ranks, name)), None)
+        others = f"{sharded}, or " if sharded else ""
+        raise ConfigError(Problem("", "parallel.shard", f"{title} divides nothing; {others}leave parallel.shard out"))
+    rest: Axis = "shard" if variant.divides else "data"
+    asked = parallel.shard if variant.divides else parallel.data
+    left = max(1, ranks // math.prod(partitioned.values()))
+    sizes = {"data": 1, rest: left if asked == "auto" else asked, **partitioned}
+    beside = f", or write {key}: {several}, which has several replicas" if several else ""
     return make_mesh(ranks, sizes, rest, fixed=asked != "auto", beside=beside)
 
 
-_SEVERAL = {"FULL_SHARD": ("HYBRID_SHARD",), "SHARD_GRAD_OP": ("_HYBRID_SHARD_ZERO2",)}
-"""The same of several replicas."""
+def _first_fitting(parallel: Parallel, ranks: int, names: Sequence[str]) -> tuple[str, str]:
+    """Return the option that selects the first of these variants that has a mesh of so many ranks, and its value."""
+    name = next((name for name in names if _fits(parallel, ranks, name)), None)
+    if name is None:
+        return "", ""
+    strategy, variant = find_variant(name)
+    option, value = next(iter(variant.options.items()))
+    return f"parallel.{strategy.section}.{option}", str(value)
 
 
-def _fitting(parallel: Parallel, ranks: int, shardings: Sequence[str]) -> str | None:
-    """The first of these under which fsdp has a mesh of so many ranks."""
-    for sharding in shardings:
-        options = parallel.fsdp.model_copy(update={"sharding_strategy": sharding})
-        try:
-            mesh_of(parallel.model_copy(update={"fsdp": options}), "fsdp", ranks)
-        except ConfigError:
-            continue
-        return sharding
-    return None
+def _fits(parallel: Parallel, ranks: int, name: str) -> bool:
+    try:
+        _mesh_of(parallel, *find_variant(name), ranks)
+    except ConfigError:
+        return False
+    return True
 
 
-def _dividing(parallel: Parallel, strategy: str, ranks: int) -> str:
-    """What of its kind divides by as many."""
-    if strategy == "deepspeed":
-        return "zero_stage 1, 2 and 3 do, or " if parallel.shard == ranks else ""
-    fits = _fitting(parallel, ranks, ("FULL_SHARD", "HYBRID_SHARD"))
-    return f"fsdp with {fits} does, or " if fits else ""
-
-
-def _cut_model(parallel: Parallel, strategy: str, ranks: int) -> dict[Axis, int]:
-    """The degrees by which the model itself or its sequences are cut; those of one are left out."""
+def _partitioned(parallel: Parallel, strategy: Strategy, ranks: int) -> dict[Axis, int]:
+    """Return the degrees by which the model itself or its sequences are partitioned; those of one are left out."""
     asked: dict[Axis, int | Literal["auto"]] = {
         "pipeline": parallel.pipeline,
         "context": parallel.context,
         "tensor": parallel.tensor,
     }
     asked = {axis: degree for axis, degree in asked.items() if degree != 1}
-    if strategy == "single":
+    if strategy.reference:
         given = {axis: degree for axis, degree in asked.items() if degree != "auto"}
         if given:
             raise ConfigError([Problem("", f"parallel.{axis}", _for_one_rank(axis, given)) for axis in given])
         return {}
-    if asked and strategy not in ("ddp", "fsdp"):
-        axis = next(iter(asked))
+    for axis in (axis for axis in asked if axis not in strategy.axes):
         why = (
-            f"{strategy} doesn't go with parallel.{axis} {asked[axis]}; take ddp or fsdp, or leave parallel.{axis} out"
+            f"{strategy.name} doesn't go with parallel.{axis} {asked[axis]}; take {' or '.join(combining(axis))}, or "
+            f"leave parallel.{axis} out"
         )
         raise ConfigError(Problem("", "parallel.strategy", why))
-    cuts = [axis for axis in asked if axis != "context"]
-    if "context" in asked and cuts:
-        where = f"parallel.{cuts[0]} {asked[cuts[0]]}"
+    of_model = [axis for axis in asked if axis != "context"]
+    if "context" in asked and of_model:
+        where = f"parallel.{of_model[0]} {asked[of_model[0]]}"
         why = f"{asked['context']}, but sequences can't be divided with {where}; leave one of them out"
         raise ConfigError(Problem("", "parallel.context", why))
     open_ = [axis for axis, degree in asked.items() if degree == "auto"]
     if len(open_) > 1:
         why = f"auto, and so is parallel.{open_[0]}: only one of them can be what the others leave; give one a number"
         raise ConfigError(Problem("", f"parallel.{open_[1]}", why))
-    cut = {axis: degree for axis, degree in asked.items() if degree != "auto"}
+    degrees = {axis: degree for axis, degree in asked.items() if degree != "auto"}
     if open_:  # replicas that were not asked for are not made
-        others = (degree for degree in (parallel.data, parallel.shard, *cut.values()) if degree != "auto")
-        cut[open_[0]] = max(1, ranks // math.prod(others))
-    return {axis: degree for axis, degree in cut.items() if degree != 1}
+        others = (degree for degree in (parallel.data, parallel.shard, *degrees.values()) if degree != "auto")
+        degrees[open_[0]] = max(1, ranks // math.prod(others))
+    return {axis: degree for axis, degree in degrees.items() if degree != 1}
 
 
 def _for_one_rank(axis: Axis, asked: Mapping[Axis, int]) -> str:
     return f"{asked[axis]}, but there is one rank; write parallel.{axis}: 1, or start {math.prod(asked.values())} ranks"
 
 
-def _hybrid(parallel: Parallel, ranks: int, machine_ranks: int, cut: Mapping[Axis, int]) -> dict[Axis, int]:
+def _hybrid(parallel: Parallel, ranks: int, machine_ranks: int, partitioned: Mapping[Axis, int]) -> dict[Axis, int]:
     """What isn't given follows: of the parts of a replica, that they lie on one machine."""
-    by = math.prod(cut.values())
+    by = math.prod(partitioned.values())
     if parallel.data == "auto":
-        return {"shard": max(1, machine_ranks // by) if parallel.shard == "auto" else parallel.shard, **cut}
+        return {"shard": max(1, machine_ranks // by) if parallel.shard == "auto" else parallel.shard, **partitioned}
     shard = max(1, ranks // (parallel.data * by)) if parallel.shard == "auto" else parallel.shard
-    return {"data": parallel.data, "shard": shard, **cut}
+    return {"data": parallel.data, "shard": shard, **partitioned}
 
 
 def _sum(ranks: int, sizes: Mapping[Axis, int]) -> str:

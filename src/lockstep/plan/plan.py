@@ -11,20 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config import deepspeed
-from lockstep.config.schema import Config, Parallel
+from lockstep.config.schema import Config, Parallel, PipelineParallel, Schedule, TensorParallel
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
-from lockstep.plan.features import cell, check_features
+from lockstep.plan.features import Request, cell, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
-from lockstep.plan.invariance import refuse_variable
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
-from lockstep.plan.pieces import refuse_for_pieces
-from lockstep.plan.placement import Placement, placements
+from lockstep.plan.placement import Placement, State, partial_sums, placements
+from lockstep.plan.refusals import changed_options, refuse_for_partitions, refuse_variable
 from lockstep.plan.schedule import epoch_length, horizon
 from lockstep.plan.stages import bubble, stages_of
-from lockstep.plan.variants import variant_of
+from lockstep.strategies.record import Strategy, resolved
+from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, layout_of, strategies
 
 _LONG_WAIT = 0.2
 """Share of the time; from here on it is warned of."""
@@ -102,10 +101,11 @@ def make_plan(
     Raises:
         ConfigError: what was asked can't be done on so many ranks, with this data, or with this model.
     """
-    strategy, why = resolve_strategy(config, ranks, parameters, machine.memory)
+    chosen = choose_strategy(config, ranks, parameters, machine.memory)
+    strategy = chosen.strategy
     mesh = mesh_of(config.parallel, strategy, ranks, machine.ranks)
-    variant = variant_of(config.parallel, strategy)
-    refuse_for_pieces(config, strategy, mesh)
+    layout = layout_of(config.parallel, strategy)
+    refuse_for_partitions(config, layout, mesh)
     if facts.samples < 1:
         raise ConfigError(Problem("", "data.train", "the data set has no samples, so there is nothing to train on"))
     batch = _batch_on(config, strategy, mesh)
@@ -116,12 +116,12 @@ def make_plan(
     per_sample = facts.tokens_per_sample
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     total = sum(parameter.elements for parameter in parameters)
-    check_features(config, variant, batch, total - trainable, machine.device)
-    made = Plan(
+    check_features(Request(config, layout, batch, total - trainable), machine.device)
+    plan = Plan(
         ranks=ranks,
-        strategy=strategy,
-        variant=variant,
-        why=why,
+        strategy=strategy.name,
+        variant=layout.name,
+        why=chosen.why,
         mesh=mesh,
         batch=batch,
         steps=steps,
@@ -133,95 +133,116 @@ def make_plan(
         trainable=trainable,
         frozen=total - trainable,
         groups=group_parameters(parameters, config.optim),
-        placements=placements(config, ranks, parameters, variant, mesh),
+        placements=placements(_state(config, ranks, parameters), ranks, layout, mesh),
         warnings=(
             *_batch_warnings(batch, facts),
-            *_schedule_warnings(config, steps),
-            *_bubble(config, mesh, batch),
-            *_idle(config, strategy, mesh),
+            *_schedule_warnings(config.schedule, steps),
+            *_bubble(config.parallel.pipeline_parallel, mesh, batch),
+            *_idle(config.parallel, strategy, mesh),
         ),
     )
-    made = replace(made, warnings=(*made.warnings, *_too_large(made, machine.memory)))
-    if strategy == "deepspeed":
-        deepspeed.check(config, derived_for_deepspeed(made))
-        made = replace(made, warnings=(*made.warnings, *deepspeed.not_carried_out(config)))
-    return made
+    plan = replace(plan, warnings=(*plan.warnings, *_too_large(plan, machine.memory)))
+    if not strategy.check:
+        return plan
+    return replace(plan, warnings=(*plan.warnings, *resolved(strategy.check)(config, plan)))
 
 
-def derived_for_deepspeed(plan: Plan) -> deepspeed.Derived:
-    """The numbers that a DeepSpeed config is compared with, or filled in from."""
-    return deepspeed.Derived(plan.ranks, plan.batch.micro_size, plan.batch.accumulation, plan.steps, plan.trainable)
+def check_alone(config: Config) -> None:
+    """Check what a strategy's options ask for, as far as it doesn't depend on the number of ranks or on the model.
 
-
-def resolve_strategy(
-    config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None
-) -> tuple[str, str | None]:
-    """The strategy, and why, if it was left to us: single on one rank, ddp where it fits, otherwise fsdp.
-
-    Args:
-        memory: as of `Machine`.
-
-    Raises:
-        ConfigError: the strategy is for one process alone.
-    """
-    asked = config.parallel.strategy
-    if asked == "auto":
-        return _chosen(config, ranks, parameters, memory)
-    if asked == "single" and ranks > 1:
-        raise ConfigError(_strategy_problem(f"single is one process, but there are {ranks} ranks"))
-    if asked == "dp" and ranks > 1:
-        why = f"dp is one process over all its GPUs, but there are {ranks} ranks"
-        raise ConfigError(_strategy_problem(why))
-    return asked, None
-
-
-def check_on_ranks(config: Config, ranks: int) -> None:
-    """What is known of a run on so many ranks by arithmetic alone, without its model and data.
+    Nothing is imported for it that the config names: it may be somebody else's.
 
     Raises:
         ConfigError: it can't be done.
     """
-    strategy, _ = resolve_strategy(config, ranks, (), None)
+    strategy = next((one for one in strategies() if one.name == config.parallel.strategy), None)
+    if strategy is not None and strategy.check_alone:
+        resolved(strategy.check_alone)(config)
+
+
+def check_on_ranks(config: Config, ranks: int) -> None:
+    """Check a run on so many ranks by arithmetic alone, without its model and data.
+
+    Raises:
+        ConfigError: it can't be done.
+    """
+    strategy = choose_strategy(config, ranks).strategy
     mesh = mesh_of(config.parallel, strategy, ranks)
-    refuse_for_pieces(config, strategy, mesh)
-    batch = _batch_on(config, strategy, mesh)
-    check_features(config, variant_of(config.parallel, strategy), batch, frozen=0)
+    layout = layout_of(config.parallel, strategy)
+    refuse_for_partitions(config, layout, mesh)
+    check_features(Request(config, layout, _batch_on(config, strategy, mesh), frozen=0))
 
 
-def _batch_on(config: Config, strategy: str, mesh: Mesh) -> BatchPlan:
+def _batch_on(config: Config, strategy: Strategy, mesh: Mesh) -> BatchPlan:
     fixed = config.run.determinism == "invariant"
     if fixed:
         refuse_variable(config, strategy, mesh.ranks)
     return plan_batch(config.batch.global_size, config.batch.micro_size, mesh.shares, fixed=fixed, stages=mesh.pipeline)
 
 
-def _chosen(
-    config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None
-) -> tuple[str, str | None]:
-    if ranks == 1:
-        return "single", "there is one rank"
-    if config.run.determinism == "invariant":
-        return "ddp", "run.determinism invariant needs every rank to hold whole gradients"
-    pieces = math.prod(degree for degree in (config.parallel.pipeline, config.parallel.tensor) if degree != "auto")
-    whole = next(row for row in placements(config, ranks, parameters) if row.strategy == "ddp").total // pieces
-    if memory is None:
-        return "ddp", "a rank's memory isn't known here; plan --memory 80GiB says it"
-    takes = f"the training state takes {_bytes(whole)} of the {_bytes(memory)} that a rank has"
-    if whole <= _SHARE_OF_STATE * memory:
-        return "ddp", takes
-    refused = cell(variant_of(config.parallel, "fsdp"), config.optim.name).why
-    if refused:
-        return "ddp", f"{takes}, but {config.optim.name} doesn't go with fsdp: {refused}"
-    return "fsdp", takes
-
-
-def _strategy_problem(why: str) -> Problem:
-    return Problem("", "parallel.strategy", f"{why}; start 1 rank, or take ddp")
+def _state(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> State:
+    sums = partial_sums(config.batch, ranks) if config.run.determinism == "invariant" else 0
+    return State(config.parallel, config.optim, parameters, sums)
 
 
 def _samples_after(steps: int, epoch_steps: int, epoch_samples: int, global_size: int) -> int:
     epochs, rest = divmod(steps, epoch_steps)
     return epochs * epoch_samples + rest * global_size
+
+
+# --- the strategy -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The strategy of a run; `why` it was chosen, if that was left to `auto`."""
+
+    strategy: Strategy
+    why: str | None = None
+
+
+def choose_strategy(
+    config: Config, ranks: int, parameters: Sequence[ParameterFacts] = (), memory: int | None = None
+) -> Choice:
+    """Return the strategy that was asked for, or the one that `auto` comes to: the single process on one rank, and on
+    more the first of the automatic ones whose training state fits.
+
+    Args:
+        memory: As of `Machine`.
+
+    Raises:
+        ConfigError: the strategy is for one process alone.
+    """
+    if config.parallel.strategy == AUTO:
+        return _automatic(config, ranks, parameters, memory)
+    strategy = find_strategy(config.parallel.strategy)
+    if strategy.one_process and ranks > 1:
+        first = next(one for one in strategies() if one.automatic)
+        why = f"{strategy.name} is {strategy.one_process}, but there are {ranks} ranks"
+        raise ConfigError(Problem("", "parallel.strategy", f"{why}; start 1 rank, or take {first.name}"))
+    return Choice(strategy)
+
+
+def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None) -> Choice:
+    first, *others = (strategy for strategy in strategies() if strategy.automatic)
+    if ranks == 1:
+        return Choice(REFERENCE, "there is one rank")
+    if config.run.determinism == "invariant":
+        return Choice(first, "run.determinism invariant needs every rank to hold whole gradients")
+    if memory is None:
+        return Choice(first, "a rank's memory isn't known here; plan --memory 80GiB says it")
+    pieces = math.prod(degree for degree in (config.parallel.pipeline, config.parallel.tensor) if degree != "auto")
+    rows = {row.strategy: row.total // pieces for row in placements(_state(config, ranks, parameters), ranks)}
+    whole = rows[first.variants[0].name]
+    takes = f"the training state takes {_bytes(whole)} of the {_bytes(memory)} that a rank has"
+    if whole <= _SHARE_OF_STATE * memory:
+        return Choice(first, takes)
+    for strategy in others:
+        refusal = cell(layout_of(config.parallel, strategy), config.optim.name).why
+        if not refusal:
+            return Choice(strategy, takes)
+        takes += f", but {config.optim.name} doesn't go with {strategy.name}: {refusal}"
+    return Choice(first, takes)
 
 
 # --- warnings -----------------------------------------------------------------------------------------------------
@@ -230,9 +251,14 @@ def _samples_after(steps: int, epoch_steps: int, epoch_samples: int, global_size
 def _too_large(plan: Plan, memory: int | None) -> list[str]:
     if memory is None or plan.placement.total <= memory:
         return []
-    whole = next(row.total for row in plan.placements if row.strategy == "ddp")
-    ranks = math.ceil(whole / (_SHARE_OF_STATE * memory))
-    remedy = "parallel.strategy: fsdp divides it" if ranks <= plan.ranks else f"fsdp takes {ranks:,} ranks like these"
+    automatic = [strategy for strategy in strategies() if strategy.automatic]
+    whole = next(row.total for row in plan.placements if row.strategy == automatic[0].variants[0].name)
+    ranks, divides = math.ceil(whole / (_SHARE_OF_STATE * memory)), automatic[-1].name
+    remedy = (
+        f"parallel.strategy: {divides} divides it"
+        if ranks <= plan.ranks
+        else f"{divides} takes {ranks:,} ranks like these"
+    )
     return [
         f"The training state takes {_bytes(plan.placement.total)} of a rank's memory, which is {_bytes(memory)}: it "
         f"doesn't fit. To have room for activations, too, {remedy}."
@@ -261,8 +287,8 @@ def _uneven(batch: BatchPlan) -> str:
     return f"batch.global_size {batch.global_size:,} does not fill {cut}{wait}."
 
 
-def _schedule_warnings(config: Config, steps: int | None) -> list[str]:
-    schedule, warmup = config.schedule, config.schedule.warmup_steps
+def _schedule_warnings(schedule: Schedule, steps: int | None) -> list[str]:
+    warmup = schedule.warmup_steps
     if not warmup or steps is None:
         return []
     if warmup >= steps:
@@ -278,23 +304,26 @@ def _schedule_warnings(config: Config, steps: int | None) -> list[str]:
     return []
 
 
-def _idle(config: Config, strategy: str, mesh: Mesh) -> list[str]:
-    """Options of strategies that this run isn't under: kept, for whoever changes the strategy alone, but said."""
-    parallel, usual = config.parallel, Parallel()
-    used = {"ddp": strategy == "ddp", "fsdp": strategy == "fsdp", "deepspeed": strategy == "deepspeed"}
-    used |= {"pipeline_parallel": mesh.pipeline > 1, "tensor_parallel": mesh.tensor > 1}
-    idle = [name for name, runs in used.items() if not runs and getattr(parallel, name) != getattr(usual, name)]
-    if parallel.ddp.find_unused_parameters and strategy == "fsdp":
-        idle = [name for name in idle if name != "ddp"]
-    return [f"Options under parallel.{name} have no part in this run, which is under {strategy}." for name in idle]
+def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> list[str]:
+    """Name options that have no part in this run: they are kept, for whoever changes the strategy alone."""
+    idle = []
+    for other in strategies():
+        changed = [name for name, _ in changed_options(parallel, other)]
+        if changed and other.name != strategy.name and strategy.heeds.get(other.name) not in changed:
+            idle.append(other.section)
+    if mesh.pipeline == 1 and parallel.pipeline_parallel != PipelineParallel():
+        idle.append("pipeline_parallel")
+    if mesh.tensor == 1 and parallel.tensor_parallel != TensorParallel():
+        idle.append("tensor_parallel")
+    return [f"Options under parallel.{name} have no part in this run, which is under {strategy.name}." for name in idle]
 
 
-def _bubble(config: Config, mesh: Mesh, batch: BatchPlan) -> list[str]:
-    """Said if stages wait for a fifth of the time or more."""
+def _bubble(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> list[str]:
+    """Warn if stages wait for a fifth of the time or more."""
     if mesh.pipeline == 1:
         return []
-    schedule = config.parallel.pipeline_parallel.schedule
-    per_rank = stages_of(schedule, config.parallel.pipeline_parallel.stages_per_rank)
+    schedule = options.schedule
+    per_rank = stages_of(schedule, options.stages_per_rank)
     waits = bubble(schedule, mesh.pipeline, per_rank, batch.accumulation)
     if waits < _LONG_WAIT:
         return []

@@ -13,9 +13,10 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.devices import count_gpus
 from lockstep.launch.local import refuse_import_of_script
-from lockstep.proof.cases import Precise, Proof, chosen, plan_proof
+from lockstep.proof.cases import Proof, plan_proof, selected_layouts
 from lockstep.proof.conducting import Outcome, Show, conduct
 from lockstep.proof.rows import Row
+from lockstep.strategies.fsdp import Precise
 from lockstep.training.api import ConfigLike, resolved
 from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
@@ -92,7 +93,7 @@ def prove(
     if steps < 1 or not ranks or min(ranks) < 1:
         raise ConfigError(f"{steps} steps on {list(ranks)} ranks prove nothing: give whole numbers above 0")
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
-    proof = plan_proof(config, chosen(strategies), list(ranks), precision, gpus)
+    proof = plan_proof(config, selected_layouts(strategies), list(ranks), precision, gpus)
     if not proof.cases and not proof.refused:
         raise ConfigError("there is nothing to run: " + "; ".join(proof.left_out))
     begin(proof)

@@ -3,39 +3,42 @@
 reference     the recipe on one process
 as asked      the recipe's optimizer, micro size and global size, under each strategy
 accumulated   the same in two micro-batches or more a rank
-sgd           accumulated, under SGD with momentum: linear in the gradient, where Adam normalises its noise
+sgd           accumulated, under SGD with momentum: linear in the gradient, where Adam normalizes its noise
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from lockstep.config.schema import Config, FSDPPrecision, Parallel, Schedule
+from lockstep.config.schema import Config, Parallel, Schedule
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
-from lockstep.plan.plan import check_on_ranks, resolve_strategy
-from lockstep.plan.variants import CUTS, VARIANTS, factors, is_cut, variant_of
+from lockstep.plan.plan import check_on_ranks, choose_strategy
+from lockstep.plan.refusals import changed_options
+from lockstep.strategies.fsdp import Precise
+from lockstep.strategies.partitions import AXES as PARTITIONED
+from lockstep.strategies.record import Layout
+from lockstep.strategies.registry import AUTO, PLAIN, REFERENCE, find_strategy, layout_of, layouts
+from lockstep.strategies.registry import strategies as registered
 
-Precise = Literal["fp32", "bf16", "fp16"]
-SINGLE = "single"
 _SGD_RATE = 0.02
 _LOSS_SCALE = 1024.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run.
+    """One run of a proof.
 
     Attributes:
-        number: its place among all.
-        strategy: by its one name (`plan.variants`).
-        optimizer: by name.
-        accumulation: micro-batches a rank.
-        reference: name of the run it is compared with.
+        number: Its place among all.
+        strategy: The name of its layout.
+        optimizer: By name.
+        accumulation: Micro-batches a rank.
+        reference: The name of the run that it is compared with.
     """
 
     number: int
@@ -48,8 +51,8 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A run that a strategy says it can't make."""
+class RefusedCase:
+    """A run that a strategy refuses."""
 
     case: Case
     reason: str
@@ -57,154 +60,145 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """All that is to be run.
+    """All runs of a proof.
 
     Attributes:
-        references: single processes by the name of their optimizer.
-        cases: compared with them.
-        refused: known before any process is started.
-        left_out: strategy and ranks that make no sense together, and why.
-        notes: what of the config was set otherwise for the proof.
-    missing: how the config cuts its model or sequences, if no run does, and the strategy to ask for.
+        references: Single processes by the name of their optimizer.
+        cases: The runs that are compared with them.
+        refused: Known before any process is started.
+        left_out: Strategy and ranks that make no sense together, and why.
+        notes: What of the config was changed for the proof.
+        missing: How the config partitions its model or sequences, if no run does, and the strategy to ask for.
     """
 
     references: Mapping[str, Config]
     cases: tuple[Case, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RefusedCase, ...]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     missing: str | None = None
 
 
-def chosen(names: str | Sequence[str]) -> list[str]:
-    """The strategies that are meant; `all` of them.
+def selected_layouts(names: str | Sequence[str]) -> list[str]:
+    """Return the names of the layouts that are asked for; `all` of them.
 
     Raises:
         ConfigError: there is no such strategy.
     """
     asked = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    known = layouts()
     if asked == ["all"]:
-        return list(VARIANTS)
-    problems = [Problem("strategies", "", _unknown(name)) for name in asked if name not in VARIANTS]
+        return list(known)
+    listed = f"there are {', '.join(known)}"
+    problems = []
+    for name in (name for name in asked if name not in known):
+        near = closest_match(name, known)
+        hint = f"did you mean {near}?" if near else listed
+        problems.append(Problem("strategies", "", f"there is no strategy {name!r}; {hint}"))
     if problems or not asked:
-        raise ConfigError(problems or Problem("strategies", "", f"names none; there are {', '.join(VARIANTS)}"))
+        raise ConfigError(problems or Problem("strategies", "", f"names none; {listed}"))
     return list(dict.fromkeys(asked))
 
 
-def _unknown(name: str) -> str:
-    near = closest_match(name, VARIANTS)
-    return f"there is no strategy {name!r}; " + (
-        f"did you mean {near}?" if near else f"there are {', '.join(VARIANTS)}"
-    )
+def plan_proof(config: Config, names: Sequence[str], ranks: Sequence[int], precision: Precise, gpus: int) -> Proof:
+    """Return the runs that prove a config.
 
-
-def plan_proof(config: Config, strategies: Sequence[str], ranks: Sequence[int], precision: Precise, gpus: int) -> Proof:
-    """Args:
-    config: what the user trains.
-    gpus: that one process can use.
+    Args:
+        config: What the user trains.
+        names: Of layouts.
+        gpus: The number that one process can use.
     """
     base, notes = _for_proof(config, precision)
-    references: dict[str, Config] = {base.optim.name: _under(base, SINGLE, 1)}
-    linear = _sgd(base)
-    if base.optim.name != "sgd":
-        references["sgd"] = _under(linear, SINGLE, 1)
+    linear, known = _sgd(base), layouts()
+    reference = known[REFERENCE.name]
+    references: dict[str, Config] = {one.optim.name: _under(one, reference, 1) for one in (base, linear)}
     left_out: list[str] = []
-    found: list[Case] = []
-    refused: list[Refused] = []
+    cases: list[Case] = []
+    refused: list[RefusedCase] = []
     for number_of_ranks in ranks:
-        for strategy in strategies:
-            why = _left_out(strategy, number_of_ranks, gpus)
+        for name in names:
+            why = _left_out(known[name], number_of_ranks, gpus)
             if why:
-                left_out.append(f"{strategy} on {_ranks(number_of_ranks)}: {why}")
+                left_out.append(f"{name} on {number_of_ranks} rank{'s' * (number_of_ranks != 1)}: {why}")
                 continue
-            for case in _cases(base, linear, strategy, number_of_ranks):
-                case = replace(case, number=len(found) + len(refused))
-                reason = _refusal(case)
-                if reason is None:
-                    found.append(case)
-                else:
-                    refused.append(Refused(case, reason))
-    missing = _missing(config.parallel, strategies, {case.strategy for case in found})
-    return Proof(references, tuple(found), tuple(refused), tuple(left_out), tuple(notes), missing)
+            for case in _cases(base, linear, known[name], number_of_ranks):
+                case = replace(case, number=len(cases) + len(refused))
+                try:
+                    check_on_ranks(case.config, case.ranks)
+                    cases.append(case)
+                except ConfigError as refusal:
+                    refused.append(RefusedCase(case, str(refusal)))
+    missing = _missing(config.parallel, names, {case.strategy for case in cases})
+    return Proof(references, tuple(cases), tuple(refused), tuple(left_out), tuple(notes), missing)
 
 
-def _missing(asked: Parallel, strategies: Sequence[str], run: Collection[str]) -> str | None:
-    cuts = [f"parallel.{axis} {getattr(asked, axis)}" for axis in CUTS if getattr(asked, axis) != 1]
-    name = variant_of(asked, "ddp" if asked.strategy in ("auto", "single", "dp") else asked.strategy)
-    if not cuts or name in run:
+def _missing(asked: Parallel, names: Sequence[str], run: Collection[str]) -> str | None:
+    partitions = [f"parallel.{axis} {getattr(asked, axis)}" for axis in PARTITIONED if getattr(asked, axis) != 1]
+    strategy = (
+        PLAIN if asked.strategy == AUTO or find_strategy(asked.strategy).one_process else find_strategy(asked.strategy)
+    )
+    layout = layout_of(asked, strategy)
+    if not partitions or layout.name in run:
         return None
-    said = f"{' with '.join(cuts)}, which the config asks for, is not among them"
-    if name in VARIANTS:
-        return said if name in strategies else f"{said}: --strategies {name}"
-    nearest = max(VARIANTS, key=lambda one: len({*factors(one)} & {*factors(name)}))
-    return f"{said}: the nearest is --strategies {nearest}"
+    missing = f"{' with '.join(partitions)}, which the config asks for, is not among them"
+    known = layouts()
+    if layout.name in known:
+        return missing if layout.name in names else f"{missing}: --strategies {layout.name}"
+    nearest = max(known.values(), key=lambda one: len({*one.factors} & {*layout.factors}))
+    return f"{missing}: the nearest is --strategies {nearest.name}"
 
 
-def _cases(base: Config, linear: Config, strategy: str, ranks: int) -> Iterator[Case]:
+def _cases(base: Config, linear: Config, layout: Layout, ranks: int) -> Iterator[Case]:
     size, micro = base.batch.global_size, base.batch.micro_size
-    mesh = _mesh(base, strategy, ranks)
+    mesh = _mesh(base, layout, ranks)
     asked = plan_batch(size, micro, mesh.shares, stages=mesh.pipeline)
     smaller = plan_batch(size, max(1, -(-asked.micro_size // 2)), mesh.shares)
     smaller = asked if asked.accumulation > 1 else smaller
     runs = [(base, asked), (base, smaller), (linear, smaller)]
-    if strategy == SINGLE:
-        runs = runs[1:]  # the first is the reference
+    is_reference = layout.strategy.reference  # the recipe as asked, on one process
     seen = set()
-    for config, batch in runs:
+    for config, batch in runs[1:] if is_reference else runs:
         mark = config.optim.name, batch.accumulation
         if mark in seen:
             continue
         seen.add(mark)
-        cut = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": batch.micro_size})})
-        if strategy == SINGLE and batch == asked and config is base:
+        if is_reference and batch == asked and config is base:
             continue
-        yield Case(
-            0, strategy, ranks, config.optim.name, batch.accumulation, config.optim.name, _under(cut, strategy, ranks)
-        )
+        batched = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": batch.micro_size})})
+        name, optimizer = layout.name, config.optim.name
+        yield Case(0, name, ranks, optimizer, batch.accumulation, optimizer, _under(batched, layout, ranks))
 
 
-def _mesh(config: Config, strategy: str, ranks: int) -> Mesh:
-    """Of a strategy that may be refused on so many ranks later: then as if all of them divided the data."""
+def _mesh(config: Config, layout: Layout, ranks: int) -> Mesh:
+    """Return the mesh; of a layout that may be refused on so many ranks later, as if all of them divided the data."""
     try:
-        under = _under(config, strategy, ranks)
-        return mesh_of(under.parallel, resolve_strategy(under, ranks, (), None)[0], ranks)
+        under = _under(config, layout, ranks)
+        return mesh_of(under.parallel, choose_strategy(under, ranks).strategy, ranks)
     except ConfigError:
         return Mesh(data=ranks)
 
 
-def _refusal(case: Case) -> str | None:
-    """What is wrong with it by arithmetic alone."""
-    try:
-        check_on_ranks(case.config, case.ranks)
-    except ConfigError as refusal:
-        return str(refusal)
-    return None
-
-
-def _left_out(strategy: str, ranks: int, gpus: int) -> str | None:
-    parallel = _parallel(Parallel(), strategy)
-    if strategy == SINGLE and ranks > 1:
-        return "single is one process, which all others are compared with"
-    if parallel.strategy == "dp" and (ranks > 1 or gpus < 2):
-        return "dp is one process over two GPUs or more" + (f", and it sees {gpus}" if gpus < 2 else "")
-    if _is_hybrid(parallel) and ranks % 2:
+def _left_out(layout: Layout, ranks: int, gpus: int) -> str | None:
+    strategy = layout.strategy
+    if strategy.reference and ranks > 1:
+        return f"{strategy.name} is one process, which all others are compared with"
+    if strategy.one_process and not strategy.reference and (ranks > 1 or gpus < 2):
+        few = f", and it sees {gpus}" if gpus < 2 else ""
+        return f"{strategy.name} is one process over two GPUs or more{few}"
+    if layout.variant.mesh == "hybrid" and ranks % 2:
         return "two replicas, each divided, take an even number of ranks"
-    if is_cut(strategy) and ranks % 2:
+    if layout.partitions and ranks % 2:
         return "a model or sequences cut in two take an even number of ranks"
-    if "+" in strategy and ranks % 4:
+    if "+" in layout.name and ranks % 4:
         return "a product of two takes a multiple of four ranks"
     return None
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 # --- configs ------------------------------------------------------------------------------------------------------
 
 
 def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
-    """The config with what would differ by design taken out, and what that was."""
+    """Return the config without what would differ by design, and what that was."""
     notes = []
     degrees = [axis for axis in AXES if getattr(config.parallel, axis) not in ("auto", 1)]
     if degrees:
@@ -221,18 +215,17 @@ def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
         notes.append("optim.in_backward is false: the proof compares gradients, which would be gone")
     if config.precision.compute not in ("auto", precision):
         notes.append(f"precision.compute is {precision}, not {config.precision.compute}")
-    mixed = config.parallel.fsdp.mixed_precision
-    scaled = precision == "fp16" or (precision != "fp32" and mixed.rounds_to_fp16)
+    rounds = any(one.rounds_to_fp16(one.options_of(config.parallel)) for one in registered())
+    scaled = precision == "fp16" or (precision != "fp32" and rounds)
     if scaled and config.precision.loss_scale.initial > _LOSS_SCALE:
         scale = config.precision.loss_scale.model_copy(update={"initial": _LOSS_SCALE})
         changed["precision"] = changed["precision"].model_copy(update={"loss_scale": scale})
         notes.append(
             f"precision.loss_scale.initial is {_LOSS_SCALE:g}: where fp16 overflows depends on how a batch is cut"
         )
-    if precision == "fp32" and mixed != FSDPPrecision():
-        fsdp = config.parallel.fsdp.model_copy(update={"mixed_precision": FSDPPrecision()})
-        changed["parallel"] = config.parallel.model_copy(update={"fsdp": fsdp})
-        notes.append("parallel.fsdp.mixed_precision is left out: this proof is in fp32")
+    if precision == "fp32":
+        changed["parallel"], rounding = _without_rounding(config.parallel)
+        notes += [f"{key} is left out: this proof is in fp32" for key in rounding]
     if getattr(config.data.train, "shift", 0):
         changed["data"] = changed["data"].model_copy(
             update={"train": config.data.train.model_copy(update={"shift": 0})}
@@ -241,42 +234,43 @@ def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
     return config.model_copy(update=changed), notes
 
 
+def _without_rounding(parallel: Parallel) -> tuple[Parallel, list[str]]:
+    """Return the section without the options that round, and the keys of those that were given."""
+    keys = []
+    for strategy in registered():
+        for name in (name for name, _ in changed_options(parallel, strategy) if name in strategy.rounding):
+            options = strategy.options_of(parallel)
+            options = options.model_copy(update={name: getattr(type(options)(), name)})
+            parallel = parallel.model_copy(update={strategy.section: options})
+            keys.append(f"parallel.{strategy.section}.{name}")
+    return parallel, keys
+
+
 def _sgd(config: Config) -> Config:
-    """Under SGD with momentum at a constant rate; clipping, decay and rules as they are."""
+    """Return the config under SGD with momentum at a constant rate; clipping, decay and rules as they are."""
     if config.optim.name == "sgd":
         return config
     optim = config.optim.model_copy(update={"name": "sgd", "lr": _SGD_RATE, "momentum": 0.9, "nesterov": False})
     return config.model_copy(update={"optim": optim, "schedule": Schedule(kind="constant")})
 
 
-def _under(config: Config, strategy: str, ranks: int) -> Config:
-    """The config under a strategy on so many ranks, its degrees left to them."""
+def _under(config: Config, layout: Layout, ranks: int) -> Config:
+    """Return the config under a layout on so many ranks, its degrees left to them."""
+    others = {*(config.parallel.model_extra or ())} - {layout.strategy.section}
+    asked = config.parallel.model_dump(exclude_unset=True, exclude=others)
+    degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
+    parallel = Parallel.model_validate(_merged({**asked, **degrees}, layout.parallel))
+    if layout.variant.mesh == "hybrid":
+        parallel = parallel.model_copy(update={"data": 2})
     launch = config.launch.model_copy(update={"ranks": ranks})
-    return config.model_copy(update={"parallel": _parallel(config.parallel, strategy), "launch": launch})
+    return config.model_copy(update={"parallel": parallel, "launch": launch})
 
 
-def _parallel(asked: Parallel, strategy: str) -> Parallel:
-    values = {
-        **asked.model_dump(exclude_unset=True),
-        "data": "auto",
-        "shard": "auto",
-        "pipeline": 1,
-        "context": 1,
-        "tensor": 1,
-    }
-    made = Parallel.model_validate(_laid_over(values, VARIANTS[strategy]))
-    return made.model_copy(update={"data": 2}) if _is_hybrid(made) else made
-
-
-def _laid_over(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings key by key, everything else replaced."""
-    found = dict(older)
+def _merged(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return mappings merged key by key, everything else replaced."""
+    merged = dict(older)
     for name, value in newer.items():
-        before = found.get(name)
+        before = merged.get(name)
         both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        found[name] = _laid_over(before, value) if both else value  # type: ignore[arg-type]
-    return found
-
-
-def _is_hybrid(parallel: Parallel) -> bool:
-    return parallel.strategy == "fsdp" and "HYBRID" in parallel.fsdp.sharding_strategy
+        merged[name] = _merged(before, value) if both else value  # type: ignore[arg-type]
+    return merged

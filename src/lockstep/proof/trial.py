@@ -28,6 +28,7 @@ from lockstep.proof.evidence import Compared, Evidence, Published, Seen, Step
 from lockstep.proof.probing import measured
 from lockstep.proof.randomness import without_randomness
 from lockstep.proof.tolerances import EPS, INDIFFERENT, NORMALISING, Tolerance
+from lockstep.strategies.registry import find_strategy
 from lockstep.training.audit import expected_digest
 from lockstep.training.job import publish, whole_weights
 from lockstep.training.session import components_of
@@ -83,9 +84,9 @@ def by_design(session: Session) -> list[str]:
         notes.append(f"{reason}: the loss depends on batch.micro_size and on the number of ranks")
     if components.source.draws and _draws(components.source):
         notes.append("the data are drawn at random for each rank and micro-batch, so that samples differ between ranks")
-    compression = components.config.parallel.ddp.compression
-    if compression != "none" and components.plan.strategy == "ddp":
-        notes.append(f"parallel.ddp.compression {compression} loses bits of each gradient")
+    strategy = find_strategy(components.plan.strategy)
+    if (loss := strategy.lossy(strategy.options_of(components.config.parallel))) is not None:
+        notes.append(loss)
     return notes
 
 

@@ -102,7 +102,7 @@ def unused_parameters(names: Sequence[str], *, where: str = "", before: str = ""
 
     Args:
         where: on which rank, of which micro-batch; nothing: anywhere in the first update.
-        before: what has to change first so that a sample may leave a parameter out (`plan.pieces.before_unused`).
+        before: what has to change first so that a sample may leave a parameter out (`plan.refusals.before_unused`).
     """
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     it = "it" if len(names) == 1 else "them"

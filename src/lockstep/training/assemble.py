@@ -31,7 +31,7 @@ from lockstep.models.parameters import refuse_parameters
 from lockstep.models.transformer import Transformer
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.precision import LossScaler, needs_loss_scale, resolve_compute, set_tf32
-from lockstep.plan.plan import Machine, make_plan, resolve_strategy
+from lockstep.plan.plan import Machine, choose_strategy, make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.plan.stages import stages_of
 from lockstep.sharding.in_backward import UpdatedInBackward
@@ -356,7 +356,7 @@ def _blank(config: Config, facts: DataFacts, given: UserObjects, world: World, m
     divided = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))
     if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):
         sketch = sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
-        strategy, _ = resolve_strategy(config, world.size, parameter_facts(sketch), machine.memory)
+        strategy = choose_strategy(config, world.size, parameter_facts(sketch), machine.memory).strategy.name
     if strategy != "fsdp" and not divided:
         return None
     return blank_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)

@@ -42,6 +42,7 @@ from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import CHECKPOINTS
 from lockstep.monitor.jsonl import finite
 from lockstep.monitor.locked_folder import RunFolderTaken
+from lockstep.strategies.registry import find_strategy
 from lockstep.training.saved_state import check_state
 from lockstep.training.session import FailureState, Session, components_of
 from lockstep.training.triggers import Trigger
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep.checkpoint")
 
 HISTORY = "history"  # in a manifest's environment: how far the run's files had been written
-_REPLICATED = ("single", "dp", "ddp")  # strategies under which each rank holds the whole state
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +436,7 @@ class Checkpoints:
     def _holds_everything(self) -> bool:
         """Whether this rank has the whole state, and nothing in it is each rank's own."""
         plan = components_of(self._session).plan
-        if plan.strategy not in _REPLICATED or plan.mesh.ranks != plan.mesh.data:
+        if not find_strategy(plan.strategy).holds_everything or plan.mesh.ranks != plan.mesh.data:
             return False
         return not self._session.state(synchronized=False).changes_in_forward
 

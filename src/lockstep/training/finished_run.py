@@ -15,6 +15,7 @@ from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
 from lockstep.monitor.folder import RunFolder
+from lockstep.strategies.registry import AUTO, find_strategy
 from lockstep.training.job import imports_ahead, opened
 from lockstep.training.session import components_of
 from lockstep.training.sources import facts_of_data, make_model
@@ -75,7 +76,8 @@ def _evaluation_config(config: Config) -> Config:
     The weights that a run left are whole: nothing partitions the model, and DeepSpeed shards it only together with its
     optimizer. Optimizer, schedule and training set may be objects that were handed over in Python, and are absent here.
     """
-    strategy = "auto" if config.parallel.strategy == "deepspeed" else config.parallel.strategy
+    name = config.parallel.strategy
+    strategy = AUTO if name != AUTO and find_strategy(name).needs_optimizer else name
     degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
     changes: dict[str, Any] = {"parallel": config.parallel.model_copy(update={"strategy": strategy, **degrees})}
     if config.optim.name == "given":

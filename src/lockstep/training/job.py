@@ -40,6 +40,7 @@ from lockstep.monitor.metric_log import LogEntries, MetricLog, merge
 from lockstep.monitor.monitors import Monitors, ThrottledMonitor
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.resilience.signals import run_signals
+from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
 from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
 from lockstep.training.fallback_folder import save_elsewhere
@@ -149,7 +150,7 @@ def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterat
 @contextmanager
 def opened(config: Config, given: UserObjects) -> Iterator[Session]:
     """A session on this rank, among the ranks that the environment names."""
-    grouped = names_a_rank(os.environ) or config.parallel.strategy in ("ddp", "fsdp", "deepspeed")
+    grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
     with launch_environment(config.launch), joined(config.launch, grouped=grouped) as world:
         session: Session | None = None
         try:

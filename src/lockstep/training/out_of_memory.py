@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lockstep.core.errors import OutOfMemory
 from lockstep.core.formatting import size
 from lockstep.core.out_of_memory import bytes_asked, error_location, ran_out
+from lockstep.strategies.registry import AUTO, find_strategy
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +116,7 @@ def _of_state(setting: Setting) -> list[str]:
 
 
 def _divided(setting: Setting) -> list[str]:
-    if setting.strategy in ("fsdp", "deepspeed"):
+    if setting.strategy != AUTO and find_strategy(setting.strategy).divides:
         return [f"start more than {setting.ranks} ranks: each then holds a smaller part of the training state"]
     if setting.ranks > 1:
         return [f"set parallel.strategy to fsdp: each of the {setting.ranks} ranks then holds a part of the state"]

@@ -53,19 +53,20 @@ def _data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str
 
 def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
     """Print the DeepSpeed config that makes the same run without Lockstep; on stderr, what no config can say."""
-    from lockstep.config.deepspeed import plain_config
+    from lockstep.config.deepspeed import derived_of, plain_config
     from lockstep.models.facts import describe_model
-    from lockstep.plan.plan import derived_for_deepspeed, make_plan
+    from lockstep.plan.plan import make_plan
+    from lockstep.strategies.deepspeed import STRATEGY as DEEPSPEED
 
     config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
     refuse_given(loaded)
-    if config.parallel.strategy != "deepspeed":
-        why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write deepspeed"
+    if config.parallel.strategy != DEEPSPEED.name:
+        why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write {DEEPSPEED.name}"
         raise ConfigError(Problem("", "parallel.strategy", why))
     facts, _ = _data_facts(config, given)
     parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
     made = make_plan(config, choose_ranks(config.launch), facts, parameters)
-    echo(json.dumps(plain_config(config, derived_for_deepspeed(made)), indent=2))
+    echo(json.dumps(plain_config(config, derived_of(made)), indent=2))
     for note in _beyond_deepspeed(config, len(made.groups)):
         echo(f"note: {note}", file=sys.stderr)
     return 0

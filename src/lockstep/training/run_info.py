@@ -9,6 +9,7 @@ import torch
 from lockstep.core.records import RunInfo
 from lockstep.optim.precision import resolve_compute
 from lockstep.plan.plan import because, strategy_of
+from lockstep.strategies.registry import find_strategy
 from lockstep.training.invariance import NOTE
 from lockstep.training.session import Session, components_of
 
@@ -49,8 +50,10 @@ def run_info(
 
 def _notes(session: Session) -> tuple[str, ...]:
     components = components_of(session)
+    strategy = find_strategy(components.plan.strategy)
+    options = strategy.options_of(components.config.parallel)
     notes = []
-    if components.plan.strategy == "fsdp" and (told := because(components.plan)):
+    if strategy.divides and (told := because(components.plan)):
         notes.append(told)
     coupled = components.coupled
     if coupled is not None or not components.objective.decomposes:
@@ -58,14 +61,8 @@ def _notes(session: Session) -> tuple[str, ...]:
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
     if components.plan.batch.fixed:
         notes.append(NOTE)
-    if components.plan.strategy == "dp" and components.sharding.module is components.sharding.bare:
-        notes.append("dp spreads a batch over the GPUs of one process; with fewer than two it runs as single")
-    compression = components.config.parallel.ddp.compression if components.plan.strategy == "ddp" else "none"
-    if compression != "none":
-        notes.append(
-            f"parallel.ddp.compression {compression} loses bits of each gradient: "
-            f"the curve is close to the single process's, not equal"
-        )
-    if compression == "powersgd":
-        notes.append("what powersgd remembers is not saved: a run that goes on is not, to the bit, one never stopped")
-    return tuple(notes)
+    if strategy.unwrapped and components.sharding.module is components.sharding.bare:
+        notes.append(strategy.unwrapped)
+    if (loss := strategy.lossy(options)) is not None:
+        notes.append(f"{loss}: the curve is close to the single process's, not equal")
+    return (*notes, *strategy.remarks(options))

@@ -24,7 +24,7 @@ from lockstep.distributed import generators
 from lockstep.distributed.consensus import Consensus, gradients_agree, requests_in, tallies_in
 from lockstep.distributed.user_collectives import print_once
 from lockstep.optim.norms import clip_divisor
-from lockstep.plan.pieces import before_unused
+from lockstep.plan.refusals import before_unused
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import DiscardLimit, is_finite, ranks_differ, verdict
 from lockstep.sharding.buffers import BufferCopies

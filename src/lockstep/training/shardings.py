@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.config.deepspeed import engine_config
+from lockstep.config.deepspeed import derived_of, engine_config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.mesh_position import stage_pair
@@ -17,8 +17,7 @@ from lockstep.optim.groups import parameter_groups
 from lockstep.optim.norms import squared_norm
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
 from lockstep.optim.own_settings import groups_to_make_of
-from lockstep.plan.pieces import before_unused
-from lockstep.plan.plan import derived_for_deepspeed
+from lockstep.plan.refusals import before_unused
 from lockstep.sharding.buffers import SharedBuffers
 from lockstep.sharding.data_parallel import over_gpus
 from lockstep.sharding.ddp import ReplicatedByDDP
@@ -232,7 +231,7 @@ def _deepspeed(parts: Parts) -> Sharding:
     from lockstep.sharding.deepspeed import DividedByDeepSpeed, ReplicatedByDeepSpeed, engage
 
     model, device = parts.model.to(parts.world.device), parts.world.device
-    handed = engine_config(parts.config, derived_for_deepspeed(parts.plan))
+    handed = engine_config(parts.config, derived_of(parts.plan))
     if parts.config.parallel.deepspeed.zero_stage == 0:
         optimizer = parts.optimizer_of(model.named_parameters())
         idle = torch.optim.SGD([one for one in model.parameters() if one.requires_grad])  # DeepSpeed wants one to begin

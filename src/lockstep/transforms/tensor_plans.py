@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.config.schema import TensorParallel
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.plan.pieces import nearest_divisors
+from lockstep.plan.refusals import nearest_divisors
 from lockstep.transforms.tensor_experts import number_of_experts
 
 KEY = "parallel.tensor_parallel"

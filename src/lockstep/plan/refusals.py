@@ -1,0 +1,153 @@
+"""What doesn't go with a partitioned model, and what makes bits depend on the number of ranks.
+
+pipeline, tensor, context      refuse_for_partitions
+run.determinism: invariant     refuse_variable: micro-batches that don't depend on ranks --> the same kernels on the
+                               same numbers --> gradients added in one order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lockstep.config.schema import TransformerModel
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.strategies.registry import REFERENCE, find_strategy, strategies
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Batch, Config, Model, Parallel, PipelineParallel
+    from lockstep.plan.mesh import Mesh
+    from lockstep.strategies.record import Layout, Strategy
+
+_FIXED_STAGES = {"zbv": 2, "gpipe": 1, "1f1b": 1}
+
+
+def refuse_for_partitions(config: Config, layout: Layout, mesh: Mesh) -> None:
+    """Refuse what can't be done with a partitioned model or sequences, or would be ignored.
+
+    Raises:
+        ConfigError: All of it at once.
+    """
+    if mesh.pieces == mesh.context == 1:
+        return
+    _raise_all(_for_partitions(config, layout, mesh))
+
+
+def before_unused(strategy: str, mesh: Mesh) -> str:
+    """Return what has to change first where `parallel.ddp.find_unused_parameters` is refused ("leave x out and ")."""
+    if not find_strategy(strategy).finds_unused:
+        return "take parallel.strategy: ddp and "
+    axes = [f"parallel.{axis}" for axis in ("pipeline", "tensor") if getattr(mesh, axis) > 1]
+    return f"leave {' and '.join(axes)} out and " if axes else ""
+
+
+def _for_partitions(config: Config, layout: Layout, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Yield (key, message)."""
+    parallel = config.parallel
+    axis = "pipeline" if mesh.pipeline > 1 else "tensor" if mesh.tensor > 1 else "context"
+    where = f"with parallel.{axis} {getattr(mesh, axis)}"
+    if config.run.determinism == "invariant":
+        yield "run.determinism", f"invariant needs every rank to compute the whole model; {where} take deterministic"
+    if mesh.pieces == 1:
+        return
+    for strategy in (strategy for strategy in strategies() if strategy.whole_model):
+        for name, value in changed_options(parallel, strategy):
+            message = f"{value} is for {strategy.whole_model}, which isn't used {where}; leave it out"
+            yield f"parallel.{strategy.section}.{name}", message
+    if mesh.pipeline > 1:
+        yield from _of_pipelines(parallel.pipeline_parallel, layout)
+    if mesh.tensor > 1:
+        yield from _of_heads(config.model, mesh.tensor)
+    if mesh.pipeline > 1 and mesh.tensor > 1 and parallel.tensor_parallel.sequence_parallel:
+        yield (
+            "parallel.tensor_parallel.sequence_parallel",
+            "true, but the stages of a pipeline hand on all positions; write false, or leave parallel.pipeline out",
+        )
+
+
+def changed_options(parallel: Parallel, strategy: Strategy) -> list[tuple[str, object]]:
+    """Return the options that differ from their defaults."""
+    if strategy.options is None:
+        return []
+    options = strategy.options_of(parallel)
+    return [(name, getattr(options, name)) for name, usual in strategy.options() if getattr(options, name) != usual]
+
+
+def _of_heads(model: Model, degree: int) -> Iterator[tuple[str, str]]:
+    """Refuse heads that can't be divided: each rank has whole ones."""
+    if not isinstance(model, TransformerModel):
+        return
+    for name, size in (("heads", model.heads), ("key-value heads", model.kv_heads or model.heads)):
+        if size % degree:
+            take = nearest_divisors(size, degree)
+            yield "parallel.tensor", f"{degree} doesn't divide the {size} {name}; take {take}"
+            return
+
+
+def nearest_divisors(size: int, degree: int) -> str:
+    """Return the divisors of `size` next to `degree`, below and above."""
+    below = max(number for number in range(1, min(size, degree) + 1) if size % number == 0)
+    above = next((number for number in range(degree, size + 1) if size % number == 0), None)
+    return f"{below}" if above is None else f"{below} or {above}"
+
+
+def _of_pipelines(options: PipelineParallel, layout: Layout) -> Iterator[tuple[str, str]]:
+    for partition in layout.partitions:
+        if (conflict := layout.strategy.conflicts.get(partition.name)) is not None:
+            yield conflict[0], conflict[1].format(schedule=options.schedule)
+    fixed = _FIXED_STAGES.get(options.schedule)
+    if fixed is not None and options.stages_per_rank not in ("auto", fixed):
+        other = "" if options.schedule == "zbv" else "take interleaved-1f1b, or "
+        yield (
+            "parallel.pipeline_parallel.stages_per_rank",
+            f"{options.stages_per_rank}, but {options.schedule} has {fixed} a rank; {other}leave it out",
+        )
+
+
+# --- invariant runs -----------------------------------------------------------------------------------------------
+
+
+def refuse_variable(config: Config, strategy: Strategy, ranks: int) -> None:
+    """Refuse what makes bits depend on the ranks, or has no part in an invariant run.
+
+    Raises:
+        ConfigError: All of it at once.
+    """
+    _raise_all(_variable(config.batch, config.parallel, strategy, ranks, compiles=config.model.compile))
+
+
+def _variable(
+    batch: Batch, parallel: Parallel, strategy: Strategy, ranks: int, *, compiles: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield (key, message)."""
+    why = "under run.determinism invariant"
+    if batch.micro_size == "auto":
+        size = -(-batch.global_size // ranks)
+        yield (
+            "batch.micro_size",
+            f"auto cuts an update by the number of ranks; {why} give a number, the same for all: "
+            f"{size} is what auto comes to on {ranks} {'rank' if ranks == 1 else 'ranks'}",
+        )
+    if not strategy.invariant:
+        able = " or ".join(other.name for other in strategies() if other.invariant and not other.reference)
+        yield (
+            "parallel.strategy",
+            f"{strategy.name} adds gradients in an order that depends on the ranks; {why} take {able}, or "
+            f"{REFERENCE.name} on one rank",
+        )
+    for other in strategies():
+        changed = dict(changed_options(parallel, other))
+        for name in (name for name in other.varying_options if name in changed):
+            message = other.varying_options[name].format(value=changed[name], why=why)
+            yield f"parallel.{other.section}.{name}", message
+    if compiles:
+        yield (
+            "model.compile",
+            f"compiles for the shapes that a rank sees first, so that kernels depend on the ranks; {why} take false",
+        )
+
+
+def _raise_all(problems: Iterator[tuple[str, str]]) -> None:
+    found = [Problem("", key, message) for key, message in problems]
+    if found:
+        raise ConfigError(found)

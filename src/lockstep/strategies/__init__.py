@@ -1,0 +1,8 @@
+"""The strategies: each is one record in one file, and one line in the registry.
+
+section     the base of every section of a config
+record      what a record states: options, mesh, memory, traffic, refusals, how it is built
+single, dp, ddp, fsdp, deepspeed      the records
+partitions  the mesh axes along which a model or its sequences are partitioned: pipeline, context, tensor
+registry    all records, those of users too, and what combines with what
+"""

@@ -1,0 +1,86 @@
+"""torch's DistributedDataParallel: every rank holds everything, gradients are all-reduced during the backward.
+
+Options of DistributedDataParallel have no part where the model is partitioned: `sharding.replicas` sums its gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lockstep.strategies.fsdp import SHARDED_INSTEAD
+from lockstep.strategies.record import StateSharding, Strategy, Variant, gradients_all_reduced
+from lockstep.strategies.section import Positive, Section
+
+
+class PowerSGD(Section):
+    """PowerSGD gradient compression (Vogels et al. 2019, arXiv:1905.13727)."""
+
+    rank: Positive = 4
+    """Rank of the matrices that stand for a gradient; higher is more exact, and sends more."""
+    start_step: Annotated[int, Field(ge=2)] = 10
+    """Updates before it starts; plain all-reduce until then."""
+
+
+class DDP(Section):
+    """Options of DistributedDataParallel."""
+
+    find_unused_parameters: bool = False
+    """A batch may leave out parameters that others use, such as experts; under fsdp also whole modules, such as skipped
+    layers, at a small message for each module that is gathered."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buckets that are reduced, which saves one copy of all gradients."""
+    static_graph: bool = False
+    """State that every update uses the same parameters in the same order, which lets DDP reduce more at once."""
+    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    """MiB of gradients per all-reduce."""
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Of gradients on the way between ranks. Lossy: the run is then not the single process's."""
+    powersgd: PowerSGD = PowerSGD()
+    sync_batchnorm: bool = False
+    """Batch norm over all ranks' samples; needs GPUs."""
+
+
+def _lossy(options: DDP) -> str | None:
+    if options.compression == "none":
+        return None
+    return f"parallel.ddp.compression {options.compression} loses bits of each gradient"
+
+
+_NOT_SAVED = "what powersgd remembers is not saved: a run that goes on is not, to the bit, one never stopped"
+STRATEGY = Strategy(
+    name="ddp",
+    build="",
+    options=DDP,
+    axes=("pipeline", "context", "tensor"),
+    automatic=True,
+    invariant=True,
+    varying_options={
+        "compression": "{value} rounds what each rank sends, so that the sum depends on the ranks; {why} take none",
+        "sync_batchnorm": "adds over ranks in their order; {why} it can't be had: take false",
+        "static_graph": "is for DDP's own reduction, which {why} is not used: take false",
+        "gradient_as_bucket_view": "false is for DDP's own reduction, which {why} is not used; gradients lie in one "
+        "piece: take true",
+    },
+    whole_model="DDP's own reduction",
+    holds_everything=True,
+    finds_unused=True,
+    lossy=_lossy,
+    remarks=lambda options: (_NOT_SAVED,) if options.compression == "powersgd" else (),
+    variants=(
+        Variant(
+            name="ddp",
+            mesh="replicas",
+            state=StateSharding(
+                "every rank holds everything",
+                gradient_copies=lambda options: 1 if options.gradient_as_bucket_view else 2,
+            ),
+            sends=gradients_all_reduced,
+            sharded=SHARDED_INSTEAD,
+            implied=True,
+            best_for="whatever fits: the least to send, nothing to gather",
+            measured_as="ddp",
+        ),
+    ),
+)

@@ -1,0 +1,31 @@
+"""torch's DataParallel: one process spreads each batch over its GPUs."""
+
+from __future__ import annotations
+
+from lockstep.strategies.fsdp import SHARDED_INSTEAD
+from lockstep.strategies.record import StateSharding, Strategy, Variant, nothing_sent, refused
+
+STRATEGY = Strategy(
+    name="dp",
+    build="",
+    one_process="one process over all its GPUs",
+    holds_everything=True,
+    finds_unused=True,
+    unwrapped="dp spreads a batch over the GPUs of one process; with fewer than two it runs as single",
+    cells={
+        "chunked loss": refused(
+            "replicas have heads of their own, and nobody tells them their targets; take single, or ddp"
+        )
+    },
+    variants=(
+        Variant(
+            name="dp",
+            mesh="one process",
+            state=StateSharding(
+                "one process; the first GPU holds everything, each other one a copy of the parameters at times"
+            ),
+            sends=nothing_sent,
+            sharded=SHARDED_INSTEAD,
+        ),
+    ),
+)

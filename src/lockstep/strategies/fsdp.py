@@ -1,0 +1,177 @@
+"""torch's fully sharded data parallelism, FSDP2: parameters, gradients and optimizer state are divided.
+
+             gathered                reduced            in units of (N - 1) / N, as rings do it
+fsdp         M (2 P - P root)          G                P: bytes of all parameters, P root: of those in no block
+fsdp-grad-op M P                       G                G: bytes of all gradients, M: micro-batches of an update
+hybrids      among the shards of a replica; then each shard's gradients are all-reduced among the replicas
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lockstep.core.errors import Problem
+from lockstep.strategies.record import (
+    Cell,
+    StateSharding,
+    Strategy,
+    Traffic,
+    Update,
+    Variant,
+    gradients_all_reduced,
+    refused,
+)
+from lockstep.strategies.section import Positive, Section
+
+Precise = Literal["fp32", "bf16", "fp16"]
+SHARDED_INSTEAD = {"fsdp": "fsdp with FULL_SHARD does", "fsdp-hybrid": "fsdp with HYBRID_SHARD does"}
+
+
+class FSDPPrecision(Section):
+    """What FSDP gathers, reduces and computes in. Parameters at rest and optimizer state are fp32 under each; beside
+    it, `precision.compute` goes on to say what autocast does. fp16 in any of them brings `precision.loss_scale`."""
+
+    param_dtype: Precise | None = None
+    """Of the parameters that are gathered and computed with; null: fp32, as they are stored."""
+    reduce_dtype: Precise = "fp32"
+    """In which gradients are summed over ranks."""
+    output_dtype: Precise | None = None
+    """To which the outputs of each wrapped module are cast; null: as they come."""
+    buffer_dtype: Precise | None = None
+    """To which the model's floating-point buffers are cast, once; null: as they are."""
+    cast_forward_inputs: bool = True
+    """Cast the inputs of each wrapped module to `param_dtype`, if that is given."""
+
+    @property
+    def rounds_to_fp16(self) -> bool:
+        """Whether gradients pass through fp16, which needs a loss scale."""
+        return "fp16" in (self.param_dtype, self.reduce_dtype, self.output_dtype)
+
+
+class FSDP(Section):
+    """Options of fully sharded data parallelism (FSDP2), in FSDP's own words."""
+
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] = (
+        "FULL_SHARD"
+    )
+    """FULL_SHARD: parameters, gradients and optimizer state are divided; SHARD_GRAD_OP: the same at rest, but
+    parameters stay gathered from the forward to the end of the backward; NO_SHARD: nothing is; HYBRID_SHARD: divided
+    by `parallel.shard`, and so often as `parallel.data` says; _HYBRID_SHARD_ZERO2: the same of SHARD_GRAD_OP."""
+    wrap: Literal["blocks", "size", "root"] | tuple[str, ...] = "blocks"
+    """What is gathered at a time: each of the model's repeated blocks; modules of `min_num_params` or more; root: the
+    whole model; or the modules of these classes, such as `[LlamaDecoderLayer]`."""
+    min_num_params: Positive = 100_000_000
+    """For `wrap: size`: modules of so many parameters, without those of modules wrapped inside."""
+    mixed_precision: FSDPPrecision = FSDPPrecision()
+    reduce_every: Literal["update", "micro-batch"] = "update"
+    """update: gradients are reduced once, whole ones held until then; micro-batch: after each backward, so that only
+    this rank's part is held, for as many times the bytes sent."""
+    backward_prefetch: Literal["BACKWARD_PRE"] = "BACKWARD_PRE"
+    """The next block's parameters are gathered while the backward of this one runs; what is FSDP2's only way."""
+    forward_prefetch: bool = False
+    """Ask for the next block's parameters before this one's forward, where the host falls behind."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state live in the host's memory, and the update is made there; for GPUs."""
+
+
+def _full_shard(update: Update) -> Traffic:
+    volume = update.volume
+    return Traffic(update.share * update.micro_batches * (2 * volume.parameters - volume.at_root), _scattered(update))
+
+
+def _grad_op(update: Update) -> Traffic:
+    return Traffic(update.share * update.micro_batches * update.volume.parameters, _scattered(update))
+
+
+def _scattered(update: Update) -> float:
+    """Gradients are reduced among the shards, and then each shard among the replicas."""
+    among_replicas = 2 * (update.replicas - 1) / update.replicas * update.volume.gradients / update.shards
+    return update.share * update.volume.gradients + among_replicas
+
+
+def _divided(note: str) -> StateSharding:
+    return StateSharding(note, parameters=True, gradients=True, optimizer=True)
+
+
+_LATE_GRADIENTS = (
+    "parallel.pipeline_parallel.schedule",
+    "{schedule} makes gradients of weights outside of a backward, where FSDP doesn't see them; "
+    "take interleaved-1f1b or 1f1b, or parallel.strategy: ddp",
+)
+
+STRATEGY = Strategy(
+    name="fsdp",
+    build="",
+    options=FSDP,
+    family="FSDP",
+    axes=("pipeline", "context", "tensor"),
+    verified_axes=("pipeline", "context", "tensor"),
+    conflicts={"pipeline-zero-bubble": _LATE_GRADIENTS, "pipeline-zbv": _LATE_GRADIENTS},
+    automatic=True,
+    finds_unused=True,
+    heeds={"ddp": "find_unused_parameters"},
+    offloads=lambda options: options.cpu_offload,
+    rounding=("mixed_precision",),
+    rounds_to_fp16=lambda options: options.mixed_precision.rounds_to_fp16,
+    cells={
+        "offload": Cell(
+            "untested",
+            "FSDP2 offloads from a GPU alone, and none was at hand",
+            on_cpu=Problem(
+                "", "parallel.fsdp.cpu_offload", "on the CPU parameters are already; it is for GPUs: leave it out"
+            ),
+        ),
+        "checkpointed segments": refused(
+            "FSDP gathers each block around its own call, and a segment is one call; take mode: full"
+        ),
+    },
+    variants=(
+        Variant(
+            name="fsdp",
+            options={"sharding_strategy": "FULL_SHARD"},
+            mesh="shards",
+            state=_divided("all is divided; a block is gathered while it is used"),
+            sends=_full_shard,
+            title="fsdp with FULL_SHARD",
+            replicated="fsdp-hybrid",
+            best_for="what doesn't fit, on fast links; large models in general",
+            measured_as="fsdp FULL_SHARD",
+        ),
+        Variant(
+            name="fsdp-grad-op",
+            options={"sharding_strategy": "SHARD_GRAD_OP"},
+            mesh="shards",
+            state=_divided("as fsdp, but all blocks are gathered from forward to backward"),
+            sends=_grad_op,
+            title="fsdp with SHARD_GRAD_OP",
+            replicated="fsdp-hybrid-grad-op",
+            best_for="parameters fit, moments and gradients don't: saves the second gathering",
+            measured_as="fsdp SHARD_GRAD_OP",
+        ),
+        Variant(
+            name="fsdp-no-shard",
+            options={"sharding_strategy": "NO_SHARD"},
+            mesh="replicas",
+            state=StateSharding("every rank holds everything"),
+            sends=gradients_all_reduced,
+            title="fsdp with NO_SHARD",
+            sharded=SHARDED_INSTEAD,
+        ),
+        Variant(
+            name="fsdp-hybrid",
+            options={"sharding_strategy": "HYBRID_SHARD"},
+            mesh="hybrid",
+            state=_divided("as fsdp, in each replica"),
+            sends=_full_shard,
+            best_for="many machines: gathers within one, and only reduces between them",
+            measured_as="fsdp HYBRID_SHARD",
+        ),
+        Variant(
+            name="fsdp-hybrid-grad-op",
+            options={"sharding_strategy": "_HYBRID_SHARD_ZERO2"},
+            mesh="hybrid",
+            state=_divided("as fsdp-grad-op, in each replica"),
+            sends=_grad_op,
+        ),
+    ),
+)

@@ -1,0 +1,336 @@
+"""What a strategy states about itself. Plan, mesh, feature table, `verify` and the docs' tables are folds over it.
+
+    Strategy      fsdp: options, how it is built, which axes it combines with
+      Variant     fsdp-grad-op: the options that select it, mesh, sharded state, bytes sent, refusals
+    Partition     pipeline-1f1b: how a model or its sequences are partitioned along one more axis of the mesh
+    Layout        pipeline-1f1b+fsdp: the partitions and the variant of one run
+
+Bytes sent are in units of (N - 1) / N on N ranks, as rings do it: a rank sends that share of what is gathered or
+scattered, and twice that of what is all-reduced (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations", section 2). Votes and norms (a few numbers) and buffers are left out, and what a pipeline
+sends from stage to stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Parallel
+    from lockstep.strategies.section import Section
+
+MeshKind = Literal["one process", "replicas", "shards", "hybrid"]
+"""The mesh axes that a variant lays ranks out on: none; `data`; `shard`; or both."""
+Standing = Literal["cpu", "untested", "refused", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of the table strategy x feature.
+
+    Attributes:
+        standing: `cpu`: tested there against the single process; `none`: the strategy has no such option.
+        why: The reason of a refusal, or why it is untested.
+        gpu: Where and when it was tested on a GPU: `H200, 2026-11-20, 1a2b3c4`.
+        on_cpu: The problem to report to ranks that compute on the CPU, where the feature is for GPUs alone.
+    """
+
+    standing: Standing
+    why: str = ""
+    gpu: str = ""
+    on_cpu: Problem | None = None
+
+    def __str__(self) -> str:
+        standing = {"cpu": "CPU", "none": "-"}.get(self.standing, self.standing)
+        return f"{standing}: {self.why}" if self.why else f"{standing}, {self.gpu}" if self.gpu else standing
+
+
+CPU, NONE = Cell("cpu"), Cell("none")
+
+
+def refused(why: str) -> Cell:
+    return Cell("refused", why)
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """Bytes of a model on its way between ranks.
+
+    Attributes:
+        parameters: In the type that they are gathered in.
+        gradients: In the type that they are reduced in.
+        at_root: Of the parameters, those in no block: gathered once, where those of blocks are gathered twice.
+    """
+
+    parameters: int
+    gradients: int
+    at_root: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a rank sends in an update, at most 1 byte off: parameters gathered, gradients reduced."""
+
+    gathered: float = 0.0
+    reduced: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.gathered + self.reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update whose traffic is computed.
+
+    Attributes:
+        shards, replicas: Their product is the number of ranks.
+        micro_batches: Of each rank.
+    """
+
+    volume: Volume
+    shards: int
+    replicas: int
+    micro_batches: int
+
+    @property
+    def share(self) -> float:
+        """The part that a rank sends of what is gathered or scattered among the shards."""
+        return (self.shards - 1) / self.shards
+
+
+def nothing_sent(update: Update) -> Traffic:
+    return Traffic()
+
+
+def gradients_all_reduced(update: Update) -> Traffic:
+    """Return the traffic of one all-reduce of all gradients over all ranks."""
+    ranks = update.shards * update.replicas
+    return Traffic(reduced=2 * (ranks - 1) / ranks * update.volume.gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSharding:
+    """What of the training state is divided by the mesh's shard axis; the rest is whole on each rank.
+
+    Attributes:
+        note: What it means, in a sentence.
+        masters: Each rank holds the values that it updates a second time, beside its optimizer state.
+        gradient_copies: How often gradients are held, given the options.
+        kept_whole: `module:function`: (options, elements of each parameter) -> which ones are whole on each rank too.
+    """
+
+    note: str
+    parameters: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    masters: bool = False
+    gradient_copies: Callable[[Any], int] = lambda options: 1
+    kept_whole: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One setting of a strategy's options, under the name that tables, `plan` and `verify` give it.
+
+    Attributes:
+        options: Keys of the strategy's options, and their values, that select it.
+        mesh: The axes that it lays ranks out on.
+        state: What is divided of the training state.
+        sends: The bytes that a rank sends in an update.
+        cells: Features that differ from the strategy's.
+        title: How messages call it; empty: by the strategy's name.
+        replicated: The variant that does the same with several replicas.
+        sharded: What to take instead where shards were asked for and this has none: variant -> "fsdp does".
+        implied: It needs no mention in the name of a product.
+        best_for: A line for docs/choosing.md; empty: it is left out there.
+        measured_as: Its row in benchmarks/results/strategies.json.
+    """
+
+    name: str
+    mesh: MeshKind
+    state: StateSharding
+    sends: Callable[[Update], Traffic]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cells: Mapping[str, Cell] = field(default_factory=dict)
+    title: str = ""
+    replicated: str = ""
+    sharded: Mapping[str, str] = field(default_factory=dict)
+    implied: bool = False
+    best_for: str = ""
+    measured_as: str = ""
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks hold shards of the state."""
+        return self.mesh in ("shards", "hybrid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A strategy, complete: a new one is this record, and a line in the registry.
+
+    Attributes:
+        build: `module:function`, which makes the strategy on a rank. It is imported when a run starts.
+        variants: The first is the default.
+        family: The heading of its table in docs/strategies.md.
+        options: The section of its options, under `parallel.KEY`.
+        key: KEY; empty: its name.
+        reference: It is the single process that every other strategy must reproduce.
+        one_process: What the one process is, for a strategy that has no further ranks.
+        axes: The mesh axes that it combines with: pipeline, context, tensor.
+        verified_axes: Those of which `verify` runs a product with it.
+        conflicts: Partitions that it doesn't combine with: name -> (key, why).
+        automatic: `parallel.strategy: auto` may choose it, in the order of the registry, the first that fits.
+        invariant: It can give the same bits on any number of ranks (`run.determinism: invariant`).
+        varying_options: Options whose other values make bits depend on ranks: name -> why, with {value} and {why}.
+        whole_model: What its options are about, if they are about a model that isn't partitioned.
+        holds_everything: Each rank has the whole training state.
+        needs_optimizer: It takes a model together with its optimizer alone: not to evaluate whole weights.
+        finds_unused: It can leave out parameters without gradient (`parallel.ddp.find_unused_parameters`).
+        heeds: Options of other strategies that it heeds, such as {"ddp": "find_unused_parameters"}.
+        cells: Features that differ from the table's defaults.
+        offloads: Whether the options ask for offloading.
+        lossy: What the options lose of a gradient, in a sentence; None: nothing.
+        remarks: What else the start of a run prints of the options.
+        unwrapped: What it prints if the strategy has left the model as it was.
+        rounding: Options that make a run in fp32 round: a proof in fp32 leaves them out.
+        rounds_to_fp16: Whether gradients pass through fp16, which needs a loss scale.
+        check: `module:function`, (config, plan) -> warnings; it raises ConfigError for what can't be done.
+        check_alone: `module:function`, (config): the same without ranks, data and model, for `lockstep config check`.
+    """
+
+    name: str
+    build: str
+    variants: tuple[Variant, ...]
+    family: str = "Data parallel"
+    options: type[Section] | None = None
+    key: str = ""
+    reference: bool = False
+    one_process: str = ""
+    axes: tuple[str, ...] = ()
+    verified_axes: tuple[str, ...] = ()
+    conflicts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    automatic: bool = False
+    invariant: bool = False
+    varying_options: Mapping[str, str] = field(default_factory=dict)
+    whole_model: str = ""
+    holds_everything: bool = False
+    needs_optimizer: bool = False
+    finds_unused: bool = False
+    heeds: Mapping[str, str] = field(default_factory=dict)
+    cells: Mapping[str, Cell] = field(default_factory=dict)
+    offloads: Callable[[Any], bool] = lambda options: False
+    lossy: Callable[[Any], str | None] = lambda options: None
+    remarks: Callable[[Any], tuple[str, ...]] = lambda options: ()
+    unwrapped: str = ""
+    rounding: tuple[str, ...] = ()
+    rounds_to_fp16: Callable[[Any], bool] = lambda options: False
+    check: str = ""
+    check_alone: str = ""
+
+    @property
+    def section(self) -> str:
+        """The key of its options under `parallel`."""
+        return self.key or self.name.replace("-", "_")
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks hold shards of the state under any of its variants."""
+        return any(variant.divides for variant in self.variants)
+
+    def options_of(self, parallel: Parallel) -> Any:
+        """Return the checked options; None if the strategy has none.
+
+        Raises:
+            ConfigError: They don't fit the section.
+        """
+        if self.options is None:
+            return None
+        written = dict(parallel).get(self.section, {})
+        if isinstance(written, self.options):
+            return written
+        from pydantic import ValidationError
+
+        try:
+            return self.options.model_validate(written)
+        except ValidationError as error:
+            keys = [(".".join(("parallel", self.section, *map(str, one["loc"]))), one["msg"]) for one in error.errors()]
+            raise ConfigError([Problem("", key, message) for key, message in keys]) from error
+
+    def variant(self, parallel: Parallel) -> Variant:
+        """Return the variant that the options select."""
+        options = self.options_of(parallel)
+        for variant in self.variants:
+            if all(getattr(options, name) == value for name, value in variant.options.items()):
+                return variant
+        return self.variants[0]
+
+    def asking_for(self, variant: Variant) -> dict[str, Any]:
+        """Return the keys of section `parallel` that ask for the variant."""
+        return {"strategy": self.name, **({self.section: dict(variant.options)} if variant.options else {})}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A way to partition the model or its sequences along one axis of the mesh.
+
+    Attributes:
+        axis: pipeline, context or tensor.
+        family: The heading of its table in docs/strategies.md.
+        parallel: The keys of section `parallel` that ask for it.
+        cells: Features that stand otherwise than under the strategy alone.
+        divides_model: The model itself is partitioned, not its sequences.
+        product: `verify` runs it with strategies that shard, and with other partitions of the model.
+    """
+
+    name: str
+    axis: str
+    family: str
+    parallel: Mapping[str, Any]
+    cells: Mapping[str, Cell] = field(default_factory=dict)
+    divides_model: bool = True
+    product: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The partitions and the variant of one run: what a name such as `pipeline-1f1b+fsdp` stands for."""
+
+    partitions: tuple[Partition, ...]
+    strategy: Strategy
+    variant: Variant
+
+    @property
+    def name(self) -> str:
+        names = [partition.name for partition in self.partitions]
+        return "+".join(names if names and self.variant.implied else [*names, self.variant.name])
+
+    @property
+    def family(self) -> str:
+        """The heading of its table in docs/strategies.md."""
+        return self.partitions[0].family if self.partitions else self.strategy.family
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The names of its partitions and, last, of its variant."""
+        return (*(partition.name for partition in self.partitions), self.variant.name)
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """The keys of section `parallel` that ask for it, with degrees left to the number of ranks."""
+        keys = self.strategy.asking_for(self.variant)
+        for partition in self.partitions:
+            keys |= partition.parallel
+        return keys
+
+
+def resolved(target: str) -> Callable[..., Any]:
+    """Return the function that a record names as `module:function`."""
+    from lockstep.core.extensions import import_target
+
+    return import_target(target)  # type: ignore[return-value]

@@ -1,0 +1,186 @@
+"""All strategies: a line for each of Lockstep's, and those that users register.
+
+parallel.strategy: fsdp                  a record listed here
+parallel.strategy: my_package:STRATEGY   a record by `module:Name`, or `file.py:Name`
+parallel.strategy: mine                  a record that `lockstep.register_strategy` was given, or that an installed
+                                         package declares as an entry point of the group `lockstep.strategies`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ValidationError, WithJsonSchema
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.strategies import ddp, deepspeed, dp, fsdp, single
+from lockstep.strategies.partitions import AXES, PARTITIONS, partitions_of
+from lockstep.strategies.record import Layout, Partition, Strategy, Variant
+from lockstep.strategies.section import Choices
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Parallel
+
+BUILTIN = (single.STRATEGY, dp.STRATEGY, ddp.STRATEGY, fsdp.STRATEGY, deepspeed.STRATEGY)
+AUTO = "auto"
+REFERENCE = next(strategy for strategy in BUILTIN if strategy.reference)
+PLAIN = next(strategy for strategy in BUILTIN if strategy.variants[0].implied)
+"""The strategy that a name of a product leaves out."""
+_KEY = "parallel.strategy"
+_strategies = {strategy.name: strategy for strategy in BUILTIN}
+
+
+def register_strategy(strategy: Strategy) -> None:
+    """Make a strategy known, so that `parallel.strategy` can name it.
+
+    Ranks that another process starts must register it too: call this where the strategy is defined, at the top of a
+    module.
+
+    Raises:
+        ConfigError: Another strategy has its name, or one of its variants' names.
+    """
+    for known in _strategies.values():
+        names = {known.name, *(variant.name for variant in known.variants)}
+        shared = names & {strategy.name, AUTO, *(variant.name for variant in strategy.variants)}
+        if shared and known != strategy and not (known.name == strategy.name and known.build == strategy.build):
+            raise ConfigError(Problem("", _KEY, f"there is a strategy {min(shared)} already; give yours another name"))
+    _strategies[strategy.name] = strategy
+
+
+def strategies() -> tuple[Strategy, ...]:
+    """Return all strategies that are registered in this process, Lockstep's first."""
+    return tuple(_strategies.values())
+
+
+def names() -> tuple[str, ...]:
+    """Return what `parallel.strategy` may be, without `module:Name`."""
+    return (AUTO, *_strategies)
+
+
+def _known(name: str) -> str:
+    """Check a name without importing what it stands for: a config may be somebody else's."""
+    if name in names() or ":" in name or name in _of_packages():
+        return name
+    raise PydanticCustomError("literal_error", "there is no such strategy")
+
+
+def _of_packages() -> dict[str, str]:
+    from lockstep.core.extensions import registered
+
+    return registered("strategies")
+
+
+StrategyName = Annotated[
+    str,
+    AfterValidator(_known),
+    Choices(names),
+    WithJsonSchema({"anyOf": [{"enum": list(names())}, {"pattern": ".+:.+", "type": "string"}]}),
+]
+
+
+def checked_options(values: Any, declared: Collection[str]) -> Any:
+    """Return the values of section `parallel` with the options of registered strategies checked.
+
+    Options of a strategy that has to be imported first are checked when it is: by `Strategy.options_of`.
+
+    Args:
+        declared: The keys that the section itself has.
+
+    Raises:
+        ValidationError: A key is unknown, or an option is wrong.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    sections = {strategy.section: strategy.options for strategy in strategies() if strategy.options is not None}
+    is_registered = values.get("strategy", AUTO) in names()
+    checked, errors = dict(values), list[InitErrorDetails]()
+    for key in values.keys() - declared:
+        value = values[key]
+        if key in sections:
+            try:
+                checked[key] = value if isinstance(value, BaseModel) else sections[key].model_validate(value)
+            except ValidationError as error:
+                errors += [_inside(key, details) for details in error.errors()]
+        elif is_registered or not isinstance(value, Mapping):
+            errors.append(InitErrorDetails(type="extra_forbidden", loc=(key,), input=value))
+    if errors:
+        raise ValidationError.from_exception_data("Parallel", errors)
+    return checked
+
+
+def _inside(key: str, details: ErrorDetails) -> InitErrorDetails:
+    kind = PydanticCustomError(details["type"], details["msg"].replace("{", "{{"), details.get("ctx"))
+    return InitErrorDetails(type=kind, loc=(key, *details["loc"]), input=details["input"])
+
+
+def find_strategy(name: str) -> Strategy:
+    """Return the strategy that `parallel.strategy` names; one that isn't registered yet is imported and registered.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name in _strategies:
+        return _strategies[name]
+    from lockstep.core.extensions import load
+
+    strategy = load("strategies", name, key=_KEY, builtin=names())
+    if not isinstance(strategy, Strategy):
+        why = f"{name} is a {type(strategy).__name__}; a strategy is a lockstep.Strategy"
+        raise ConfigError(Problem("", _KEY, why))
+    register_strategy(strategy)
+    return strategy
+
+
+def uses_ranks(name: str) -> bool:
+    """Return whether the strategy that `parallel.strategy` names works through a process group, even on one rank."""
+    return name != AUTO and not find_strategy(name).one_process
+
+
+def find_variant(name: str) -> tuple[Strategy, Variant]:
+    """Return the variant of this name and its strategy; it must be registered."""
+    return next(
+        (strategy, variant) for strategy in strategies() for variant in strategy.variants if variant.name == name
+    )
+
+
+# --- what combines with what --------------------------------------------------------------------------------------
+
+
+def combining(axis: str) -> list[str]:
+    """Return the names of the strategies that combine with this axis."""
+    return [strategy.name for strategy in strategies() if axis in strategy.axes]
+
+
+def layout_of(parallel: Parallel, strategy: Strategy) -> Layout:
+    """Return the layout of a config's section, given the strategy that `auto` came to."""
+    return Layout(partitions_of(parallel), strategy, strategy.variant(parallel))
+
+
+def layouts() -> dict[str, Layout]:
+    """Return every layout that `verify` and the feature table list, by name: all variants, all partitions, and the
+    products of two that are tested."""
+    return {layout.name: layout for layout in _layouts()}
+
+
+def _layouts() -> Iterator[Layout]:
+    for strategy in strategies():
+        for variant in strategy.variants:
+            yield Layout((), strategy, variant)
+    products: list[Partition] = []
+    for axis in AXES:
+        of_axis = [partition for partition in PARTITIONS if partition.axis == axis]
+        yield from (Layout((partition,), PLAIN, PLAIN.variants[0]) for partition in of_axis)
+        for partition in (_in_product(partition) for partition in of_axis if partition.product):
+            for strategy in strategies():
+                if axis in strategy.verified_axes:
+                    yield Layout((partition,), strategy, strategy.variants[0])
+            if partition.divides_model:
+                yield from (Layout((other, partition), PLAIN, PLAIN.variants[0]) for other in products)
+                products.append(partition)
+
+
+def _in_product(partition: Partition) -> Partition:
+    return replace(partition, parallel={**partition.parallel, partition.axis: 2})

@@ -1,0 +1,37 @@
+"""The base class of every section of a config, and the types that sections share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from lockstep.core.local_paths import checked_path_text
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Auto = Literal["auto"]
+PathText = Annotated[str, AfterValidator(checked_path_text)]
+
+
+class Section(BaseModel):
+    """A frozen section; unknown keys are refused; `true` is no number and `"3"` no integer."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,  # but for what is handed on to others, such as `arguments`
+        ser_json_inf_nan="constants",
+        defer_build=True,
+        protected_namespaces=(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Annotates text that is one of an open list of names, for messages and the reference page."""
+
+    names: Callable[[], tuple[str, ...]]
