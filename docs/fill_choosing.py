@@ -19,7 +19,7 @@ from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.models.facts import describe_model
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.placement import Placement, State, placements, traffic
-from lockstep.strategies.record import Layout, Traffic, Volume
+from lockstep.strategies.record import RunLayout, Traffic, Volume
 from lockstep.strategies.registry import layouts
 
 ROOT = Path(__file__).parents[1]
@@ -69,29 +69,29 @@ def table(results: Mapping[str, Any] | None) -> str:
     return f"{text}\n\n{count:,} parameters on {RANKS} ranks, fsdp-hybrid as {REPLICAS} replicas.{measured}\n"
 
 
-def _row(layout: Layout, config: Config, parameters: Sequence[ParameterFacts]) -> list[str]:
+def _row(layout: RunLayout, config: Config, parameters: Sequence[ParameterFacts]) -> list[str]:
     place, sent = _placement(layout, config, parameters), _sent(layout, parameters)
     parts = (place.parameters, place.gradients, place.optimizer, place.total)
     return [layout.name, *(f"{size / GIB:.1f}" for size in parts), f"{sent.total / GIB:.1f}", layout.variant.best_for]
 
 
-def _replicas(layout: Layout) -> int:
+def _replicas(layout: RunLayout) -> int:
     return REPLICAS if layout.variant.mesh == "hybrid" else 1
 
 
-def _placement(layout: Layout, config: Config, parameters: Sequence[ParameterFacts]) -> Placement:
+def _placement(layout: RunLayout, config: Config, parameters: Sequence[ParameterFacts]) -> Placement:
     mesh = Mesh(data=_replicas(layout), shard=RANKS // _replicas(layout))
     rows = placements(State(config.parallel, config.optim, parameters), RANKS, layout, mesh)
     return next(row for row in rows if row.strategy == layout.name)
 
 
-def _sent(layout: Layout, parameters: Sequence[ParameterFacts]) -> Traffic:
+def _sent(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> Traffic:
     size = sum(one.elements * one.element_bytes for one in parameters)
     at_root = sum(one.elements * one.element_bytes for one in parameters if not one.name.startswith("blocks."))
     return traffic(layout.variant.name, Volume(size, size, at_root), RANKS, replicas=_replicas(layout))
 
 
-def _speed(layout: Layout, results: Mapping[str, Any]) -> str:
+def _speed(layout: RunLayout, results: Mapping[str, Any]) -> str:
     row = results["rows"].get(layout.variant.measured_as)
     return "-" if row is None else f"{row['own']['median']:.1f}"
 

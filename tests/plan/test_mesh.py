@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lockstep.config.schema import Parallel
 from lockstep.core.errors import ConfigError
 from lockstep.plan.mesh import AXES, Mesh, make_mesh, mesh_of
+from lockstep.strategies.registry import find_strategy
 
 meshes = st.builds(Mesh, *[st.integers(1, 4)] * 5)
 
@@ -89,7 +90,7 @@ def test_a_mesh_that_does_not_multiply_out_is_refused_with_the_nearest(ranks, si
 
 def _mesh_of_zero(ranks: int, stage: int, **degrees: int) -> Mesh:
     parallel = Parallel.model_validate({"strategy": "deepspeed", "deepspeed": {"zero_stage": stage}, **degrees})
-    return mesh_of(parallel, "deepspeed", ranks)
+    return mesh_of(parallel, find_strategy("deepspeed"), ranks)
 
 
 def test_deepspeed_divides_by_all_ranks_or_by_none() -> None:
@@ -115,7 +116,7 @@ Asked = tuple[int, dict[str, Any]]
 def _refusal(asked: Asked) -> str:
     ranks, section = asked
     try:
-        mesh = mesh_of(Parallel.model_validate(section), section["strategy"], ranks)
+        mesh = mesh_of(Parallel.model_validate(section), find_strategy(section["strategy"]), ranks)
     except ConfigError as error:
         return str(error)
     assert mesh.ranks == ranks

@@ -92,15 +92,14 @@ def _beside_deepspeed_alone(stage: int) -> tuple[dict[str, Any], dict[str, Any]]
     import deepspeed
     from torch.nn import functional as F
 
-    from lockstep.config.deepspeed import plain_config
-    from lockstep.plan.plan import derived_for_deepspeed
+    from lockstep.config.deepspeed import derived_of, plain_config
 
     optim = {"name": "adamw", "lr": 0.01, "decay": "all", "clip_norm": 0.3}
     sections = {"batch": {"global_size": 20, "micro_size": 5}, "schedule": {"kind": "constant"}, "optim": optim}
     with small.in_group():
         with lockstep.session(small.config(**sections, parallel=zero(stage), run={"steps": 4})) as session:
             rooms = components_of(session)
-            plain = plain_config(rooms.config, derived_for_deepspeed(rooms.plan))
+            plain = plain_config(rooms.config, derived_of(rooms.plan))
             net = small.Net()
             net.load_state_dict(dict(rooms.sharding.weights()))
             seen = []

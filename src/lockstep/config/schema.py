@@ -536,10 +536,11 @@ class Parallel(Section):
     fsdp: FSDP = FSDP()
     deepspeed: DeepSpeed = DeepSpeed()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _options_of_registered(cls, values: Any) -> Any:
-        return checked_options(values, cls.model_fields)
+    @model_validator(mode="after")
+    def _options_of_registered(self) -> Parallel:
+        if self.model_extra:
+            self.model_extra.update(checked_options(self.strategy, self.model_extra))
+        return self
 
 
 class Launch(Section):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, get_args
 
 from lockstep.config.schema import Config, Optim
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.strategies.record import CPU, NONE, Cell, Layout, Standing, refused
+from lockstep.strategies.record import CPU, NONE, Cell, RunLayout, Standing, refused
 from lockstep.strategies.registry import layouts
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _WORST_FIRST: tuple[Standing, ...] = ("refused", "untested", "none", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FeatureRequest:
     """What a run asks for.
 
     Attributes:
@@ -37,7 +37,7 @@ class Request:
     """
 
     config: Config
-    layout: Layout
+    layout: RunLayout
     batch: BatchPlan
     frozen: int
 
@@ -57,7 +57,7 @@ class Feature:
 
     name: str
     key: str
-    asked: Callable[[Request], bool]
+    asked: Callable[[FeatureRequest], bool]
     default: Cell = CPU
     axis: str = ""
     whole_matrices: bool = False
@@ -128,7 +128,7 @@ FEATURES: tuple[Feature, ...] = (
 _BY_NAME = {feature.name: feature for feature in FEATURES}
 
 
-def cell(layout: Layout, feature: str) -> Cell:
+def cell(layout: RunLayout, feature: str) -> Cell:
     """Return how a feature stands under a layout: as under that of its factors that it goes least with."""
     row = _BY_NAME[feature]
     if row.axis and all(partition.axis != row.axis for partition in layout.partitions):
@@ -137,12 +137,12 @@ def cell(layout: Layout, feature: str) -> Cell:
     return min(cells, key=lambda one: _WORST_FIRST.index(one.standing))
 
 
-def _under_strategy(layout: Layout, row: Feature) -> Cell:
+def _under_strategy(layout: RunLayout, row: Feature) -> Cell:
     default = _WHOLE_MATRICES if row.whole_matrices and layout.variant.divides else row.default
     return layout.variant.cells.get(row.name) or layout.strategy.cells.get(row.name) or default
 
 
-def check_features(run: Request, device: str | None = None) -> None:
+def check_features(run: FeatureRequest, device: str | None = None) -> None:
     """Refuse what doesn't go together.
 
     Args:
@@ -156,7 +156,7 @@ def check_features(run: Request, device: str | None = None) -> None:
         raise ConfigError(problems)
 
 
-def _problems(run: Request, *, on_cpu: bool) -> Iterator[Problem]:
+def _problems(run: FeatureRequest, *, on_cpu: bool) -> Iterator[Problem]:
     batch, layout = run.batch, run.layout.name
     if run.config.optim.in_backward and batch.accumulation > 1:
         yield Problem(

@@ -24,9 +24,9 @@ from lockstep.strategies.record import Strategy, Traffic, Update, Variant, Volum
 from lockstep.strategies.registry import find_variant, strategies
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Batch, Optim, Parallel
+    from lockstep.config.schema import BatchConfig, Optim, Parallel
     from lockstep.plan.mesh import Mesh
-    from lockstep.strategies.record import Layout
+    from lockstep.strategies.record import RunLayout
 
 STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
 
@@ -68,7 +68,7 @@ class State:
 
 
 def placements(
-    state: State, ranks: int, layout: Layout | None = None, mesh: Mesh | None = None
+    state: State, ranks: int, layout: RunLayout | None = None, mesh: Mesh | None = None
 ) -> tuple[Placement, ...]:
     """Return a row for every variant of every strategy; hybrids, whose replicas the user chooses, only where planned.
 
@@ -87,7 +87,7 @@ def placements(
     return tuple(rows)
 
 
-def partial_sums(batch: Batch, ranks: int) -> int:
+def partial_sums(batch: BatchConfig, ranks: int) -> int:
     """Return the partial sums of gradients that a rank of an invariant run holds at most."""
     if batch.micro_size == "auto":
         return 0
@@ -96,7 +96,7 @@ def partial_sums(batch: Batch, ranks: int) -> int:
     return max(most_held(share.first, share.stop, share.terms) for share in shares)
 
 
-def _place_partitioned(layout: Layout, state: State, mesh: Mesh) -> Placement:
+def _place_partitioned(layout: RunLayout, state: State, mesh: Mesh) -> Placement:
     """Return the row of an even part of the model, under the strategy that holds the state."""
     shards = mesh.with_context(divided=layout.variant.state.gradients).shard
     whole = State(state.parallel, state.optim, state.parameters)

@@ -15,20 +15,19 @@ from lockstep.config.schema import Config, Parallel, PipelineParallel, Schedule,
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
-from lockstep.plan.features import Request, cell, check_features
+from lockstep.plan.choosing import SHARE_OF_STATE, choose_strategy, format_bytes, state_of
+from lockstep.plan.features import FeatureRequest, check_features
 from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
-from lockstep.plan.placement import Placement, State, partial_sums, placements
+from lockstep.plan.placement import Placement, placements
 from lockstep.plan.refusals import changed_options, refuse_for_partitions, refuse_variable
 from lockstep.plan.schedule import epoch_length, horizon
 from lockstep.plan.stages import bubble, stages_of
 from lockstep.strategies.record import Strategy, resolved
-from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, layout_of, strategies
+from lockstep.strategies.registry import layout_of, strategies
 
 _LONG_WAIT = 0.2
 """Share of the time; from here on it is warned of."""
-_SHARE_OF_STATE = 0.6
-"""Of a rank's memory; the rest is left to activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def make_plan(
     per_sample = facts.tokens_per_sample
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     total = sum(parameter.elements for parameter in parameters)
-    check_features(Request(config, layout, batch, total - trainable), machine.device)
+    check_features(FeatureRequest(config, layout, batch, total - trainable), machine.device)
     plan = Plan(
         ranks=ranks,
         strategy=strategy.name,
@@ -133,7 +132,7 @@ def make_plan(
         trainable=trainable,
         frozen=total - trainable,
         groups=group_parameters(parameters, config.optim),
-        placements=placements(_state(config, ranks, parameters), ranks, layout, mesh),
+        placements=placements(state_of(config, ranks, parameters), ranks, layout, mesh),
         warnings=(
             *_batch_warnings(batch, facts),
             *_schedule_warnings(config.schedule, steps),
@@ -170,7 +169,7 @@ def check_on_ranks(config: Config, ranks: int) -> None:
     mesh = mesh_of(config.parallel, strategy, ranks)
     layout = layout_of(config.parallel, strategy)
     refuse_for_partitions(config, layout, mesh)
-    check_features(Request(config, layout, _batch_on(config, strategy, mesh), frozen=0))
+    check_features(FeatureRequest(config, layout, _batch_on(config, strategy, mesh), frozen=0))
 
 
 def _batch_on(config: Config, strategy: Strategy, mesh: Mesh) -> BatchPlan:
@@ -180,69 +179,9 @@ def _batch_on(config: Config, strategy: Strategy, mesh: Mesh) -> BatchPlan:
     return plan_batch(config.batch.global_size, config.batch.micro_size, mesh.shares, fixed=fixed, stages=mesh.pipeline)
 
 
-def _state(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> State:
-    sums = partial_sums(config.batch, ranks) if config.run.determinism == "invariant" else 0
-    return State(config.parallel, config.optim, parameters, sums)
-
-
 def _samples_after(steps: int, epoch_steps: int, epoch_samples: int, global_size: int) -> int:
     epochs, rest = divmod(steps, epoch_steps)
     return epochs * epoch_samples + rest * global_size
-
-
-# --- the strategy -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The strategy of a run; `why` it was chosen, if that was left to `auto`."""
-
-    strategy: Strategy
-    why: str | None = None
-
-
-def choose_strategy(
-    config: Config, ranks: int, parameters: Sequence[ParameterFacts] = (), memory: int | None = None
-) -> Choice:
-    """Return the strategy that was asked for, or the one that `auto` comes to: the single process on one rank, and on
-    more the first of the automatic ones whose training state fits.
-
-    Args:
-        memory: As of `Machine`.
-
-    Raises:
-        ConfigError: the strategy is for one process alone.
-    """
-    if config.parallel.strategy == AUTO:
-        return _automatic(config, ranks, parameters, memory)
-    strategy = find_strategy(config.parallel.strategy)
-    if strategy.one_process and ranks > 1:
-        first = next(one for one in strategies() if one.automatic)
-        why = f"{strategy.name} is {strategy.one_process}, but there are {ranks} ranks"
-        raise ConfigError(Problem("", "parallel.strategy", f"{why}; start 1 rank, or take {first.name}"))
-    return Choice(strategy)
-
-
-def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None) -> Choice:
-    first, *others = (strategy for strategy in strategies() if strategy.automatic)
-    if ranks == 1:
-        return Choice(REFERENCE, "there is one rank")
-    if config.run.determinism == "invariant":
-        return Choice(first, "run.determinism invariant needs every rank to hold whole gradients")
-    if memory is None:
-        return Choice(first, "a rank's memory isn't known here; plan --memory 80GiB says it")
-    pieces = math.prod(degree for degree in (config.parallel.pipeline, config.parallel.tensor) if degree != "auto")
-    rows = {row.strategy: row.total // pieces for row in placements(_state(config, ranks, parameters), ranks)}
-    whole = rows[first.variants[0].name]
-    takes = f"the training state takes {_bytes(whole)} of the {_bytes(memory)} that a rank has"
-    if whole <= _SHARE_OF_STATE * memory:
-        return Choice(first, takes)
-    for strategy in others:
-        refusal = cell(layout_of(config.parallel, strategy), config.optim.name).why
-        if not refusal:
-            return Choice(strategy, takes)
-        takes += f", but {config.optim.name} doesn't go with {strategy.name}: {refusal}"
-    return Choice(first, takes)
 
 
 # --- warnings -----------------------------------------------------------------------------------------------------
@@ -253,15 +192,15 @@ def _too_large(plan: Plan, memory: int | None) -> list[str]:
         return []
     automatic = [strategy for strategy in strategies() if strategy.automatic]
     whole = next(row.total for row in plan.placements if row.strategy == automatic[0].variants[0].name)
-    ranks, divides = math.ceil(whole / (_SHARE_OF_STATE * memory)), automatic[-1].name
+    ranks, divides = math.ceil(whole / (SHARE_OF_STATE * memory)), automatic[-1].name
     remedy = (
         f"parallel.strategy: {divides} divides it"
         if ranks <= plan.ranks
         else f"{divides} takes {ranks:,} ranks like these"
     )
     return [
-        f"The training state takes {_bytes(plan.placement.total)} of a rank's memory, which is {_bytes(memory)}: it "
-        f"doesn't fit. To have room for activations, too, {remedy}."
+        f"The training state takes {format_bytes(plan.placement.total)} of a rank's memory, which is "
+        f"{format_bytes(memory)}: it doesn't fit. To have room for activations, too, {remedy}."
     ]
 
 
@@ -369,7 +308,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _table(plan: Plan) -> list[str]:
     head = ("bytes per rank", "parameters", "gradients", "optimizer", "total")
     rows = [
-        (row.strategy, *map(_bytes, (row.parameters, row.gradients, row.optimizer, row.total)))
+        (row.strategy, *map(format_bytes, (row.parameters, row.gradients, row.optimizer, row.total)))
         for row in plan.placements
     ]
     marks = ["", *("  <-" if row.strategy == plan.variant else "" for row in plan.placements)]
@@ -404,13 +343,3 @@ def _count(number: int, word: str, several: str | None = None) -> str:
 
 def _or_unknown(number: int | None) -> str:
     return "only running tells" if number is None else f"{number:,}"
-
-
-def _bytes(size: int) -> str:
-    """In binary units, three digits or so."""
-    number = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:,.4g} TiB"

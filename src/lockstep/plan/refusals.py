@@ -1,4 +1,4 @@
-"""What doesn't go with a partitioned model, and what makes bits depend on the number of ranks.
+"""Refusals of what doesn't go with a partitioned model, or makes bits depend on the number of ranks.
 
 pipeline, tensor, context      refuse_for_partitions
 run.determinism: invariant     refuse_variable: micro-batches that don't depend on ranks --> the same kernels on the
@@ -15,14 +15,14 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.strategies.registry import REFERENCE, find_strategy, strategies
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Batch, Config, Model, Parallel, PipelineParallel
+    from lockstep.config.schema import BatchConfig, Config, Model, Parallel, PipelineParallel
     from lockstep.plan.mesh import Mesh
-    from lockstep.strategies.record import Layout, Strategy
+    from lockstep.strategies.record import RunLayout, Strategy
 
 _FIXED_STAGES = {"zbv": 2, "gpipe": 1, "1f1b": 1}
 
 
-def refuse_for_partitions(config: Config, layout: Layout, mesh: Mesh) -> None:
+def refuse_for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> None:
     """Refuse what can't be done with a partitioned model or sequences, or would be ignored.
 
     Raises:
@@ -41,7 +41,7 @@ def before_unused(strategy: str, mesh: Mesh) -> str:
     return f"leave {' and '.join(axes)} out and " if axes else ""
 
 
-def _for_partitions(config: Config, layout: Layout, mesh: Mesh) -> Iterator[tuple[str, str]]:
+def _for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> Iterator[tuple[str, str]]:
     """Yield (key, message)."""
     parallel = config.parallel
     axis = "pipeline" if mesh.pipeline > 1 else "tensor" if mesh.tensor > 1 else "context"
@@ -91,7 +91,7 @@ def nearest_divisors(size: int, degree: int) -> str:
     return f"{below}" if above is None else f"{below} or {above}"
 
 
-def _of_pipelines(options: PipelineParallel, layout: Layout) -> Iterator[tuple[str, str]]:
+def _of_pipelines(options: PipelineParallel, layout: RunLayout) -> Iterator[tuple[str, str]]:
     for partition in layout.partitions:
         if (conflict := layout.strategy.conflicts.get(partition.name)) is not None:
             yield conflict[0], conflict[1].format(schedule=options.schedule)
@@ -117,7 +117,7 @@ def refuse_variable(config: Config, strategy: Strategy, ranks: int) -> None:
 
 
 def _variable(
-    batch: Batch, parallel: Parallel, strategy: Strategy, ranks: int, *, compiles: bool
+    batch: BatchConfig, parallel: Parallel, strategy: Strategy, ranks: int, *, compiles: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield (key, message)."""
     why = "under run.determinism invariant"

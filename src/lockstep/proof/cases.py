@@ -16,12 +16,13 @@ from lockstep.config.schema import Config, Parallel, Schedule
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
+from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
-from lockstep.plan.plan import check_on_ranks, choose_strategy
+from lockstep.plan.plan import check_on_ranks
 from lockstep.plan.refusals import changed_options
 from lockstep.strategies.fsdp import Precise
 from lockstep.strategies.partitions import AXES as PARTITIONED
-from lockstep.strategies.record import Layout
+from lockstep.strategies.record import RunLayout
 from lockstep.strategies.registry import AUTO, PLAIN, REFERENCE, find_strategy, layout_of, layouts
 from lockstep.strategies.registry import strategies as registered
 
@@ -148,7 +149,7 @@ def _missing(asked: Parallel, names: Sequence[str], run: Collection[str]) -> str
     return f"{missing}: the nearest is --strategies {nearest.name}"
 
 
-def _cases(base: Config, linear: Config, layout: Layout, ranks: int) -> Iterator[Case]:
+def _cases(base: Config, linear: Config, layout: RunLayout, ranks: int) -> Iterator[Case]:
     size, micro = base.batch.global_size, base.batch.micro_size
     mesh = _mesh(base, layout, ranks)
     asked = plan_batch(size, micro, mesh.shares, stages=mesh.pipeline)
@@ -169,7 +170,7 @@ def _cases(base: Config, linear: Config, layout: Layout, ranks: int) -> Iterator
         yield Case(0, name, ranks, optimizer, batch.accumulation, optimizer, _under(batched, layout, ranks))
 
 
-def _mesh(config: Config, layout: Layout, ranks: int) -> Mesh:
+def _mesh(config: Config, layout: RunLayout, ranks: int) -> Mesh:
     """Return the mesh; of a layout that may be refused on so many ranks later, as if all of them divided the data."""
     try:
         under = _under(config, layout, ranks)
@@ -178,7 +179,7 @@ def _mesh(config: Config, layout: Layout, ranks: int) -> Mesh:
         return Mesh(data=ranks)
 
 
-def _left_out(layout: Layout, ranks: int, gpus: int) -> str | None:
+def _left_out(layout: RunLayout, ranks: int, gpus: int) -> str | None:
     strategy = layout.strategy
     if strategy.reference and ranks > 1:
         return f"{strategy.name} is one process, which all others are compared with"
@@ -254,7 +255,7 @@ def _sgd(config: Config) -> Config:
     return config.model_copy(update={"optim": optim, "schedule": Schedule(kind="constant")})
 
 
-def _under(config: Config, layout: Layout, ranks: int) -> Config:
+def _under(config: Config, layout: RunLayout, ranks: int) -> Config:
     """Return the config under a layout on so many ranks, its degrees left to them."""
     others = {*(config.parallel.model_extra or ())} - {layout.strategy.section}
     asked = config.parallel.model_dump(exclude_unset=True, exclude=others)

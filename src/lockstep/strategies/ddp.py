@@ -36,7 +36,7 @@ class DDP(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """MiB of gradients per all-reduce."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Of gradients on the way between ranks. Lossy: the run is then not the single process's."""
+    """Compression of gradients on the way between ranks. It is lossy: the run is then not the single process's."""
     powersgd: PowerSGD = PowerSGD()
     sync_batchnorm: bool = False
     """Batch norm over all ranks' samples; needs GPUs."""

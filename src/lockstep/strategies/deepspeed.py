@@ -39,11 +39,11 @@ class DeepSpeed(Section):
     """Options of DeepSpeed ZeRO. Batch, optimizer, schedule, clipping and precision have sections of their own."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What is divided by the ranks: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
+    """ZeRO stage, which divides among ranks: 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
     offload_optimizer: Offload = "none"
-    """Where optimizer state lives and updates are made; nvme is refused: its state can't be saved in this format."""
+    """Device of optimizer state and updates; nvme is refused: its state can't be saved in this format."""
     offload_param: Offload = "none"
-    """Where parameters live between uses, for stage 3."""
+    """Device of parameters between uses, for stage 3."""
     pin_memory: bool = False
     """Page-locked memory for what is offloaded to the host."""
     config: PathText | dict[str, Any] | None = None

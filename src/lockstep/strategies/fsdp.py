@@ -28,23 +28,23 @@ SHARDED_INSTEAD = {"fsdp": "fsdp with FULL_SHARD does", "fsdp-hybrid": "fsdp wit
 
 
 class FSDPPrecision(Section):
-    """What FSDP gathers, reduces and computes in. Parameters at rest and optimizer state are fp32 under each; beside
-    it, `precision.compute` goes on to say what autocast does. fp16 in any of them brings `precision.loss_scale`."""
+    """Types that FSDP gathers, reduces and computes in. Parameters at rest and optimizer state stay fp32, and
+    `precision.compute` still sets what autocast does. fp16 in any of them brings `precision.loss_scale`."""
 
     param_dtype: Precise | None = None
-    """Of the parameters that are gathered and computed with; null: fp32, as they are stored."""
+    """Type of the parameters that are gathered and computed with; null: fp32, as they are stored."""
     reduce_dtype: Precise = "fp32"
-    """In which gradients are summed over ranks."""
+    """Type in which gradients are summed over ranks."""
     output_dtype: Precise | None = None
-    """To which the outputs of each wrapped module are cast; null: as they come."""
+    """Type to which the outputs of each wrapped module are cast; null: as they come."""
     buffer_dtype: Precise | None = None
-    """To which the model's floating-point buffers are cast, once; null: as they are."""
+    """Type to which the model's floating-point buffers are cast, once; null: as they are."""
     cast_forward_inputs: bool = True
     """Cast the inputs of each wrapped module to `param_dtype`, if that is given."""
 
     @property
     def rounds_to_fp16(self) -> bool:
-        """Whether gradients pass through fp16, which needs a loss scale."""
+        """True if gradients pass through fp16, which needs a loss scale."""
         return "fp16" in (self.param_dtype, self.reduce_dtype, self.output_dtype)
 
 
@@ -58,10 +58,10 @@ class FSDP(Section):
     parameters stay gathered from the forward to the end of the backward; NO_SHARD: nothing is; HYBRID_SHARD: divided
     by `parallel.shard`, and so often as `parallel.data` says; _HYBRID_SHARD_ZERO2: the same of SHARD_GRAD_OP."""
     wrap: Literal["blocks", "size", "root"] | tuple[str, ...] = "blocks"
-    """What is gathered at a time: each of the model's repeated blocks; modules of `min_num_params` or more; root: the
-    whole model; or the modules of these classes, such as `[LlamaDecoderLayer]`."""
+    """Unit that is gathered at a time: each of the model's repeated blocks; modules of `min_num_params` or more; root:
+    the whole model; or the modules of these classes, such as `[LlamaDecoderLayer]`."""
     min_num_params: Positive = 100_000_000
-    """For `wrap: size`: modules of so many parameters, without those of modules wrapped inside."""
+    """Size of a unit under `wrap: size`: its number of parameters, without those of modules wrapped inside."""
     mixed_precision: FSDPPrecision = FSDPPrecision()
     reduce_every: Literal["update", "micro-batch"] = "update"
     """update: gradients are reduced once, whole ones held until then; micro-batch: after each backward, so that only

@@ -1,9 +1,9 @@
-"""What a strategy states about itself. Plan, mesh, feature table, `verify` and the docs' tables are folds over it.
+"""The record of a strategy. Plan, mesh, feature table, `verify` and the docs' tables are folds over all of them.
 
     Strategy      fsdp: options, how it is built, which axes it combines with
       Variant     fsdp-grad-op: the options that select it, mesh, sharded state, bytes sent, refusals
     Partition     pipeline-1f1b: how a model or its sequences are partitioned along one more axis of the mesh
-    Layout        pipeline-1f1b+fsdp: the partitions and the variant of one run
+    RunLayout     pipeline-1f1b+fsdp: the partitions and the variant of one run
 
 Bytes sent are in units of (N - 1) / N on N ranks, as rings do it: a rank sends that share of what is gathered or
 scattered, and twice that of what is all-reduced (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
@@ -115,7 +115,7 @@ def gradients_all_reduced(update: Update) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class StateSharding:
-    """What of the training state is divided by the mesh's shard axis; the rest is whole on each rank.
+    """The parts of the training state that are divided by the mesh's shard axis; the rest is whole on each rank.
 
     Attributes:
         note: What it means, in a sentence.
@@ -166,7 +166,7 @@ class Variant:
 
     @property
     def divides(self) -> bool:
-        """Whether ranks hold shards of the state."""
+        """True if ranks hold shards of the state."""
         return self.mesh in ("shards", "hybrid")
 
 
@@ -240,7 +240,7 @@ class Strategy:
 
     @property
     def divides(self) -> bool:
-        """Whether ranks hold shards of the state under any of its variants."""
+        """True if ranks hold shards of the state under any of its variants."""
         return any(variant.divides for variant in self.variants)
 
     def options_of(self, parallel: Parallel) -> Any:
@@ -298,7 +298,7 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunLayout:
     """The partitions and the variant of one run: what a name such as `pipeline-1f1b+fsdp` stands for."""
 
     partitions: tuple[Partition, ...]

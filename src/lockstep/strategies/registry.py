@@ -8,7 +8,7 @@ parallel.strategy: mine                  a record that `lockstep.register_strate
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.strategies import ddp, deepspeed, dp, fsdp, single
 from lockstep.strategies.partitions import AXES, PARTITIONS, partitions_of
-from lockstep.strategies.record import Layout, Partition, Strategy, Variant
+from lockstep.strategies.record import Partition, RunLayout, Strategy, Variant
 from lockstep.strategies.section import Choices
 
 if TYPE_CHECKING:
@@ -81,30 +81,26 @@ StrategyName = Annotated[
 ]
 
 
-def checked_options(values: Any, declared: Collection[str]) -> Any:
-    """Return the values of section `parallel` with the options of registered strategies checked.
+def checked_options(strategy: str, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of registered strategies, checked, by their keys in section `parallel`.
 
     Options of a strategy that has to be imported first are checked when it is: by `Strategy.options_of`.
 
     Args:
-        declared: The keys that the section itself has.
+        written: Every key that the section itself doesn't have.
 
     Raises:
         ValidationError: A key is unknown, or an option is wrong.
     """
-    if not isinstance(values, Mapping):
-        return values
-    sections = {strategy.section: strategy.options for strategy in strategies() if strategy.options is not None}
-    is_registered = values.get("strategy", AUTO) in names()
-    checked, errors = dict(values), list[InitErrorDetails]()
-    for key in values.keys() - declared:
-        value = values[key]
+    sections = {one.section: one.options for one in strategies() if one.options is not None}
+    checked, errors = dict(written), list[InitErrorDetails]()
+    for key, value in written.items():
         if key in sections:
             try:
                 checked[key] = value if isinstance(value, BaseModel) else sections[key].model_validate(value)
             except ValidationError as error:
                 errors += [_inside(key, details) for details in error.errors()]
-        elif is_registered or not isinstance(value, Mapping):
+        elif strategy in names() or not isinstance(value, Mapping):
             errors.append(InitErrorDetails(type="extra_forbidden", loc=(key,), input=value))
     if errors:
         raise ValidationError.from_exception_data("Parallel", errors)
@@ -154,31 +150,31 @@ def combining(axis: str) -> list[str]:
     return [strategy.name for strategy in strategies() if axis in strategy.axes]
 
 
-def layout_of(parallel: Parallel, strategy: Strategy) -> Layout:
+def layout_of(parallel: Parallel, strategy: Strategy) -> RunLayout:
     """Return the layout of a config's section, given the strategy that `auto` came to."""
-    return Layout(partitions_of(parallel), strategy, strategy.variant(parallel))
+    return RunLayout(partitions_of(parallel), strategy, strategy.variant(parallel))
 
 
-def layouts() -> dict[str, Layout]:
+def layouts() -> dict[str, RunLayout]:
     """Return every layout that `verify` and the feature table list, by name: all variants, all partitions, and the
     products of two that are tested."""
     return {layout.name: layout for layout in _layouts()}
 
 
-def _layouts() -> Iterator[Layout]:
+def _layouts() -> Iterator[RunLayout]:
     for strategy in strategies():
         for variant in strategy.variants:
-            yield Layout((), strategy, variant)
+            yield RunLayout((), strategy, variant)
     products: list[Partition] = []
     for axis in AXES:
         of_axis = [partition for partition in PARTITIONS if partition.axis == axis]
-        yield from (Layout((partition,), PLAIN, PLAIN.variants[0]) for partition in of_axis)
+        yield from (RunLayout((partition,), PLAIN, PLAIN.variants[0]) for partition in of_axis)
         for partition in (_in_product(partition) for partition in of_axis if partition.product):
             for strategy in strategies():
                 if axis in strategy.verified_axes:
-                    yield Layout((partition,), strategy, strategy.variants[0])
+                    yield RunLayout((partition,), strategy, strategy.variants[0])
             if partition.divides_model:
-                yield from (Layout((other, partition), PLAIN, PLAIN.variants[0]) for other in products)
+                yield from (RunLayout((other, partition), PLAIN, PLAIN.variants[0]) for other in products)
                 products.append(partition)
 
 

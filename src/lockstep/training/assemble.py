@@ -31,7 +31,8 @@ from lockstep.models.parameters import refuse_parameters
 from lockstep.models.transformer import Transformer
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.precision import LossScaler, needs_loss_scale, resolve_compute, set_tf32
-from lockstep.plan.plan import Machine, choose_strategy, make_plan
+from lockstep.plan.choosing import choose_strategy
+from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.plan.stages import stages_of
 from lockstep.sharding.in_backward import UpdatedInBackward

@@ -1,0 +1,86 @@
+"""The strategy of a run: the one asked for, or the first of the automatic ones whose training state fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.config.schema import Config
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.records import ParameterFacts
+from lockstep.plan.features import cell
+from lockstep.plan.placement import State, partial_sums, placements
+from lockstep.strategies.record import Strategy
+from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, layout_of, strategies
+
+SHARE_OF_STATE = 0.6
+"""The share of a rank's memory that the training state may take; the rest is left to activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The strategy of a run; `why` it was chosen, if that was left to `auto`."""
+
+    strategy: Strategy
+    why: str | None = None
+
+
+def choose_strategy(
+    config: Config, ranks: int, parameters: Sequence[ParameterFacts] = (), memory: int | None = None
+) -> Choice:
+    """Return the strategy that was asked for, or the one that `auto` comes to: the single process on one rank, and on
+    more the first of the automatic ones whose training state fits.
+
+    Args:
+        memory: As of `Machine`.
+
+    Raises:
+        ConfigError: the strategy is for one process alone.
+    """
+    if config.parallel.strategy == AUTO:
+        return _automatic(config, ranks, parameters, memory)
+    strategy = find_strategy(config.parallel.strategy)
+    if strategy.one_process and ranks > 1:
+        first = next(one for one in strategies() if one.automatic)
+        why = f"{strategy.name} is {strategy.one_process}, but there are {ranks} ranks"
+        raise ConfigError(Problem("", "parallel.strategy", f"{why}; start 1 rank, or take {first.name}"))
+    return Choice(strategy)
+
+
+def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None) -> Choice:
+    first, *others = (strategy for strategy in strategies() if strategy.automatic)
+    if ranks == 1:
+        return Choice(REFERENCE, "there is one rank")
+    if config.run.determinism == "invariant":
+        return Choice(first, "run.determinism invariant needs every rank to hold whole gradients")
+    if memory is None:
+        return Choice(first, "a rank's memory isn't known here; plan --memory 80GiB says it")
+    pieces = math.prod(degree for degree in (config.parallel.pipeline, config.parallel.tensor) if degree != "auto")
+    rows = {row.strategy: row.total // pieces for row in placements(state_of(config, ranks, parameters), ranks)}
+    whole = rows[first.variants[0].name]
+    takes = f"the training state takes {format_bytes(whole)} of the {format_bytes(memory)} that a rank has"
+    if whole <= SHARE_OF_STATE * memory:
+        return Choice(first, takes)
+    for strategy in others:
+        refusal = cell(layout_of(config.parallel, strategy), config.optim.name).why
+        if not refusal:
+            return Choice(strategy, takes)
+        takes += f", but {config.optim.name} doesn't go with {strategy.name}: {refusal}"
+    return Choice(first, takes)
+
+
+def state_of(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> State:
+    """Return the training state whose bytes are counted."""
+    sums = partial_sums(config.batch, ranks) if config.run.determinism == "invariant" else 0
+    return State(config.parallel, config.optim, parameters, sums)
+
+
+def format_bytes(size: int) -> str:
+    """Return a size in binary units, with four digits or so."""
+    number = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:,.4g} TiB"
