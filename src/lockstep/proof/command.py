@@ -21,7 +21,8 @@ from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.proof.cases import Precise, Proof
+    from lockstep.proof.cases import Proof
+    from lockstep.strategies.fsdp import Precise
 
 
 def verify(
