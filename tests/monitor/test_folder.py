@@ -67,16 +67,14 @@ def test_ranks_look_into_the_folder_that_was_made(tmp_path: Path) -> None:
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(
-        RunFailed, match=r"holds something else \(thesis.tex\); give run.folder the name of a new folder"
-    ):
+    with pytest.raises(RunFailed, match=r"has other content \(thesis.tex\); give run.folder the name of a new folder"):
         RunFolder.create(tmp_path)
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
 def test_a_finished_run_is_marked_and_not_trained_again(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
-    assert not run.finished
+    assert not is_finished(run.path)
     assert read_summary(run.path) is None
     summary = summarize(FACTS, Progress(30, 1920, 491520), report(30), [], 3.0)
     run.write_summary(summary)
@@ -91,7 +89,7 @@ def test_a_finished_run_is_marked_and_not_trained_again(tmp_path: Path) -> None:
 def test_what_an_attempt_left_is_put_aside_when_it_begins_anew(tmp_path: Path) -> None:
     for attempt in (1, 2, 3):
         run = RunFolder.create(tmp_path / "run")
-        run.begin_anew()
+        run.archive_attempt()
         run.write_config(f"attempt: {attempt}\n")
         run.metrics.write_text(f"{attempt}\n")
         run.release()
@@ -111,7 +109,7 @@ def test_a_run_that_is_under_way_keeps_its_folder(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdin is not None
         other.stdout.readline()
-        with pytest.raises(RunFailed, match=rf"is under way \(process {other.pid} on "):
+        with pytest.raises(RunFailed, match=rf"is running \(process {other.pid} on "):
             RunFolder.create(tmp_path / "run")
         other.stdin.close()
     RunFolder.create(tmp_path / "run")

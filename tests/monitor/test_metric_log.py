@@ -181,17 +181,17 @@ def test_one_name_is_of_one_kind() -> None:
     [
         (
             lambda j: j.scalar("x", torch.zeros(3)),
-            "log.scalar('x'): one number is logged, not a tensor of shape [3]; use",
+            "log.scalar('x'): expected one number, got a tensor of shape [3]; use",
         ),
-        (lambda j: j.scalar("x", "0.5"), "log.scalar('x'): a number can be logged, not a str ('0.5'); log.text takes"),
-        (lambda j: j.scalar("x", None), "log.scalar('x'): a number can be logged, not a NoneType ('None')"),
-        (lambda j: j.scalar("x", {"loss": 1.0}), "log.scalar('x'): a number can be logged, not a dict"),
+        (lambda j: j.scalar("x", "0.5"), "log.scalar('x'): expected a number, got str ('0.5'); log.text takes"),
+        (lambda j: j.scalar("x", None), "log.scalar('x'): expected a number, got NoneType ('None')"),
+        (lambda j: j.scalar("x", {"loss": 1.0}), "log.scalar('x'): expected a number, got dict"),
         (lambda j: j.scalar("x", torch.ones((), dtype=torch.complex64)), "log.scalar('x'): complex numbers can't be"),
-        (lambda j: j.mean("x", "1", 2), "log.mean('x'): a number can be logged, not a str ('1')"),
-        (lambda j: j.mean("x", 1.0, None), "log.mean('x'): a number can be logged, not a NoneType"),
-        (lambda j: j.histogram("x", "wide"), "log.histogram('x'): numbers can be logged, not a str ('wide')"),
-        (lambda j: j.text("x", 3), "log.text('x'): a text can be logged, not a int ('3'); log.scalar takes numbers"),
-        (lambda j: j.scalar(["x"], 3), "log.scalar(['x']): a name is a text, not a list"),
+        (lambda j: j.mean("x", "1", 2), "log.mean('x'): expected a number, got str ('1')"),
+        (lambda j: j.mean("x", 1.0, None), "log.mean('x'): expected a number, got NoneType"),
+        (lambda j: j.histogram("x", "wide"), "log.histogram('x'): expected numbers, got str ('wide')"),
+        (lambda j: j.text("x", 3), "log.text('x'): expected a str, got int ('3'); log.scalar takes numbers"),
+        (lambda j: j.scalar(["x"], 3), "log.scalar(['x']): the name must be a str, not list"),
     ],
 )
 def test_what_can_t_be_logged_is_named_with_its_type(call: Callable[[MetricLog], None], message: str) -> None:

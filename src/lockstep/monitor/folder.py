@@ -1,4 +1,4 @@
-"""Where a run lies.
+"""The folder of a run.
 
     runs/stdlib-lm-20261121-093000/
     ├── config.yaml         the resolved config
@@ -8,18 +8,26 @@
     ├── tensorboard/        curves
     ├── logs/               what each rank printed
     ├── report.html         the run as one page
-    ├── summary.json        what it came to; there once the run is finished
-    ├── run.lock            who is at it; marks the folder as a run's
+    ├── summary.json        its result; there once the run is finished
+    ├── run.lock            the process that runs it; marks the folder as a run's
     ├── checkpoints/        the saved states, see `lockstep.checkpoint`
-    └── earlier/1/          what an attempt before had written that this one makes anew
+    └── earlier/1/          lines of an earlier attempt that this one has replaced
 
-The one who starts the run creates the folder (`RunFolder.create`), once; its ranks look into it (`RunFolder.open`).
+The process that starts the run creates the folder (`RunFolder.create`), once; its ranks open it (`RunFolder.open`).
+While the run runs, somebody may delete the folder, move it, or begin another run in its place (`LockedRunFolder`):
+
+    RUN/run.lock is the open file           as it should be
+                 missing, or another file   deleted or moved: `recreate` writes what a start of the run writes
+                 locked by another run      taken: nothing is written there any more
+
 No torch is needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -33,6 +41,7 @@ from typing import Any
 from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.local_paths import local_path
+from lockstep.core.open_files import is_behind, is_missing
 from lockstep.monitor import history
 
 CONFIG = "config.yaml"
@@ -60,67 +69,78 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str] | None, recipe: str = "run", *, again: bool = False) -> RunFolder:
-        """Makes the folder, or opens that of a run that can go on; holds it until `release`.
+        """Create the folder, or open that of a run that can be resumed, and lock it until `release`.
 
         Args:
             path: None for runs/RECIPE-DATE-TIME, with -2, -3, ... behind it if that is taken.
-            recipe: what the run is called: a name, or a file whose stem is taken.
-            again: a finished run may be gone on with, or begun anew.
+            recipe: name of the run: a word, or a file whose stem is taken.
+            again: whether a finished run may be resumed, or begun again.
 
         Raises:
-            ConfigError: it is a file.
-            RunFailed: it holds something else, a finished run, or one that is under way; or it can't be written.
+            ConfigError: the path is a file.
+            RunFailed: the folder has other content, a finished run, or one that is running; or it can't be written.
         """
-        where = local_path(path) if path is not None else _free_name(recipe)
-        if where.exists() and not where.is_dir():
-            raise ConfigError(Problem("", "run.folder", f"{where} is a file; name a folder"))
+        folder = local_path(path) if path is not None else _new_default_folder(recipe)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(Problem("", "run.folder", f"{folder} is a file; name a folder"))
         try:
-            return cls._create(where.absolute(), again)
+            return cls._create(folder.absolute(), again)
         except OSError as error:
-            raise RunFailed(_cannot("create the run folder", where, error)) from error
+            raise RunFailed(_cannot("create the run folder", folder, error)) from error
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """A run's folder as it is. Raises RunFailed if `path` is none."""
-        where = Path(path).absolute()
-        if not is_run(where):
-            raise RunFailed(f"{where} is not the folder of a run: it has no {CONFIG}")
-        refuse_escaping_links(where)
-        return cls(where)
+        """Return a run's folder as it is. Raises RunFailed if `path` is not one."""
+        folder = Path(path).absolute()
+        if not is_run(folder):
+            raise RunFailed(f"{folder} is not the folder of a run: it has no {CONFIG}")
+        refuse_escaping_links(folder)
+        return cls(folder)
 
     @classmethod
     def _create(cls, path: Path, again: bool) -> RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         if is_finished(path) and not again:
             raise RunFailed(f"the run in {path} is finished; give run.folder another name to train again")
-        held = sorted(entry.name for entry in path.iterdir())
-        if held and not is_run(path):
-            raise RunFailed(
-                f"run folder {path} holds something else ({', '.join(held[:3])}{', ...' if held[3:] else ''}); "
-                "give run.folder the name of a new folder, or empty this one"
-            )
+        content = sorted(entry.name for entry in path.iterdir())
+        if content and not is_run(path):
+            shown = f"{', '.join(content[:3])}{', ...' if content[3:] else ''}"
+            remedy = "give run.folder the name of a new folder, or empty this one"
+            raise RunFailed(f"run folder {path} has other content ({shown}); {remedy}")
         refuse_escaping_links(path)
-        lock = _take_lock(path)
+        lock, holder = open_lock(path)  # held as long as this process, or a rank forked from it, lives
+        if holder is not None:
+            os.close(lock)
+            raise RunFailed(f"the run in {path} is running ({holder}); give run.folder another name")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0)
         for name in (TENSORBOARD, LOGS):
             (path / name).mkdir(exist_ok=True)
         return cls(path, lock)
 
-    def begin_anew(self) -> None:
-        """What an attempt before has left goes to earlier/N, so that no curve is two runs'. Raises RunFailed."""
+    def archive_attempt(self) -> None:
+        """Move what an earlier attempt has left to earlier/N, so that no curve is two runs'. Raises RunFailed."""
         try:
-            _put_aside(self.path)
+            stay = (LOCK, EARLIER, LOGS, CHECKPOINTS)
+            entries = [entry for entry in self.path.iterdir() if entry.name not in stay]
+            if left := [entry for entry in entries if not entry.is_dir() or any(entry.iterdir())]:
+                archive = _next_archive(self.path)
+                archive.mkdir(parents=True)
+                for entry in left:
+                    entry.rename(archive / entry.name)
             self.tensorboard.mkdir(exist_ok=True)
         except OSError as error:
-            raise RunFailed(_cannot("put aside what is in", self.path, error)) from error
+            raise RunFailed(_cannot("archive the content of", self.path, error)) from error
 
     def rewind(self, step: int) -> None:
-        """Takes the history back to `step`, from which the run goes on; the lines beyond go to earlier/N.
+        """Take the history back to `step`, from which the run resumes; the lines beyond move to earlier/N.
 
         Raises:
             RunFailed: the files can't be written.
         """
         try:
-            history.rewind(self.path, step, _next_aside(self.path))
+            history.rewind(self.path, step, _next_archive(self.path))
         except OSError as error:
             raise RunFailed(_cannot("rewind the history in", self.path, error)) from error
 
@@ -140,29 +160,25 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / LOGS
 
-    @property
-    def finished(self) -> bool:
-        return is_finished(self.path)
-
     def write_config(self, text: str) -> None:
-        """The resolved config, as YAML that can be trained from again. Raises RunFailed."""
+        """Write the resolved config, as YAML that can be trained from again. Raises RunFailed."""
         self._write(CONFIG, text)
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """What the run is called, and what `environment.describe()` found. Raises RunFailed."""
+        """Write the name of the run and what `environment.describe` returns. Raises RunFailed."""
         self._write(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Marks the run as finished. Raises RunFailed."""
+        """Write summary.json, which marks the run as finished. Raises RunFailed."""
         self._write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
-    def remove_unbegun(self) -> None:
-        """A run that was refused before it began leaves nothing."""
+    def remove_unstarted(self) -> None:
+        """Remove the folder of a run that was refused before it started."""
         if not self.config.exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -174,18 +190,91 @@ class RunFolder:
             raise RunFailed(_cannot("write", self.path / name, error)) from error
 
 
+class RunFolderTaken(RunFailed):
+    """The run's folder belongs to another run now."""
+
+
+class LockedRunFolder:
+    """The folder of a run that is running, on the first rank.
+
+    Args:
+        path: the folder, which exists.
+        run: id of the run.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self._run = run
+        self._files = {name: (path / name).read_text(encoding="utf-8") for name in (CONFIG, ENVIRONMENT)}
+        self._locks = [os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)]
+        self._holder = os.read(self._locks[0], 1000)
+
+    def is_complete(self) -> bool:
+        """Return whether it has all that a start of the run writes; True as well if the file system doesn't answer."""
+        if not is_behind(self.path / LOCK, self._locks[-1]):
+            return False
+        return not any(is_missing(self.path / name) for name in (*self._files, LOGS))
+
+    def moved_to(self) -> Path | None:
+        """Return the new path if the folder was moved; None if it was deleted, or that isn't known."""
+        try:
+            lock = Path(os.readlink(f"/proc/self/fd/{self._locks[-1]}"))
+            is_moved = lock.name == LOCK and is_behind(lock, self._locks[-1])
+        except OSError:
+            return None
+        return lock.parent if is_moved and lock.parent != self.path else None
+
+    def recreate(self) -> None:
+        """Write what is missing.
+
+        Raises:
+            OSError: it can't be written.
+            RunFolderTaken: it belongs to another run now.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._refuse_other_run()
+        if not is_behind(self.path / LOCK, self._locks[-1]):
+            self._locks.append(self._lock())
+        for name in (TENSORBOARD, LOGS):
+            (self.path / name).mkdir(exist_ok=True)
+        for name, text in self._files.items():
+            if is_missing(self.path / name):
+                write_atomically(self.path / name, text)
+
+    def close(self) -> None:
+        for handle in self._locks:
+            os.close(handle)
+
+    def _refuse_other_run(self) -> None:
+        try:
+            other = json.loads(read_bounded(self.path / ENVIRONMENT, MOST_JSON)).get("run")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            return
+        if isinstance(other, str) and other != self._run:
+            raise RunFolderTaken(f"{self.path} belongs to another run now (run id {other[:8]})")
+
+    def _lock(self) -> int:
+        handle, holder = open_lock(self.path)
+        if holder is not None and not any(is_behind(self.path / LOCK, lock) for lock in self._locks):
+            os.close(handle)
+            raise RunFolderTaken(f"{self.path} belongs to another run now ({holder})")
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, self._holder, 0)
+        return handle
+
+
 def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is the folder of a run, finished or not."""
+    """Return whether `path` is the folder of a run, finished or not."""
     return any((Path(path) / name).is_file() for name in (LOCK, CONFIG))
 
 
 def is_finished(path: str | os.PathLike[str]) -> bool:
-    """Whether the run that lies in `path` came to its end."""
+    """Return whether the run in `path` is finished."""
     return (Path(path) / SUMMARY).is_file()
 
 
 def lock_holder(path: str | os.PathLike[str]) -> bytes | None:
-    """Who holds the run's folder, as its lock says; None if that can't be told. No two runs say the same."""
+    """Return the content of the run's lock, which differs from run to run; None if it can't be read."""
     try:
         return read_bounded(Path(path) / LOCK, _MOST_LOCK)
     except OSError:
@@ -193,7 +282,7 @@ def lock_holder(path: str | os.PathLike[str]) -> bytes | None:
 
 
 def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The final object of the run in `path`, None if it isn't finished. Raises RunFailed if it can't be read."""
+    """Return summary.json of the run in `path`, None if it isn't finished. Raises RunFailed if it can't be read."""
     file = Path(path) / SUMMARY
     try:
         return dict(json.loads(read_bounded(file, MOST_JSON)))
@@ -204,7 +293,7 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def recipe_of(path: str | os.PathLike[str]) -> str:
-    """What the run in `path` was called when it began; its folder's name if that can't be told."""
+    """Return the name that the run in `path` started with; its folder's name if that can't be read."""
     try:
         recipe = json.loads(read_bounded(Path(path) / ENVIRONMENT, MOST_JSON)).get("recipe")
     except (OSError, ValueError, AttributeError):
@@ -213,10 +302,12 @@ def recipe_of(path: str | os.PathLike[str]) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file has the old text or the new, never a part. Raises OSError."""
+    """Write a file so that it has the old text or the new, never a part. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with open(_new_file(temporary), "w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)  # left by a process of the same number, or put there by somebody
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -226,31 +317,25 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
-def _new_file(path: Path) -> int:
-    """One that was there already, left by a process of the same number or put there by somebody, is removed."""
-    path.unlink(missing_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-
-
 def refuse_escaping_links(run: Path) -> None:
-    """Raises ConfigError if anything in a run's folder leads out of it: a link, or what is neither file nor folder.
+    """Raise ConfigError if anything in a run's folder leads out of it: a link, or what is neither file nor folder.
 
-    Whoever made the folder could have the files behind it read, overwritten or deleted. A link to a run's folder is
-    no such link.
+    Whoever made the folder could have the files behind it read, overwritten or deleted. The run's folder itself may be
+    a link. Checkpoints are checked where they are read.
     """
-    home = run.resolve()
-    for path, mode in _reached(run):
-        if stat.S_ISLNK(mode) and not path.resolve().is_relative_to(home):
+    root = run.resolve()
+    for path, mode in _entries(run):
+        if stat.S_ISLNK(mode) and not path.resolve().is_relative_to(root):
             raise ConfigError(
-                f"{path} is a link to {path.resolve()}, outside of the run's folder; put what it leads to in its "
-                "place, and keep checkpoints elsewhere with checkpoint.folder"
+                f"{path} is a link to {path.resolve()}, outside of the run's folder; replace the link by its target, "
+                "and keep checkpoints elsewhere with checkpoint.folder"
             )
         if not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise ConfigError(f"{path} is neither a file nor a folder; a run's folder holds nothing else: remove it")
+            raise ConfigError(f"{path} is neither a file nor a folder, and a run's folder has nothing else: remove it")
 
 
-def _reached(run: Path) -> Iterator[tuple[Path, int]]:
-    """What Lockstep opens by name, or lists, with its mode; checkpoints look after themselves."""
+def _entries(run: Path) -> Iterator[tuple[Path, int]]:
+    """Yield what Lockstep opens by name, or lists, with its mode."""
     try:
         for path in run.iterdir():
             mode = _mode(path)
@@ -264,34 +349,30 @@ def _reached(run: Path) -> Iterator[tuple[Path, int]]:
 def _mode(path: Path) -> int:
     try:
         return path.lstat().st_mode
-    except FileNotFoundError:  # a run under way writes and renames
+    except FileNotFoundError:  # a run that is running writes and renames
         return stat.S_IFREG
 
 
 _FOLDERS = (TENSORBOARD, LOGS, EARLIER, "model")
 
 
-def _free_name(recipe: str) -> Path:
-    """runs/RECIPE-DATE-TIME, made here and now: of two that start in the same second, one gets -2."""
-    stem = Path(recipe).stem or "run"
-    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    runs = Path("runs")
+def _new_default_folder(recipe: str) -> Path:
+    """Create runs/RECIPE-DATE-TIME; of two runs that start in the same second, one gets -2."""
+    runs, name = Path("runs"), f"{Path(recipe).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         runs.mkdir(exist_ok=True)
-        number = 1
-        while True:
+        for number in itertools.count(1):
             path = runs / (name if number == 1 else f"{name}-{number}")
-            try:
+            with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
-            except FileExistsError:
-                number += 1
     except OSError as error:
         raise RunFailed(_cannot("create the run folder", (runs / name).absolute(), error)) from error
+    raise AssertionError("there is always a free number")
 
 
 def open_lock(path: Path) -> tuple[int, str | None]:
-    """Open a run folder's lock and take it; return its handle, and who holds it if that is another process.
+    """Open and take a run folder's lock; return its handle, and the holder if that is another process.
 
     Raises OSError.
     """
@@ -300,43 +381,14 @@ def open_lock(path: Path) -> tuple[int, str | None]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return file, os.read(file, _MOST_LOCK).decode(errors="replace").strip() or "another process"
-    except OSError:  # a file system that can't lock: then nobody is kept out
+    except OSError:  # a file system without locks excludes nobody
         pass
     return file, None
 
 
-def _take_lock(path: Path) -> int | None:
-    """Held as long as this process, or a rank forked from it, lives."""
-    file, holder = open_lock(path)
-    if holder is not None:
-        os.close(file)
-        raise RunFailed(f"the run in {path} is under way ({holder}); give run.folder another name")
-    os.ftruncate(file, 0)
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode(), 0)
-    return file
-
-
-_STAYS = (LOCK, EARLIER, LOGS, CHECKPOINTS)
-
-
-def _put_aside(path: Path) -> None:
-    left = [entry for entry in path.iterdir() if entry.name not in _STAYS and not _is_empty(entry)]
-    if not left:
-        return
-    aside = _next_aside(path)
-    aside.mkdir(parents=True)
-    for entry in left:
-        entry.rename(aside / entry.name)
-
-
-def _next_aside(path: Path) -> Path:
+def _next_archive(path: Path) -> Path:
     taken = [int(entry.name) for entry in (path / EARLIER).glob("*") if entry.name.isdecimal()]
     return path / EARLIER / str(1 + max(taken, default=0))
-
-
-def _is_empty(entry: Path) -> bool:
-    return entry.is_dir() and not any(entry.iterdir())
 
 
 def _cannot(verb: str, path: Path, error: OSError) -> str:

@@ -1,13 +1,13 @@
-"""What a user's objective or loop logs, kept on its rank until the log is due.
+"""The metric log: what a user's objective or loop logs, kept on its rank until it is written.
 
-    from lockstep.monitor import metric_log as log
+    from lockstep import log
 
     log.mean("accuracy", right.sum(), right.numel())     sum and weight: summed over micro-batches and ranks
     log.scalar("temperature", t)                         the last value; mean over ranks
     log.histogram("logits", logits)                      counts in fixed bins; summed over micro-batches and ranks
-    log.text("sample", "def ...")                        the last text; of the first rank that logged it
+    log.text("sample", "def ...")                        the last text; of the first rank that logged one
 
-    on every rank   MetricLog.drain() -> LogEntries  --gather-->  merge([...]) -> Logged   -> the watchers
+    on every rank   MetricLog.drain() -> LogEntries  --gather-->  merge([...]) -> Logged   -> the monitors
 
 Outside of a run nothing is kept. Values are detached at once; a GPU's tensors are read when the log is drained.
 """
@@ -15,17 +15,18 @@ Outside of a run nothing is kept. Values are detached at once; a GPU's tensors a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Bins that are the same on every rank, so that counts can be summed without a word beforehand: eight a decade of
+# Bins that are the same on every rank, so that counts can be summed without a message before: eight a decade of
 # magnitude from 1e-12 to 1e12, both signs. Bin i holds EDGES[i-1] < x <= EDGES[i]; the first and last are open.
 _MAGNITUDES = tuple(10 ** (power / 8) for power in range(-96, 97))
 EDGES: tuple[float, ...] = (*(-edge for edge in reversed(_MAGNITUDES)), 0.0, *_MAGNITUDES)
@@ -34,11 +35,15 @@ LONGEST_TEXT = 65536
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Attributes:
-    counts: by bin of `EDGES`, empty bins left out.
-    low, high: smallest and largest finite value; NaN if there is none.
-    total, squares: sum of the finite values and of their squares.
-    not_finite: how many NaNs and infinities there were beside.
+    """Counts of values in fixed bins.
+
+    Attributes:
+        counts: by bin of `EDGES`, empty bins left out.
+        low: smallest finite value; NaN if there is none.
+        high: largest finite value; NaN if there is none.
+        total: sum of the finite values.
+        squares: sum of their squares.
+        not_finite: number of NaNs and infinities.
     """
 
     counts: Mapping[int, int]
@@ -50,22 +55,21 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Finite values."""
+        """The number of finite values."""
         return sum(self.counts.values())
 
     def bins(self) -> list[tuple[float, float, int]]:
-        """(low, high, count) of the bins that aren't empty, in order, cut to the range of the values."""
-        return [(*self._range(index), self.counts[index]) for index in sorted(self.counts)]
-
-    def _range(self, index: int) -> tuple[float, float]:
-        low = EDGES[index - 1] if index else self.low
-        high = EDGES[index] if index < len(EDGES) else self.high
-        return max(low, self.low), min(high, self.high)
+        """Return (low, high, count) of the bins that aren't empty, in order, clipped to the range of the values."""
+        edges = (self.low, *EDGES, self.high)
+        return [
+            (max(edges[index], self.low), min(edges[index + 1], self.high), self.counts[index])
+            for index in sorted(self.counts)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntries:
-    """What one rank logged since the last time. Small, and made of plain numbers: it can be pickled."""
+    """What one rank logged since the last drain: few, plain numbers, which can be pickled."""
 
     scalars: Mapping[str, float] = field(default_factory=dict)
     means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -78,7 +82,7 @@ class LogEntries:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What all ranks together logged."""
+    """What all ranks logged, merged."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
@@ -89,7 +93,7 @@ class Logged:
 
 
 class MetricLog:
-    """One rank's. `drain` empties it; while nobody logs, it costs nothing."""
+    """The log of one rank. `drain` empties it; while user code logs nothing, it costs nothing."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
@@ -123,11 +127,11 @@ class MetricLog:
     def text(self, name: str, text: object) -> None:
         self._claim(name, "text")
         if not isinstance(text, str):
-            raise _misfit("text", name, text, "a text", "; log.scalar takes numbers")
+            raise _wrong_type("text", name, text, "a str", "; log.scalar takes numbers")
         self._texts[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
     def drain(self) -> LogEntries:
-        """Everything logged since the last drain, as plain numbers. Reads what is on a GPU: waits for it."""
+        """Return what was logged since the last drain, as plain numbers. Waits for what is on a GPU."""
         entries = LogEntries(
             {name: float(value) for name, value in self._scalars.items()},
             {name: (float(total), float(weight)) for name, (total, weight) in self._means.items()},
@@ -140,36 +144,64 @@ class MetricLog:
 
     def _claim(self, name: object, kind: str) -> None:
         if not isinstance(name, str):
-            raise TypeError(f"log.{kind}({name!r}): a name is a text, not a {type(name).__name__}")
+            raise TypeError(f"log.{kind}({name!r}): the name must be a str, not {type(name).__name__}")
         before = self._kinds.setdefault(name, kind)
         if before != kind:
             raise ValueError(f"log.{kind}({name!r}): {name!r} was logged by log.{before} before; give it another name")
 
 
 def merge(entries: Sequence[LogEntries]) -> Logged:
-    """All ranks' entries, in the order of ranks, as one.
+    """Merge all ranks' entries, which are in the order of ranks.
 
-    Means are sum of sums / sum of weights (left out where nothing weighs anything); scalars the mean over the ranks
-    that logged them; histograms are summed; of texts, the first rank's.
+    Means are sum of sums / sum of weights (left out where the weight is 0); scalars the mean over the ranks that logged
+    them; histograms are summed; a text is the first rank's.
     """
+    scalars, means, histograms, texts = (
+        _by_name([getattr(entry, kind) for entry in entries]) for kind in ("scalars", "means", "histograms", "texts")
+    )
+    weights = {name: sum(weight for _, weight in parts) for name, parts in means.items()}
     return Logged(
-        {**_merge_scalars(entries), **_merge_means(entries)},
         {
-            name: _merge_histograms([e.histograms[name] for e in entries if name in e.histograms])
-            for name in _names(e.histograms for e in entries)
+            **{name: sum(values) / len(values) for name, values in scalars.items()},
+            **{name: sum(total for total, _ in means[name]) / weight for name, weight in weights.items() if weight},
         },
-        {name: next(e.texts[name] for e in entries if name in e.texts) for name in _names(e.texts for e in entries)},
+        {name: _merge_histograms(parts) for name, parts in histograms.items()},
+        {name: parts[0] for name, parts in texts.items()},
     )
 
 
-# --- the functions that user code calls -------------------------------------------------------------------------
+def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the ranks' values by name, in the order in which the names first come."""
+    values: dict[str, list[Any]] = {}
+    for logged in of_ranks:
+        for name, value in logged.items():
+            values.setdefault(name, []).append(value)
+    return values
+
+
+def _merge_histograms(parts: Sequence[Histogram]) -> Histogram:
+    counts: Counter[int] = Counter()
+    for part in parts:
+        counts.update(part.counts)
+    known = [part for part in parts if part.counts]
+    return Histogram(
+        dict(counts),
+        min((part.low for part in known), default=math.nan),
+        max((part.high for part in known), default=math.nan),
+        sum(part.total for part in parts),
+        sum(part.squares for part in parts),
+        sum(part.not_finite for part in parts),
+    )
+
+
+# --- the functions that user code calls ----------------------------------------------------------------------------
 
 _current: MetricLog | None = None
 
 
 @contextmanager
 def recording(log: MetricLog) -> Iterator[MetricLog]:
-    """Inside, what user code logs goes to `log`; afterwards, to the one before."""
+    """Send what user code logs inside the block to `log`."""
     global _current
     before, _current = _current, log
     try:
@@ -179,25 +211,25 @@ def recording(log: MetricLog) -> Iterator[MetricLog]:
 
 
 def scalar(name: str, value: float | Tensor) -> None:
-    """Logs one number: the last one before the log is due, averaged over the ranks that logged it."""
+    """Log one number: the last value before the log is written, averaged over the ranks that logged it."""
     if _current is not None:
         _current.scalar(name, value)
 
 
 def mean(name: str, sum: float | Tensor, weight: float | Tensor) -> None:  # noqa: A002
-    """Logs a mean as its sum and its weight (how many), exact over micro-batches, steps and ranks."""
+    """Log a mean as its sum and its weight (the number of values), exact over micro-batches, steps and ranks."""
     if _current is not None:
         _current.mean(name, sum, weight)
 
 
 def histogram(name: str, values: Tensor) -> None:
-    """Logs the distribution of a tensor's elements, in bins of an eighth of a decade. Of a sharded one, the rank's."""
+    """Log the distribution of a tensor's elements, in bins of an eighth of a decade; of a sharded one, its shard."""
     if _current is not None:
         _current.histogram(name, values)
 
 
 def text(name: str, text: str) -> None:
-    """Logs a text, cut to 65,536 characters."""
+    """Log a text, cut to 65,536 characters."""
     if _current is not None:
         _current.text(name, text)
 
@@ -206,10 +238,10 @@ def text(name: str, text: str) -> None:
 
 
 def _number(kind: str, name: str, value: object) -> float | Tensor:
-    """A float if that needs no waiting, otherwise a copy on the device: a later in-place change must not show.
+    """Return a float if that needs no waiting, otherwise a copy on the device: later in-place changes must not show.
 
     Raises:
-        TypeError: it is no number, and no tensor.
+        TypeError: the value is neither a number nor a tensor.
         ValueError: it is several numbers, or a complex one.
     """
     if isinstance(value, int | float):
@@ -217,7 +249,7 @@ def _number(kind: str, name: str, value: object) -> float | Tensor:
     tensor = _tensor(kind, name, value)
     if tensor.numel() != 1:
         raise ValueError(
-            f"log.{kind}({name!r}): one number is logged, not a tensor of shape {list(tensor.shape)}; use log.histogram"
+            f"log.{kind}({name!r}): expected one number, got a tensor of shape {list(tensor.shape)}; use log.histogram"
         )
     if tensor.device.type == "cpu":
         return float(tensor)
@@ -226,27 +258,26 @@ def _number(kind: str, name: str, value: object) -> float | Tensor:
 
 
 def _tensor(kind: str, name: str, value: object) -> Tensor:
-    """What is logged, as a tensor that needs no gradient: a number of NumPy's and a list of numbers, too."""
+    """Return the value, which may be a NumPy number or a list of numbers, as a tensor without gradient."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        found = value.detach()
+        tensor = value.detach()
     else:
         try:
-            found = torch.as_tensor(value)
+            tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
             wanted = "numbers" if kind == "histogram" else "a number"
-            more = "; log.text takes texts" if isinstance(value, str) else ""
-            raise _misfit(kind, name, value, wanted, more) from None
-    if found.is_complex():
+            more = "; log.text takes strings" if isinstance(value, str) else ""
+            raise _wrong_type(kind, name, value, wanted, more) from None
+    if tensor.is_complex():
         raise ValueError(f"log.{kind}({name!r}): complex numbers can't be logged; log .abs(), or .real and .imag")
-    return found
+    return tensor
 
 
-def _misfit(kind: str, name: str, value: object, wanted: str, more: str) -> TypeError:
-    return TypeError(
-        f"log.{kind}({name!r}): {wanted} can be logged, not a {type(value).__name__} ({str(value)[:40]!r}){more}"
-    )
+def _wrong_type(kind: str, name: str, value: object, expected: str, remedy: str) -> TypeError:
+    given = f"{type(value).__name__} ({str(value)[:40]!r})"
+    return TypeError(f"log.{kind}({name!r}): expected {expected}, got {given}{remedy}")
 
 
 def _add(total: float | Tensor, more: float | Tensor) -> float | Tensor:
@@ -255,7 +286,7 @@ def _add(total: float | Tensor, more: float | Tensor) -> float | Tensor:
 
 @dataclass(slots=True)
 class _Counts:
-    """A histogram on its device, not yet read.
+    """A histogram on its device, not read yet.
 
     Attributes:
         counts: [len(EDGES) + 2] int64, the last for what isn't finite.
@@ -291,54 +322,15 @@ class _Counts:
     def read(self) -> Histogram:
         *counts, not_finite = self.counts.tolist()
         low, high, total, squares = self.moments.tolist()
-        found = {index: count for index, count in enumerate(counts) if count}
-        if not found:
+        known = {index: count for index, count in enumerate(counts) if count}
+        if not known:
             low = high = math.nan
-        return Histogram(found, low, high, total, squares, not_finite)
+        return Histogram(known, low, high, total, squares, not_finite)
 
 
 @cache
 def _edges(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[len(EDGES)], copied to a device once: a copy makes the host wait."""
+    """Return EDGES as a tensor, copied to a device once: a copy makes the host wait."""
     import torch
 
     return torch.tensor(EDGES, dtype=dtype, device=device)
-
-
-def _names(parts: Iterable[Mapping[str, object]]) -> list[str]:
-    """In the order in which they first come."""
-    return list(dict.fromkeys(name for part in parts for name in part))
-
-
-def _merge_scalars(entries: Sequence[LogEntries]) -> dict[str, float]:
-    merged = {}
-    for name in _names(entry.scalars for entry in entries):
-        values = [entry.scalars[name] for entry in entries if name in entry.scalars]
-        merged[name] = sum(values) / len(values)
-    return merged
-
-
-def _merge_means(entries: Sequence[LogEntries]) -> dict[str, float]:
-    merged = {}
-    for name in _names(entry.means for entry in entries):
-        parts = [entry.means[name] for entry in entries if name in entry.means]
-        weight = sum(weight for _, weight in parts)
-        if weight:
-            merged[name] = sum(total for total, _ in parts) / weight
-    return merged
-
-
-def _merge_histograms(parts: Sequence[Histogram]) -> Histogram:
-    counts: dict[int, int] = {}
-    for part in parts:
-        for index, count in part.counts.items():
-            counts[index] = counts.get(index, 0) + count
-    known = [part for part in parts if part.counts]
-    return Histogram(
-        counts,
-        min((part.low for part in known), default=math.nan),
-        max((part.high for part in known), default=math.nan),
-        sum(part.total for part in parts),
-        sum(part.squares for part in parts),
-        sum(part.not_finite for part in parts),
-    )

@@ -39,9 +39,8 @@ from lockstep.core.records import EvaluationReport, Request, SaveReport, StepRep
 from lockstep.distributed.collectives import LocalGroup, over_store
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.distributed.user_collectives import print_once
-from lockstep.monitor.folder import CHECKPOINTS
+from lockstep.monitor.folder import CHECKPOINTS, RunFolderTaken
 from lockstep.monitor.jsonl import finite
-from lockstep.monitor.locked_folder import RunFolderTaken
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.saved_state import check_state
 from lockstep.training.session import FailureState, Session, components_of

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lockstep.launch import streams
-from lockstep.monitor.locked_folder import LockedRunFolder, RunFolderTaken
+from lockstep.monitor.folder import LockedRunFolder, RunFolderTaken
 
 if TYPE_CHECKING:
     from lockstep.monitor.history import HistoryFiles

@@ -113,4 +113,4 @@ def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:
         place.write_environment({**environment, "run": checkpoints.run})
     finally:
         place.release()
-        place.remove_unbegun()
+        place.remove_unstarted()

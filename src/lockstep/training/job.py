@@ -34,8 +34,7 @@ from lockstep.monitor import history, metric_log
 from lockstep.monitor.console import Console
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import EventLog, summarize
-from lockstep.monitor.folder import LOGS, RunFolder, lock_holder
-from lockstep.monitor.locked_folder import LockedRunFolder
+from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder, lock_holder
 from lockstep.monitor.metric_log import LogEntries, MetricLog, merge
 from lockstep.monitor.monitors import Monitors, ThrottledMonitor
 from lockstep.monitor.tensorboard import TensorBoard
@@ -273,7 +272,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     if first:
         place = RunFolder.open(folder)
         if checkpoints.resumed_from is None or job.resume.origin is not None:
-            place.begin_anew()
+            place.archive_attempt()
         else:
             place.rewind(checkpoints.resumed_from)
             notes += history.faults(folder, checkpoints.written)

@@ -208,7 +208,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResu
     def leave() -> None:
         folder.release()
         if not existed and result.code in _UNTRAINED_CODES:  # after other failures the ranks' logs are in it
-            folder.remove_unbegun()
+            folder.remove_unstarted()
 
     with ExitStack() as stack:
         with blocked_signals(forks=True):  # no stop comes between making the folder and what would undo it
