@@ -67,7 +67,7 @@ def be_contestant(determinism: str, steps: int) -> dict[str, float]:
     with lockstep.session(config, model=model, train_dataset=TensorDataset(*text(steps * GLOBAL))) as session:
         for _ in session:
             times.append(time.perf_counter())
-        weights = b"".join(value.numpy().tobytes() for _, value in components_of(session).sharding.weights())
+        weights = b"".join(value.numpy().tobytes() for _, value in components_of(session).sharding.state.weights())
     first = steps // 4
     return {
         "milliseconds": (times[-1] - times[first]) / (len(times) - 1 - first) * 1e3,

@@ -17,37 +17,34 @@ from lockstep.distributed.collectives import LocalGroup, RankGroup
 CPU = torch.device("cpu")
 
 
-def _votes(kind: str, norms: list[list[float]], whole: bool) -> list[tuple[list[float], bool]]:
+def _votes(kind: str, norms: list[list[float]]) -> list[tuple[list[float], bool]]:
     """Of each vote in a row: loss sum, squared norm, counts; requests; whether the update before had one gradient."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with small.in_group():
         axis = RankGroup(torch.distributed.group.WORLD) if ranks > 1 else LocalGroup()
         consensus = votes.HostConsensus(axis) if kind == "host" else votes.DeviceConsensus(axis, CPU)
-        return [_vote(consensus, rank, ranks, norm[rank], whole) for norm in norms]
+        return [_vote(consensus, rank, ranks, norm[rank]) for norm in norms]
 
 
-def _vote(consensus: votes.Consensus, rank: int, ranks: int, norm: float, whole: bool) -> Any:
+def _vote(consensus: votes.Consensus, rank: int, ranks: int, norm: float) -> Any:
     consensus.open(
         torch.tensor(1.5 + rank), 10 + rank, 20 + rank, (2.0, 3.0 * rank, 0.0), [Request.EVALUATE] if rank == 1 else []
     )
-    outcome = consensus.close(torch.tensor(norm), whole=whole)
+    outcome = consensus.close(torch.tensor(norm))
     slots = torch.as_tensor(outcome.slots, dtype=torch.float64).tolist()
     said = (outcome.loss_sum, outcome.squared_norm, outcome.next_count, outcome.next_tokens)
     return [float(value) for value in said], votes.requests_in(slots), votes.gradients_agree(slots, ranks)
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_parts_of_a_norm_are_summed_and_whole_ones_are_not(kind: str) -> None:
-    parts = in_world(2, _votes, kind, [[3.0, 4.0]], False)
-    wholes = in_world(2, _votes, kind, [[3.0, 3.0]], True)
-    asked = frozenset({Request.EVALUATE})
-    assert parts == [[([4.0, 7.0, 21.0, 41.0], asked, True)]] * 2
-    assert wholes == [[([4.0, 3.0, 21.0, 41.0], asked, True)]] * 2
+def test_sums_and_requests_are_those_of_all_ranks(kind: str) -> None:
+    results = in_world(2, _votes, kind, [[3.0, 3.0]])
+    assert results == [[([4.0, 3.0, 21.0, 41.0], frozenset({Request.EVALUATE}), True)]] * 2
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_one_rank_is_nobody_to_ask(kind: str) -> None:
-    assert in_world(1, _votes, kind, [[3.0]], True) == [[([1.5, 3.0, 10.0, 20.0], frozenset(), True)]]
+    assert in_world(1, _votes, kind, [[3.0]]) == [[([1.5, 3.0, 10.0, 20.0], frozenset(), True)]]
 
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -59,5 +56,5 @@ DIFFERENT = [[3.0, 3.0, 3.01], [3.0, 3.0, NAN], [3.0, INFINITE, 3.0], [0.0, 0.0,
 def test_a_gradient_that_was_not_one_is_noticed_in_the_next_vote(kind: str) -> None:
     ends = [[1.0] * 3]
     for norms, expected in ((SAME, True), (DIFFERENT, False)):
-        for found in in_world(3, _votes, kind, norms + ends, True):
+        for found in in_world(3, _votes, kind, norms + ends):
             assert [one for _, _, one in found] == [True] + [expected] * len(norms)

@@ -20,6 +20,10 @@ def _replace(session: Any, **rooms: Any) -> None:
     session._components = dataclasses.replace(components_of(session), **rooms)
 
 
+def _replace_in_sharding(session: Any, **members: Any) -> None:
+    _replace(session, sharding=components_of(session).sharding._replace(**members))
+
+
 class _Wrapped:
     """Everything of the original, except what a subclass says."""
 
@@ -46,7 +50,7 @@ def mean_of_means(session: Any) -> None:
 
 def missing_division_by_ranks(session: Any) -> None:
     """The reduction's mean is undone twice: gradients are too large by the number of ranks."""
-    components_of(session).sharding.averages_over = components_of(session).world.size ** 2
+    components_of(session).sharding.step._ranks = components_of(session).world.size ** 2
 
 
 def double_reduction(session: Any) -> None:
@@ -55,7 +59,7 @@ def double_reduction(session: Any) -> None:
     class Engine(_Wrapped):
         def accumulate(self, *batches_and_scale: Any) -> None:
             self._original.accumulate(*batches_and_scale)
-            for parameter in components_of(session).sharding.bare.parameters():
+            for parameter in components_of(session).sharding.state.model.parameters():
                 dist.all_reduce(parameter.grad)
 
     _replace(session, engine=Engine(components_of(session).engine))
@@ -87,43 +91,51 @@ def cursor_off_by_one(session: Any) -> None:
 def clip_norm_of_one_rank(session: Any) -> None:
     """Each rank clips by its own share of the norm."""
 
-    class Sharding(_Wrapped):
+    class Step(_Wrapped):
         def squared_norm(self) -> torch.Tensor:
             return self._original.squared_norm() / components_of(session).world.size
 
-    _replace(session, sharding=Sharding(components_of(session).sharding))
+    _replace_in_sharding(session, step=Step(components_of(session).sharding.step))
 
 
 def stale_moment(session: Any) -> None:
     """What the optimizer learned from the second update is forgotten: the third starts from moments of the first."""
 
-    class Sharding(_Wrapped):
+    state = components_of(session).sharding.state
+
+    class Step(_Wrapped):
         def update(self, *how: Any) -> None:
-            moments = {name: tensor for name, tensor in self.state().tensors.items() if name.startswith("optimizer.")}
+            moments = {
+                name: tensor for name, tensor in state.live_state().tensors.items() if name.startswith("optimizer.")
+            }
             before = {name: tensor.clone() for name, tensor in moments.items()}
             self._original.update(*how)
             if session.progress.steps == 1:
                 for name, tensor in before.items():
                     moments[name].copy_(tensor)
 
-    _replace(session, sharding=Sharding(components_of(session).sharding))
+    _replace_in_sharding(session, step=Step(components_of(session).sharding.step))
 
 
 def lost_when_published(session: Any) -> None:
     """A tensor is left out when weights are gathered to be published."""
-    _replace(session, sharding=_GatheredAgain(session, lambda name, tensor: None if "norm" in name else tensor))
+    _replace_in_sharding(
+        session, state=_GatheredAgain(session, lambda name, tensor: None if "norm" in name else tensor)
+    )
 
 
 def stale_when_published(session: Any) -> None:
     """A tensor is published with other values than it has."""
-    _replace(session, sharding=_GatheredAgain(session, lambda name, value: value + 1 if "norm" in name else value))
+    _replace_in_sharding(
+        session, state=_GatheredAgain(session, lambda name, value: value + 1 if "norm" in name else value)
+    )
 
 
 class _GatheredAgain(_Wrapped):
     """What `change` makes of the weights, each further time that they are asked for between two updates."""
 
     def __init__(self, session: Any, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
-        super().__init__(components_of(session).sharding)
+        super().__init__(components_of(session).sharding.state)
         self._session, self._change, self._asked = session, change, -1
 
     def weights(self, *, wanted: bool = True) -> Any:
@@ -136,7 +148,7 @@ class _GatheredAgain(_Wrapped):
 
 def unsynchronised_tied_weight(session: Any) -> None:
     """Of a weight that is embedding and head, the head's part of the gradient stays this rank's own."""
-    model = components_of(session).sharding.bare
+    model = components_of(session).sharding.state.model
     head, part = model.head, []
 
     def see(module: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -175,7 +187,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 
 OF_PIECES: dict[str, Callable[[Any], None]] = {
     "ends that keep their own gradient of a tied weight": lambda session: setattr(
-        components_of(session).sharding._pieces, "add_shared", lambda gradients: None
+        components_of(session).sharding.step._partition, "reduce_shared", lambda gradients: None
     ),
 }
 """Of a model that is cut over ranks."""

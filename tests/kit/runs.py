@@ -107,8 +107,8 @@ def recorded_session(session: Any, updates: int) -> Trajectory:
         found.counts.append(report.count)
         if report.step == updates:
             break
-    components_of(session).sharding.synchronize()  # buffers are the first rank's
-    found.weights = {name: _array(value) for name, value in components_of(session).sharding.weights()}
+    components_of(session).sharding.state.synchronize()  # buffers are the first rank's
+    found.weights = {name: _array(value) for name, value in components_of(session).sharding.state.weights()}
     found.evaluations = [dict(report.metrics) for report in session.evaluate()]
     return found
 

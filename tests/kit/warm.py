@@ -23,7 +23,8 @@ _MODULES = (
     "deepspeed.module_inject.auto_ep_config", "deepspeed.module_inject.auto_ep_layer",
     "transformers.modeling_utils", *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES),
     "lockstep.training.api", "lockstep.training.assemble", "lockstep.training.job", "lockstep.engine.pipeline",
-    "lockstep.engine.cutting", "lockstep.engine.in_context", "lockstep.sharding.fsdp", "lockstep.sharding.deepspeed",
+    "lockstep.engine.stages", "lockstep.engine.context_parallel",
+    "lockstep.sharding.fsdp", "lockstep.sharding.deepspeed",
     "lockstep.sharding.replicas", "lockstep.transforms.tensor_parallel", "lockstep.transforms.tensor_plans",
     "lockstep.checkpoint.saving", *(f"kit.{found.name}" for found in pkgutil.iter_modules(kit.__path__)),
 )  # fmt: skip

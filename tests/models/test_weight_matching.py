@@ -441,9 +441,11 @@ def test_a_session_starts_from_them(tmp_path: Path) -> None:
     source = made(1, small.Net)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     with lockstep.session(_config(tmp_path / "weights.pt", freeze=["head.*"])) as session:
-        assert_same(components_of(session).sharding.bare, source.state_dict())
+        assert_same(components_of(session).sharding.state.model, source.state_dict())
         assert run_info(session, "run", "").notes == ()
-        trained = [name for name, p in components_of(session).sharding.bare.named_parameters() if p.requires_grad]
+        trained = [
+            name for name, p in components_of(session).sharding.state.model.named_parameters() if p.requires_grad
+        ]
         assert trained == ["inner.weight", "inner.bias"]
 
 

@@ -207,7 +207,7 @@ def _published(session: Any, folder: Path) -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         where = publish(session, weights, Path(place))
         tensors = {name: tensor.clone() for name, tensor in read_weights(where).tensors.items()}
-        if folder.name == "single" and is_transformers_model(components_of(session).sharding.bare):
+        if folder.name == "single" and is_transformers_model(components_of(session).sharding.state.model):
             _refuse_missing(session, where, weights)
     return {name: tensor.float().numpy() for name, tensor in tensors.items() if not tensor.is_complex()}
 
@@ -215,7 +215,9 @@ def _published(session: Any, folder: Path) -> dict[str, np.ndarray]:
 def _refuse_missing(session: Any, folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """The library finds every weight in what was published, and the same values."""
     with quiet():
-        again, found = type(components_of(session).sharding.bare).from_pretrained(folder, output_loading_info=True)
+        again, found = type(components_of(session).sharding.state.model).from_pretrained(
+            folder, output_loading_info=True
+        )
     assert not found["missing_keys"], f"from_pretrained finds no {sorted(found['missing_keys'])}"
     assert not found["mismatched_keys"], f"from_pretrained can't fit {found['mismatched_keys']}"
     loaded = again.state_dict()

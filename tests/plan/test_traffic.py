@@ -76,7 +76,7 @@ def _counted(parallel: dict[str, Any]) -> tuple[float, int, int]:
                 report = session.commit().result().result().result().result()
             if report.step == 2:
                 sent.clear()
-        names = [(name, value.numel() * 4) for name, value in components_of(session).sharding.weights()]
+        names = [(name, value.numel() * 4) for name, value in components_of(session).sharding.state.weights()]
     share = (dist.get_world_size() - 1) / dist.get_world_size()
     total = sum(SHARE[name] * share * size for name, size in sent.items() if size)
     return total, sum(size for _, size in names), sum(size for name, size in names if not name.startswith("blocks."))

@@ -22,19 +22,19 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import DataFacts, ParameterFacts
-from lockstep.distributed.sequences import chunks_of, filled, places_of
-from lockstep.engine.attention_kernels import (
-    Mixed,
-    Seen,
-    attend,
-    attend_backward,
-    attend_plainly,
-    attend_plainly_backward,
-    causal_mask,
-)
+from lockstep.distributed.sequences import chunks_of, padded_length, positions_of
 from lockstep.plan.plan import make_plan
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.session import components_of
+from lockstep.transforms.attention_kernels import (
+    AttentionOutput,
+    Visibility,
+    attend,
+    attend_backward,
+    attend_by_formula,
+    attend_by_formula_backward,
+    causal_mask,
+)
 
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up
 
@@ -56,8 +56,8 @@ def oracle(updates: int = 4) -> Trajectory:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 30])
 def test_each_position_is_one_ranks_and_all_see_as_much(ranks: int, length: int) -> None:
-    places = [places_of(rank, ranks, length) for rank in range(ranks)]
-    assert sorted(torch.cat(places).tolist()) == list(range(filled(length, ranks)))
+    places = [positions_of(rank, ranks, length) for rank in range(ranks)]
+    assert sorted(torch.cat(places).tolist()) == list(range(padded_length(length, ranks)))
     assert all((one.diff() > 0).all() for one in places)
     assert len({sum(chunks_of(rank, ranks)) for rank in range(ranks)}) == 1
 
@@ -70,22 +70,22 @@ def test_each_position_is_one_ranks_and_all_see_as_much(ranks: int, length: int)
 def test_a_kernel_is_its_formula(dtype: torch.dtype, masked: bool) -> None:
     draws = torch.Generator().manual_seed(1)
     query, key, value, gradient = (torch.randn(2, 3, 6, 8, generator=draws, dtype=dtype) for _ in range(4))
-    seen = Seen(0.3, causal=not masked, mask=causal_mask(6, dtype, query.device)[None, None] if masked else None)
-    expected = attend_plainly(query.double(), key.double(), value.double(), _wide(seen))
+    seen = Visibility(0.3, causal=not masked, mask=causal_mask(6, dtype, query.device)[None, None] if masked else None)
+    expected = attend_by_formula(query.double(), key.double(), value.double(), _wide(seen))
     found = attend(query, key, value, seen)
     off = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=off, atol=off)
     backward = attend_backward(gradient, query, key, value, found, seen)
-    right = attend_plainly_backward(
+    right = attend_by_formula_backward(
         gradient.double(), query.double(), key.double(), value.double(), expected, _wide(seen)
     )
     for one, other in zip(backward, right, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=off, atol=4 * off)
 
 
-def _wide(seen: Seen) -> Seen:
-    return Seen(
+def _wide(seen: Visibility) -> Visibility:
+    return Visibility(
         seen.scale, seen.causal, None if seen.mask is None else causal_mask(6, torch.float64, torch.device("cpu"))
     )
 
@@ -98,9 +98,9 @@ def test_the_formula_is_autograds() -> None:
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
     expected.square().sum().backward()
     with torch.no_grad():
-        found = attend_plainly(query, key, value, Seen(0.5, causal=True))
-        backward = attend_plainly_backward(
-            2 * found.values, query, key, value, Mixed(found.values, found.lse), Seen(0.5, causal=True)
+        found = attend_by_formula(query, key, value, Visibility(0.5, causal=True))
+        backward = attend_by_formula_backward(
+            2 * found.values, query, key, value, AttentionOutput(found.values, found.lse), Visibility(0.5, causal=True)
         )
     torch.testing.assert_close(found.values, expected)
     for one, other in zip(backward, (query.grad, key.grad, value.grad), strict=True):
@@ -114,13 +114,15 @@ def _rings() -> list[str]:
     """What is another attention than that of whole sequences."""
     import torch.distributed as dist
 
+    from lockstep.distributed.forward_mode import ForwardMode
     from lockstep.distributed.ring import Ring
     from lockstep.distributed.sequences import SequencePartition
-    from lockstep.engine.ring_attention import RingInModel
+    from lockstep.transforms.context_parallel import ContextParallel
 
     dist.init_process_group("gloo")
     ring, found = Ring(dist.group.WORLD), []
-    attention = RingInModel(torch.nn.Module())
+    attention = ContextParallel(ring.size, ForwardMode(), allow_untested=False)
+    attention.apply(torch.nn.Module())
     for length, group, kind in itertools.product(LENGTHS, GROUPS, KINDS):
         draws = torch.Generator().manual_seed(length)
         query, key, value, gradient = (
@@ -138,15 +140,15 @@ def _rings() -> list[str]:
             *whole, attn_mask=mask, is_causal=causal and not hidden, enable_gqa=group > 1
         )
         (expected * gradient).sum().backward()
-        places = places_of(ring.rank, ring.size, length)
-        at, more = places.clamp(max=length - 1), filled(length, ring.size) - length
+        places = positions_of(ring.rank, ring.size, length)
+        at, more = places.clamp(max=length - 1), padded_length(length, ring.size) - length
         inside = places < length
         seen = F.pad(real if hidden else torch.ones_like(real), (0, more))
-        attention.enter(SequencePartition(ring, length, at, None if kind == "causal" else seen))
         own = [one[:, :, at].clone().requires_grad_() for one in (query, key, value)]
-        mixed = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=group > 1)
-        (mixed * gradient[:, :, at])[:, :, inside].sum().backward()
-        attention.leave()
+        with attention.active():
+            attention.divide(SequencePartition(ring, length, at, None if kind == "causal" else seen))
+            mixed = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=group > 1)
+            (mixed * gradient[:, :, at])[:, :, inside].sum().backward()
         pairs_ = [(mixed, expected), *((one.grad, other.grad) for one, other in zip(own, whole, strict=True))]
         for what, (one, other) in zip(("values", "query", "key", "value"), pairs_, strict=True):
             off = (one[:, :, inside] - other[:, :, places[inside]]).abs().max() if inside.any() else torch.tensor(0.0)
@@ -218,7 +220,7 @@ def _drawn() -> np.ndarray:
     """What dropout leaves of ones on this rank's positions."""
     with lockstep.session(text({"dropout": 0.5}, context=2)) as session:
         dropped: list[Any] = []
-        first: Any = components_of(session).sharding.bare.get_submodule("dropout")
+        first: Any = components_of(session).sharding.state.model.get_submodule("dropout")
         first.register_forward_hook(lambda module, inputs, output: dropped.append(output != 0))
         for _ in zip(session, range(1), strict=False):
             pass
@@ -284,7 +286,7 @@ def _counted() -> list[float]:
     import random
 
     with lockstep.session(of("Jittering")) as session:
-        model: Any = components_of(session).sharding.bare
+        model: Any = components_of(session).sharding.state.model
         found = [float(model.forwards), random.random(), float(torch.rand(()))]
         for report, _ in zip(session, range(2), strict=False):
             found.append(float(model.forwards) / report.step)

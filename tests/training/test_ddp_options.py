@@ -59,9 +59,9 @@ def test_bf16_compression_is_refused_on_gloo() -> None:
 
 def _with_spare(config: dict[str, Any]) -> tuple[list[float], Any, Any]:
     with lockstep.session(config) as session:
-        before = small.weights(components_of(session).sharding.bare)
+        before = small.weights(components_of(session).sharding.state.model)
         losses = [report.loss for report in session]
-        return losses, before, small.weights(components_of(session).sharding.bare)
+        return losses, before, small.weights(components_of(session).sharding.state.model)
 
 
 @pytest.mark.parametrize("micro_size", ["auto", 4])

@@ -18,7 +18,7 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
 from lockstep.distributed.shard_boxes import local_tensor
-from lockstep.sharding.deepspeed import engage
+from lockstep.sharding.deepspeed import initialize_engine
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.session import components_of
 
@@ -101,14 +101,14 @@ def _beside_deepspeed_alone(stage: int) -> tuple[dict[str, Any], dict[str, Any]]
             rooms = components_of(session)
             plain = plain_config(rooms.config, derived_of(rooms.plan))
             net = small.Net()
-            net.load_state_dict(dict(rooms.sharding.weights()))
+            net.load_state_dict(dict(rooms.sharding.state.weights()))
             seen = []
             for batch in session.batches():
                 seen += [({**one.inputs} if isinstance(one.inputs, dict) else one.inputs, one.targets) for one in
                          batch.micro_batches]  # fmt: skip
                 session.accumulate(batch)
                 session.commit()
-            ours = {name: value.clone().numpy() for name, value in rooms.sharding.weights()}
+            ours = {name: value.clone().numpy() for name, value in rooms.sharding.state.weights()}
         engine, *_ = deepspeed.initialize(model=net, config=plain, model_parameters=net.parameters())
         for inputs, targets in seen:
             outputs = engine(**inputs) if isinstance(inputs, dict) else engine(*inputs)
@@ -149,8 +149,8 @@ def _held(configs: list[dict[str, Any]]) -> list[tuple[dict[str, int], dict[str,
 
 def _held_by(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     with lockstep.session(asked) as session:
-        zero = components_of(session).sharding._zero
-        parameters: list[Any] = list(components_of(session).sharding.bare.parameters())
+        zero = components_of(session).sharding.step._zero
+        parameters: list[Any] = list(components_of(session).sharding.state.model.parameters())
         gradients: list[int] = []
 
         def look(loss: torch.Tensor) -> None:
@@ -160,8 +160,8 @@ def _held_by(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         open_vote, session._open_vote = session._open_vote, look  # type: ignore[method-assign]
         session.accumulate(next(session.batches()))
         gradients.append(_gradients(zero, parameters))
-        flats = components_of(session).sharding._flats
-        moments = [value for flat in flats for value in components_of(session).sharding._torch.state[flat].values()]
+        flats = components_of(session).sharding.state.optimizer.flats
+        moments = [value for flat in flats for value in zero.optimizer.state[flat].values()]
         found = {
             "parameters": small.bytes_held([held for one in parameters for held in (one.detach(), *_divided(one))]),
             "gradients": max(gradients),
@@ -188,7 +188,7 @@ def _gradients(zero: Any, parameters: list[Any]) -> int:
 
 
 def _state(session: Any) -> dict[str, bytes]:
-    tensors = components_of(session).sharding.state().tensors
+    tensors = components_of(session).sharding.state.live_state().tensors
     return {
         name: local_tensor(value).numpy().tobytes()
         for name, value in tensors.items()
@@ -213,7 +213,7 @@ def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: 
             found["after"] = _state(session)
             next(updates)
             found["next"] = _state(session)
-            engine = components_of(session).sharding._engine
+            engine = components_of(session).sharding.step._engine
             found["steps"] = engine.micro_steps, engine.global_steps
         with lockstep.session(config, objective=small.CrossEntropy()) as session:
             for batch in session.batches():
@@ -290,7 +290,7 @@ def _go_on(parallel: dict[str, Any], folder: str, cut: int | None, save: bool) -
             if save and report.step == CUT:
                 checkpoints.save()
         assert all(ended.failure is None for ended in checkpoints.finish())
-        weights = {name: value.clone().numpy() for name, value in components_of(session).sharding.weights()}
+        weights = {name: value.clone().numpy() for name, value in components_of(session).sharding.state.weights()}
         return {"losses": losses, "weights": weights, "state": _state(session)}
 
 
@@ -326,10 +326,10 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     net = small.Net()
     with pytest.raises(lockstep.ConfigError, match=r"is not installed .*; pip install 'lockstep-torch\[deepspeed\]'"):
-        engage(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
+        initialize_engine(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
 
 
 def test_parameters_in_half_precision_are_refused() -> None:
     net = small.Net().bfloat16()
     with pytest.raises(lockstep.ConfigError, match=r"inner\.weight is bfloat16; convert the model with \.float\(\)"):
-        engage(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))
+        initialize_engine(net, torch.optim.SGD(net.parameters()), {}, torch.device("cpu"))

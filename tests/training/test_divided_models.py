@@ -120,7 +120,7 @@ def first_weights(configs: list[dict[str, Any]]) -> list[Arrays]:
 
 def _first_weights(asked: dict[str, Any]) -> Arrays:
     with lockstep.session(asked) as session:
-        return {name: value.clone().numpy() for name, value in components_of(session).sharding.weights()}
+        return {name: value.clone().numpy() for name, value in components_of(session).sharding.state.weights()}
 
 
 def test_parts_may_be_uneven() -> None:

@@ -36,7 +36,7 @@ def _evaluated(config: dict[str, Any]) -> tuple[list[EvaluationReport], dict[str
         for report in session:
             if report.step == 3:
                 break
-        model, expected = components_of(session).sharding.bare, {}
+        model, expected = components_of(session).sharding.state.model, {}
         assert model.training
         reports = session.evaluate()
         assert model.training

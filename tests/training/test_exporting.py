@@ -445,7 +445,7 @@ def test_a_run_starts_from_another(trained: Path, tmp_path: Path) -> None:
     with lockstep.session(config.model_copy(update={"model": section})) as session:
         ours = built(trained)
         load_weights(ours, trained)
-        assert_same(components_of(session).sharding.bare.state_dict(), ours.state_dict())
+        assert_same(components_of(session).sharding.state.model.state_dict(), ours.state_dict())
 
 
 @pytest.mark.parametrize("key", ["init_from", "pretrained"])
@@ -549,7 +549,7 @@ def test_a_lightning_file_is_imported(tmp_path: Path) -> None:
     config = small.config()
     config["model"]["init_from"] = str(tmp_path / "imported")
     with lockstep.session(config) as session:
-        assert_same(components_of(session).sharding.bare.state_dict(), state)
+        assert_same(components_of(session).sharding.state.model.state_dict(), state)
 
 
 def test_a_sharded_folder_is_imported(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def first_weights(configs: list[dict[str, Any]]) -> list[Arrays]:
     try:
         for asked in configs:
             with lockstep.session(asked) as session:
-                found.append({name: value.clone().numpy() for name, value in components_of(session).sharding.weights()})
+                found.append(
+                    {name: value.clone().numpy() for name, value in components_of(session).sharding.state.weights()}
+                )
     finally:
         dist.destroy_process_group()
     return found

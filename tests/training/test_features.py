@@ -253,16 +253,16 @@ def test_a_compiled_model_is_the_single_process(ranks: int) -> None:
 
 def _compiled(configs: list[dict[str, Any]]) -> tuple[list[Trajectory], bool]:
     """Runs, and whether the compiler has seen what fsdp's ranks say to each other."""
-    from lockstep.sharding.passes import Ranks
+    from lockstep.sharding.collective_order import NumberExchange
 
-    plain, seen = Ranks.exchange, []
+    plain, seen = NumberExchange.exchange, []
 
     def exchange(ranks: Any, number: int) -> list[int]:
         seen.append(torch.compiler.is_compiling())
         return plain(ranks, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "exchange", exchange)
+        patch.setattr(NumberExchange, "exchange", exchange)
         return record_all(configs, updates=2), any(seen)
 
 

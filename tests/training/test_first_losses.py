@@ -78,7 +78,7 @@ def references(names: list[str], how: str) -> list[float]:
     found = []
     for name in names:
         with lockstep.session(config(name)) as session:
-            found.append(reference(name, components_of(session).sharding.bare))
+            found.append(reference(name, components_of(session).sharding.state.model))
     return found
 
 

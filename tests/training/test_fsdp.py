@@ -57,9 +57,9 @@ def _held(asked: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
         batch = next(session.batches())
         session.accumulate(batch)
         placement, sharding = components_of(session).plan.placement, components_of(session).sharding
-        parameters = [_local(parameter) for parameter in sharding.bare.parameters()]
-        gradients = [_local(parameter.grad) for parameter in sharding.bare.parameters()]
-        state = sharding.state().tensors
+        parameters = [_local(parameter) for parameter in sharding.state.model.parameters()]
+        gradients = [_local(parameter.grad) for parameter in sharding.state.model.parameters()]
+        state = sharding.state.live_state().tensors
         optimizer = [_local(value) for name, value in state.items() if name.startswith("optimizer.")]
         found = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
         session.commit()
@@ -152,7 +152,7 @@ def _shapes_seen(asked: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for _ in session:
             if session.progress.steps == 2:
                 break
-        seen = components_of(session).sharding._optimizer.groups
+        seen = components_of(session).sharding.state.optimizer.groups
         return {
             name: tuple(one.shape) for group in seen for name, one in zip(group["names"], group["params"], strict=True)
         }
@@ -216,4 +216,4 @@ def test_buffers_are_cast_by_us() -> None:
 
 def _dtypes_of_buffers(asked: dict[str, Any]) -> dict[str, str]:
     with lockstep.session(asked) as session:
-        return {name: str(buffer.dtype) for name, buffer in components_of(session).sharding.bare.named_buffers()}
+        return {name: str(buffer.dtype) for name, buffer in components_of(session).sharding.state.model.named_buffers()}

@@ -47,7 +47,7 @@ def test_gradients_are_not_all_there_at_once() -> None:
 
             update()
             peaks[where] = peak_of(update, CPU)
-            size = sum(one.numel() for one in components_of(session).sharding.bare.parameters()) * 4
+            size = sum(one.numel() for one in components_of(session).sharding.state.model.parameters()) * 4
     assert peaks[False] - peaks[True] > 0.5 * size
 
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_goes_on_under_either(tmp_path: Any) -> None:
             saves.finish()
         with lockstep.session(config(8, optim=optim("adamw", in_backward=where is None))) as session:
             assert session.checkpoints(folder).resumed_from is not None
-            weights.append(dict(components_of(session).sharding.weights()))
+            weights.append(dict(components_of(session).sharding.state.weights()))
     for other in weights[1:]:
         assert all(torch.equal(other[name], value) for name, value in weights[0].items())
 
@@ -76,9 +76,9 @@ def test_what_can_not_be_discarded_ends_the_run() -> None:
     with lockstep.session(small_config(optim=optim("sgd", in_backward=True))) as session:
         for batch in session.batches():
             with torch.no_grad():
-                components_of(session).sharding.bare.inner.weight.fill_(float("nan"))
+                components_of(session).sharding.state.model.inner.weight.fill_(float("nan"))
             session.accumulate(batch)
-            with pytest.raises(lockstep.RunFailed, match="it has been applied: the model is spoiled"):
+            with pytest.raises(lockstep.RunFailed, match="it has been applied: the parameters are corrupt"):
                 session.commit()
             break
 

@@ -141,9 +141,9 @@ def one_after_the_other() -> None:
 
 
 def draws_by_rank() -> None:
-    from lockstep.engine.numbered import Numbered
+    from lockstep.distributed.rng import KeyedDraws
 
-    Numbered._key = lambda self, step, micro_batch: self._key_draws(step, micro_batch)
+    KeyedDraws.__call__ = lambda self, batch, micro_batch, stage: self.set(batch.step, micro_batch, stage)
 
 
 FAULTS = {fault.__name__: fault for fault in (two_terms_change_places, one_after_the_other, draws_by_rank)}

@@ -97,7 +97,7 @@ def _by_generator() -> tuple[list[float], dict[str, np.ndarray], dict[str, float
     with lockstep.session(small.config()) as session:
         losses = [report.loss for report in session]
         [evaluation] = session.evaluate()
-        return losses, small.weights(components_of(session).sharding.bare), dict(evaluation.metrics)
+        return losses, small.weights(components_of(session).sharding.state.model), dict(evaluation.metrics)
 
 
 def _by_own_loop() -> tuple[list[float], dict[str, np.ndarray], dict[str, float]]:
@@ -107,7 +107,7 @@ def _by_own_loop() -> tuple[list[float], dict[str, np.ndarray], dict[str, float]
             session.accumulate(batch)
             losses.append(session.commit().result().loss)
         [evaluation] = session.evaluate()
-        return losses, small.weights(components_of(session).sharding.bare), dict(evaluation.metrics)
+        return losses, small.weights(components_of(session).sharding.state.model), dict(evaluation.metrics)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

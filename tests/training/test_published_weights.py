@@ -115,6 +115,6 @@ def test_a_file_of_a_library_is_compared_too() -> None:
 
 def test_a_state_without_all_tensors_is_not_saved() -> None:
     with lockstep.session(config()) as session:
-        components_of(session).sharding.bare.head = torch.nn.Identity()
+        components_of(session).sharding.state.model.head = torch.nn.Identity()
         with pytest.raises(RunFailed, match="the tensors to be saved lack 2 of the model's 4 tensors: head"):
             session.state()

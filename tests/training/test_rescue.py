@@ -179,7 +179,7 @@ def test_a_state_that_is_not_sound_is_not_saved(tmp_path: Path) -> None:
     assert "is saved in" in notes[0]
 
 
-def _half_an_update(sharding: Any, rate: float, divisor: Any, keep: Any) -> None:
+def _half_an_update(step: Any, rate: float, divisor: Any, keep: Any) -> None:
     raise Bad("in the middle of an update")
 
 
@@ -190,7 +190,7 @@ def test_half_an_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def cut(session: Session) -> Any:
         if session.progress.steps == 5:
-            monkeypatch.setattr(type(components_of(session).sharding), "update", _half_an_update)
+            monkeypatch.setattr(type(components_of(session).sharding.step), "update", _half_an_update)
         return commit(session)
 
     monkeypatch.setattr(Session, "commit", cut)

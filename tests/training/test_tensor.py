@@ -193,7 +193,7 @@ def _drawn() -> tuple[np.ndarray, list[float]]:
     asked = text(tensor=2, tensor_parallel=SEQUENCE, model={"dropout": 0.5})
     with lockstep.session(asked) as session:
         dropped: list[Any] = []
-        first: Any = components_of(session).sharding.bare.get_submodule("dropout")
+        first: Any = components_of(session).sharding.state.model.get_submodule("dropout")
         first.register_forward_hook(lambda module, inputs, output: dropped.append((output != 0).to_local()))
         losses = [report.loss for report, _ in zip(session, range(2), strict=False)]
     length = min(one.shape[1] for one in dropped[:1])

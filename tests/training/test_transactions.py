@@ -37,7 +37,7 @@ def _watched(config: dict[str, Any], objective: Any = None) -> tuple[list[StepRe
 
 
 def _whole(session: Session) -> Weights:
-    return {name: value.clone().numpy() for name, value in components_of(session).sharding.weights()}
+    return {name: value.clone().numpy() for name, value in components_of(session).sharding.state.weights()}
 
 
 def _same(one: Weights, other: Weights) -> bool:
@@ -94,7 +94,7 @@ def _with_a_gradient_that_differs(rank: int, factor: float) -> str:
         for batch in session.batches():
             session.accumulate(batch)
             if batch.step == 3 and os.environ["RANK"] == str(rank):
-                next(iter(components_of(session).sharding.bare.parameters())).grad.mul_(factor)
+                next(iter(components_of(session).sharding.state.model.parameters())).grad.mul_(factor)
             try:
                 session.commit()
             except lockstep.RunFailed as failure:
@@ -148,7 +148,7 @@ def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int, strategy: 
 def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
     config = small.config(precision={"compute": compute}, run={"steps": PATIENCE + 50})
     with lockstep.session(config, objective=small.NanAt(range(3, 1000))) as session:
-        model, updates = components_of(session).sharding.bare, iter(session)
+        model, updates = components_of(session).sharding.state.model, iter(session)
         assert [next(updates).kept for _ in range(3)] == [True] * 3
         before = small.weights(model)
         with pytest.raises(
@@ -181,7 +181,7 @@ def _through(config: dict[str, Any], *, device: bool) -> tuple[list[StepReport],
                     pending = session.commit()
                     committed.append(pending.result())
                     assert pending.result() is committed[-1]
-            weights.append(small.weights(components_of(session).sharding.bare))
+            weights.append(small.weights(components_of(session).sharding.state.model))
     assert _same(*weights)
     return committed, iterated, weights[0]
 

@@ -166,9 +166,9 @@ def leaving(ranks: list[int], steps: list[int], micro_size: int, strategy: str) 
 
 def refusal(asked: dict[str, Any]) -> str:
     """Of the first four updates, by a rank that doesn't wait long for others to do as it does."""
-    from lockstep.sharding import passes
+    from lockstep.sharding import collective_order
 
-    passes._OTHERS_WAIT = timedelta(seconds=1)
+    collective_order._OTHERS_WAIT = timedelta(seconds=1)
     return small.refusal(asked, 4)
 
 

@@ -105,7 +105,7 @@ def test_moments_and_steps_begin_a_run(saves: Path, ranks: int, asked: Asked, tm
         assert checkpoints.resumed_from == 0
         assert (session.progress.steps, session.progress.samples) == (0, 0)
         state = session.state().tensors
-        for name, value in components_of(session).sharding.bare.state_dict().items():
+        for name, value in components_of(session).sharding.state.model.state_dict().items():
             assert torch.equal(value, held[name].to(value.dtype)), name
         moments = {key for key in held if " " in key}
         assert {key for key in state if key.startswith("optimizer.exp")} == {

@@ -25,7 +25,7 @@ from lockstep.models.build import build_model
 from lockstep.training.session import components_of
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.compiling import Compile
-from lockstep.transforms.order import ordered, transform
+from lockstep.transforms.order import apply_transforms, split_at
 
 FULL = {"activation_checkpointing": {"mode": "full"}}
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 def recomputing(model: nn.Module, every: int = 1) -> nn.Module:
     options = ActivationCheckpointing(mode="full", every=every)
-    return transform(model, [RecomputeBlocks(options, repeated_blocks(model))], CPU)
+    return apply_transforms(model, [RecomputeBlocks(options, repeated_blocks(model))], CPU)
 
 
 # --- a run is the same run ------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def forwards_in_a_session(parallel: dict[str, Any]) -> tuple[dict[str, int], dic
     asked["batch"] = {"global_size": 8}
     try:
         with lockstep.session(asked) as session:
-            model = components_of(session).sharding.bare
+            model = components_of(session).sharding.state.model
             assert all("checkpoint" not in name for name, _ in model.named_modules())
             for name in repeated_blocks(model):
                 counted(model.get_submodule(f"{name}.attention"), name, counts)
@@ -255,11 +255,11 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 def test_what_a_block_logs_is_heard_once() -> None:
     from lockstep.monitor.metric_log import MetricLog, recording
-    from lockstep.training.engines import unheard
+    from lockstep.training.engines import muted_logging
 
     model = Stack()
     options = ActivationCheckpointing(mode="full")
-    transform(model, [RecomputeBlocks(options, repeated_blocks(model), unheard)], CPU)
+    apply_transforms(model, [RecomputeBlocks(options, repeated_blocks(model), muted_logging)], CPU)
     with recording(MetricLog()) as log:
         gradients(model)
         assert log.drain().means["seen"] == (3.0, 3.0)
@@ -268,7 +268,10 @@ def test_what_a_block_logs_is_heard_once() -> None:
 def test_it_comes_before_compiling() -> None:
     first = RecomputeBlocks(ActivationCheckpointing(mode="full"), ["layers.0"])
     for order in ([Compile(None), first], [first, Compile(None)]):
-        assert [step.name for step in ordered(order)] == ["memory.activation_checkpointing", "model.compile"]
+        assert [step.name for step in split_at("parallel.pipeline", order)[0]] == [
+            "memory.activation_checkpointing",
+            "model.compile",
+        ]
 
 
 # --- refused --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lockstep.measuring.peak import peak_of
 from lockstep.models.build import build_model
 from lockstep.models.transformer import Attention, SwiGLU
 from lockstep.training.session import components_of
-from lockstep.transforms.activation_budget import Held, choose
+from lockstep.transforms.activation_budget import BlockMemory, choose
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.activation_offload import ActivationsOnHost
 from lockstep.transforms.segments import split_into_segments
@@ -146,11 +146,11 @@ def test_full_holds_one_block_and_the_inputs_of_all() -> None:
 
 
 def test_a_budget_keeps_the_last_blocks_that_it_has_room_for() -> None:
-    blocks = {name: Held(40, 2) for name in "abcd"}
+    blocks = {name: BlockMemory(40, 2) for name in "abcd"}
     assert choose(blocks, 0.5) == {"d"}
     assert choose(blocks, 1.0) == set("abcd")
     assert choose(blocks, 0.0) == set()
-    assert choose({**blocks, "d": Held(90, 2)}, 0.4) == set(), "what has no room is not made room for by another"
+    assert choose({**blocks, "d": BlockMemory(90, 2)}, 0.4) == set(), "what has no room is not made room for by another"
 
 
 # --- which modules --------------------------------------------------------------------------------------------------

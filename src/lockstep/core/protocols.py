@@ -1,10 +1,10 @@
-"""Every socket on one page. Reading it is reading the architecture.
+"""All protocols on one page: reading it is reading the architecture.
 
-    Source ----> loader ----> Engine(model, Objective) ----> Sharding ----> report ----> Monitor
-    what data    GlobalBatch  how a batch becomes            where state    of an        who looks on,
-    there is     + cursor     a gradient                     lives          update       and may ask
+    Source ----> loader ----> Engine(model, Objective) ----> GradientStep ----> report ----> Monitor
+    samples      GlobalBatch  forward and backward           reduction,         of an        observes,
+                 + cursor                                    optimizer step     update       may request
 
-A room implements sockets; only `training/assemble`, with `shardings` and `engines`, knows which there are.
+A package implements protocols; `training/assemble` and `training/parallelize` alone know which implementations exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from lockstep.core.records import (
     RunInfo,
     SaveReport,
     StepReport,
-    TrainingState,
 )
 
 if TYPE_CHECKING:
@@ -83,70 +82,47 @@ class EvaluatedObjective(Objective, Protocol):
         """Return the reported metrics, from sums over the whole evaluation set; `loss` is among them."""
 
 
-class Sharding(Protocol):
-    """Where parameters, gradients and optimizer state live, and how they are updated."""
+class GradientStep(Protocol):
+    """How accumulated gradients are reduced over ranks and applied to the parameters.
 
-    @property
-    def module(self) -> nn.Module:
-        """What a training forward calls."""
+    Attributes:
+        module: The module that a training forward calls.
+    """
 
-    @property
-    def bare(self) -> nn.Module:
-        """The model itself, its parameters under their own names; what an evaluation's forward calls."""
+    module: nn.Module
 
-    @property
-    def averages_over(self) -> int:
-        """The reduction of gradients divides by this many ranks; `Session.gradient_unit` makes up for it."""
-
-    def window(self, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a micro-batch; gradients are reduced only in the last one's."""
-
-    def backward(self, loss: Tensor, seed: Tensor) -> None:
-        """The gradient of `seed` x `loss`, both 0-dim, added to what was accumulated; inside a `window`."""
-
-    def unreached(self) -> list[str]:
-        """Names of the trained parameters that no gradient has reached, in the backwards of the first update."""
-
-    @property
-    def norm_is_whole(self) -> bool:
-        """Whether `squared_norm` is that of the whole gradient, the same on every rank."""
-
-    def squared_norm(self) -> Tensor:
-        """Squared 2-norm of the accumulated gradient, 0-dim; if it isn't the whole's, this rank's part: summed over all
-        ranks, no element counts twice."""
-
-    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """One optimizer step on the accumulated gradient / `divisor` at learning rate `rate`; then clears it.
-        With `keep` false, parameters and optimizer state stay as they were, to the bit."""
-
-    def synchronize(self) -> None:
-        """Gives all ranks the first one's buffers (running means), which their forwards may have changed apart. All
-        ranks together."""
-
-    def state(self) -> TrainingState:
-        """The live state of model and optimizer."""
-
-    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and saved buffers, whole, on the CPU, under the model's own names, tied ones once under their
-        first; gathered one after the other. To be used up, by all ranks together.
+    def begin_update(self, samples: int, rate: Callable[[], float]) -> None:
+        """Prepare for an update of `samples` samples; called before its first forward. Does nothing by default.
 
         Args:
-            wanted: false on a rank that only takes part in the gathering: nothing comes there.
+            rate: Returns the learning rate of the update.
         """
+        return
 
-    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The accumulated gradient, as `weights`, of the parameters that have one. It is that of the whole update once
-        the last `window` is closed."""
+    def sync_context(self, last: bool) -> AbstractContextManager[object]:
+        """Return the context of a micro-batch's forward and backward; gradients are reduced in the last one's alone."""
+
+    def backward(self, loss: Tensor, seed: Tensor) -> None:
+        """Accumulate the gradient of `seed` x `loss`, both 0-dim; inside a `sync_context`."""
+
+    def parameters_without_gradient(self) -> list[str]:
+        """Return the names of the trained parameters that no backward of the first update has reached."""
+
+    def squared_norm(self) -> Tensor:
+        """Return the squared 2-norm of the gradient summed over ranks: 0-dim, the same on every rank. All ranks
+        together."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradient summed over ranks, or this rank's shard of it, of each parameter that has one, once the
+        last `sync_context` is closed."""
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        """Make one optimizer step with the summed gradient / `divisor` at learning rate `rate`; then clear gradients.
+        With `keep` false, parameters and optimizer state stay bitwise the same."""
 
     def close(self) -> None:
-        """Lets go of what holds the process group, which is taken apart next; `bare` stays."""
-
-    def restore(self, state: TrainingState) -> None:
-        """Puts in what `state` has had: whole tensors on the CPU, or this rank's parts of sharded ones.
-
-        Raises:
-            RunFailed: it is another model's or optimizer's.
-        """
+        """Release what holds the process group, which is destroyed next. Does nothing by default."""
+        return
 
 
 class Engine(Protocol):
@@ -158,17 +134,20 @@ class Engine(Protocol):
         seed_scale: float | Tensor,
         announce: Callable[[Tensor], None],
     ) -> None:
-        """Accumulates the gradient of `seed_scale` x the sum of losses. `batch.step` keys what the forward draws.
+        """Accumulate the gradient of `seed_scale` x the sum of losses.
 
-        Calls `announce` once, as soon as it is known, with this rank's sum of losses, unscaled, 0-dim: before gradients
-        are reduced, and at the same point between collectives on every rank."""
+        Args:
+            batch: This rank's micro-batches; `batch.step` keys what the forward draws.
+            announce: Called once, as soon as it is known, with this rank's sum of losses, unscaled, 0-dim: before
+                gradients are reduced, and at the same point between collectives on every rank.
+        """
 
     def outputs(self, inputs: Inputs) -> object:
-        """What the model makes of the inputs of a batch, in evaluation; all ranks together, on the same inputs. None on
-        a rank that has only a part of the model, and not its end."""
+        """Return what the model makes of the inputs of a batch, in evaluation; all ranks together, on the same inputs.
+        None on a rank that holds a part of the model without its end."""
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        """This rank's sums over the batches: `loss_sum`, `count`, and the objective's `metric_sums`. No gradients."""
+        """Return this rank's sums over the batches: `loss_sum`, `count`, and the objective's `metric_sums`."""
 
 
 class Optimizer(Protocol):
@@ -179,7 +158,7 @@ class Optimizer(Protocol):
         """torch's parameter groups."""
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """As `Sharding.update`, on the `.grad` of the parameters it holds."""
+        """Do what `GradientStep.update` does, on the `.grad` of the parameters that it holds."""
 
     def state_dict(self) -> dict[str, object]: ...
 
@@ -225,19 +204,24 @@ class Axis(Protocol):
 
 
 class Transform(Protocol):
-    """Module -> module, before sharding. The list of transforms is ordered by what each says of the others."""
+    """A change to the module before it is sharded. Transforms are applied in the order that their rules give.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        name: The config key, or any unique name, by which others refer to it.
+        after: Names of the transforms that are applied before this one, where they are present. `parallel.pipeline` is
+            the pipeline partition.
+        before: Names of the transforms that are applied after this one, where they are present.
+    """
 
-    @property
-    def after(self) -> tuple[str, ...]:
-        """Names of transforms that must come before this one, if they are there."""
+    name: str
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        """Why it can't be applied here, or None."""
+        """Return why it can't be applied to this model on this device; None: it can."""
 
-    def apply(self, model: nn.Module) -> nn.Module: ...
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Return the changed model, which may be the same object."""
 
 
 class Monitor(Protocol):

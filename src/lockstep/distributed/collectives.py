@@ -110,6 +110,33 @@ class RankGroup:
         del self._group
 
 
+def group_or_all(group: dist.ProcessGroup | None) -> RankGroup:
+    """Return the ranks of a process group; None: all ranks."""
+    every = dist.group.WORLD if group is None else group
+    assert every is not None, "a process group was made"
+    return RankGroup(every)
+
+
+def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a gloo group of the same ranks: a small exchange must not wait for a GPU. All of them together."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group) if group is not None else None
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+    return cast("dist.ProcessGroup", made)
+
+
+def send(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    """Send a tensor to a rank of the group; it returns when the tensor was sent."""
+    dist.send(tensor.contiguous(), group=group, group_dst=rank)
+
+
+def receive(buffer: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
+    """Receive a tensor from a rank of the group into the buffer; return it."""
+    dist.recv(buffer, group=group, group_src=rank)
+    return buffer
+
+
 def copy_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     """In place: the first rank's of a group, everywhere; None: of all ranks."""
     if _exchanges:

@@ -9,8 +9,8 @@
 The counts of valid targets are those of the *next* update, whose batch is already there: what the loss is divided
 by is known before the forward starts. A request's slot above zero means that somebody asked.
 
-A gradient that was reduced is the same on all ranks, and so is its norm: only a sharded one needs a second sum. That
-it was the same is not taken on trust: the next vote compares the norms.
+The norm is that of the gradient summed over ranks, the same on all: a strategy that shards gradients sums it. That it
+was the same is checked: the next vote compares the norms.
 
 On the CPU the outcome is a list of floats. On a GPU it stays on the device, so that no update makes the host wait.
 """
@@ -84,18 +84,14 @@ class HostConsensus:
             slots[FIRST_REQUEST + request.value] = 1.0
         self._finish = self._start_sum(slots)
 
-    def close(self, squared_norm: Tensor, *, whole: bool) -> VoteResult:
-        """What all ranks have said.
+    def close(self, squared_norm: Tensor) -> VoteResult:
+        """Return what all ranks have voted.
 
         Args:
-            squared_norm: of the accumulated gradient, 0-dim.
-            whole: it is that of the whole gradient, not of this rank's part of it.
+            squared_norm: Of the gradient summed over ranks, 0-dim; the same on all.
         """
         norm = squared_norm.item()
-        if whole:
-            self._norm_before = norm if math.isfinite(norm) else _NOT_FINITE
-        else:
-            norm = self._start_sum([norm])()[0]
+        self._norm_before = norm if math.isfinite(norm) else _NOT_FINITE
         slots = self._finish()
         return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
 
@@ -129,14 +125,11 @@ class DeviceConsensus:
         slots = torch.cat([loss_sum.double().view(1), host[:2], self._norm_before, host[2:]])
         self._finish = self._axis.start_sum(slots)
 
-    def close(self, squared_norm: Tensor, *, whole: bool) -> VoteResult:
+    def close(self, squared_norm: Tensor) -> VoteResult:
         assert self._finish is not None, "a vote is opened before it is closed"
         norm = squared_norm.double()
-        if whole:
-            known = torch.where(norm.isfinite(), norm, _NOT_FINITE)
-            self._norm_before = torch.stack([known, known * known])
-        else:
-            norm = self._axis.start_sum(norm)()
+        known = torch.where(norm.isfinite(), norm, _NOT_FINITE)
+        self._norm_before = torch.stack([known, known * known])
         slots = self._finish()
         return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
 
@@ -160,8 +153,8 @@ class WithOrderedLoss:
         self.announce = vote.announce
         self.open = vote.open
 
-    def close(self, squared_norm: Tensor, *, whole: bool) -> VoteResult:
-        found = self._vote.close(squared_norm, whole=whole)
+    def close(self, squared_norm: Tensor) -> VoteResult:
+        found = self._vote.close(squared_norm)
         loss_sum = self._loss_sum().double()
         if isinstance(found.slots, list):
             found.slots[LOSS_SUM] = loss_sum.item()

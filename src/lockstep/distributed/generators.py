@@ -65,7 +65,7 @@ def registered() -> list[str]:
 
 def states(rank: int) -> dict[str, Tensor]:
     """`generators.RANK.NAME` -> uint8 [bytes], copies."""
-    return {f"{_PREFIX}{rank}.{name}": _kind(one).get(one) for name, one in _registered.items()}
+    return {f"{_PREFIX}{rank}.{name}": _kind(generator).get(generator) for name, generator in _registered.items()}
 
 
 def restore(saved: Mapping[str, Tensor], rank: int) -> None:
@@ -90,7 +90,10 @@ def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
         (torch.get_rng_state, torch.set_rng_state),
         (random.getstate, random.setstate),
         (np.random.get_state, np.random.set_state),
-        *((partial(_kind(one).get, one), partial(_kind(one).put, one)) for one in _registered.values()),
+        *(
+            (partial(_kind(generator).get, generator), partial(_kind(generator).put, generator))
+            for generator in _registered.values()
+        ),
     ]
     if device.type == "cuda":
         ways.append((partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)))
@@ -102,8 +105,8 @@ def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
             put(old)
 
 
-def _same(one: object, other: object) -> bool:
-    states = (state if isinstance(state, Tensor) else _text(state) for state in (one, other))
+def _same(generator: object, other: object) -> bool:
+    states = (state if isinstance(state, Tensor) else _text(state) for state in (generator, other))
     return torch.equal(*states)
 
 
@@ -182,7 +185,7 @@ def _reseed_python(generator: random.Random, rank: int) -> None:
 
 
 _KINDS: Mapping[type, _Kind] = {
-    torch.Generator: _Kind(lambda one: one.get_state().clone(), _put_torch, _reseed_torch),
-    np.random.Generator: _Kind(lambda one: _text(one.bit_generator.state), _put_numpy, _reseed_numpy),
-    random.Random: _Kind(lambda one: _text(one.getstate()), _put_python, _reseed_python),
+    torch.Generator: _Kind(lambda generator: generator.get_state().clone(), _put_torch, _reseed_torch),
+    np.random.Generator: _Kind(lambda generator: _text(generator.bit_generator.state), _put_numpy, _reseed_numpy),
+    random.Random: _Kind(lambda generator: _text(generator.getstate()), _put_python, _reseed_python),
 }

@@ -1,4 +1,4 @@
-"""Where this rank stands in the mesh, and with whom it shares what.
+"""This rank's position in the mesh, and the groups with which it shares samples and parameters.
 
     pipeline 2 x data 2        share of the batch     holds
     rank 0 (0, 0)              0                      first half of the model
@@ -6,13 +6,13 @@
     rank 2 (1, 0)              0                      second half
     rank 3 (1, 1)              1                      the same
 
-Ranks along `data` and `shard` have samples of their own; along the other axes they have the same ones, and only one of
-them speaks for these in a vote. Along `context` each has its own positions of them, and losses of its own.
+Ranks along `data` and `shard` have different samples; along the other axes they have the same ones, and only one of
+them counts these in a vote. Along `context` each has its positions of them, and its part of the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,16 +31,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorParallelGroup:
+    """The ranks that have the same samples, and each a part of every matrix.
+
+    Attributes:
+        replicated: Names of the parameters that each of them holds whole.
+        partial: Of these, the ones whose gradient is the sum of all ranks' gradients.
+    """
+
+    axis: Axis
+    replicated: frozenset[str]
+    partial: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class MeshPosition:
-    """Attributes:
-    coordinates: of this rank on each axis.
-    share, shares: which part of each global batch it has, of how many.
-    pipeline: the ranks that hold the other stages of this replica.
-    data: the ranks that hold the same as this one.
-    tensor: the ranks that hold the other parts of each matrix.
-    ring: of those that have the other positions of the same samples; None: sequences are whole.
-    data_parallel_group: the ranks that hold the same part of the model, sharded or not; None: all ranks.
-    device_mesh: of a model that is cut; None: it isn't.
+    """The position of this rank in the mesh.
+
+    Attributes:
+        coordinates: This rank's coordinate on each axis.
+        share, shares: Which part of each global batch it has, of how many.
+        pipeline: The ranks that hold the other stages of this replica.
+        data: The ranks that hold the same parameters as this one.
+        tensor: The ranks that hold the other parts of each matrix.
+        ring: The ranks that have the other positions of the same samples; None: sequences are whole.
+        data_parallel_group: The ranks that hold the same part of the model, sharded or not; None: all ranks.
+        device_mesh: The mesh of a model that is divided; None: it isn't.
     """
 
     mesh: Mesh
@@ -56,76 +72,73 @@ class MeshPosition:
 
     @property
     def reports_counts(self) -> bool:
-        """Whether this rank speaks for its share's samples."""
+        """Whether this rank counts the samples of its share in a vote."""
         return self.reports_metrics and self.coordinates["context"] == 0
 
     @property
     def reports_metrics(self) -> bool:
-        """Whether its sums of an evaluation count."""
+        """Whether this rank's sums of an evaluation count."""
         return self.coordinates["pipeline"] == 0 and self.coordinates["tensor"] == 0
 
     @property
     def reports_loss(self) -> bool:
-        """Whether its sum of losses counts."""
+        """Whether this rank's sum of losses counts in a vote."""
         return self.coordinates["tensor"] == 0
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        assert self.device_mesh is not None, "a model that isn't cut has no pipeline"
+        """The process group of `pipeline`."""
+        assert self.device_mesh is not None, "a model that isn't divided has no pipeline"
         return self.device_mesh.get_group("pipeline")
 
 
 def mesh_position(mesh: Mesh, world: World) -> MeshPosition:
-    """All ranks together: groups are made."""
+    """Return this rank's position. All ranks together: groups are made."""
     coordinates = mesh.coordinates(world.rank)
     share = coordinates["data"] * mesh.shard + coordinates["shard"]
     if mesh.pieces == 1:
-        ring = _ring(mesh) if mesh.context > 1 else None
+        group = _own_group(mesh.groups("context")) if mesh.context > 1 else None
+        ring = Ring(group) if group is not None else None
         return MeshPosition(mesh, coordinates, share, mesh.shares, LocalGroup(), world.axis, LocalGroup(), ring)
     from torch.distributed.device_mesh import init_device_mesh  # takes 0.5 s to import
 
     axes = ("pipeline", "data", "shard", "tensor")
     sizes = tuple(getattr(mesh, axis) for axis in axes)
-    made = init_device_mesh(world.device.type, sizes, mesh_dim_names=axes)
+    device_mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=axes)
+
+    def axis_of(name: str) -> Axis:
+        group = device_mesh.get_group(name)
+        return RankGroup(group) if group.size() > 1 else LocalGroup()
+
     return MeshPosition(
         mesh,
         coordinates,
         share=share,
         shares=mesh.shares,
-        pipeline=_axis(made, "pipeline"),
-        data=_axis(made, "data"),
-        tensor=_axis(made, "tensor"),
-        data_parallel_group=made["data", "shard"]._flatten().get_group(),
-        device_mesh=made,
+        pipeline=axis_of("pipeline"),
+        data=axis_of("data"),
+        tensor=axis_of("tensor"),
+        data_parallel_group=device_mesh["data", "shard"]._flatten().get_group(),
+        device_mesh=device_mesh,
     )
 
 
-def stage_pair(place: MeshPosition, first: int, last: int) -> Axis:
-    """This rank and, if it has the first or the last stage, the one with the other. All ranks together.
+def stage_pair(position: MeshPosition, first: int, last: int) -> Axis:
+    """Return this rank and, if it has the first or the last stage, the one with the other. All ranks together.
 
     Args:
-        first, last: their coordinates on the pipeline.
+        first: The coordinate of the first stage's rank on the pipeline.
+        last: That of the last stage's rank.
     """
-    mesh, mine = place.mesh, None
-    for ranks in mesh.groups("pipeline"):
-        members = [ranks[first], ranks[last]]
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            mine = group
-    return RankGroup(mine) if mine is not None else LocalGroup()
+    group = _own_group([ranks[first], ranks[last]] for ranks in position.mesh.groups("pipeline"))
+    return RankGroup(group) if group is not None else LocalGroup()
 
 
-def _ring(mesh: Mesh) -> Ring:
-    """Of this rank. All ranks together: every group is made by all."""
-    mine = None
-    for ranks in mesh.groups("context"):
+def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Return the group that this rank is in, if it is in any; every group is made by all ranks."""
+    own = None
+    for ranks in groups:
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
-            mine = group
-    assert mine is not None, "each rank is in one"
-    return Ring(mine)
-
-
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
-    group = mesh.get_group(name)
-    return RankGroup(group) if group.size() > 1 else LocalGroup()
+            own = group
+    return own

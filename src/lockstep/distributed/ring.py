@@ -1,6 +1,6 @@
-"""Ranks in a circle: each hands tensors to the next one and gets as many from the one before.
+"""Ranks in a circle: each sends tensors to the next one and receives as many from the one before.
 
-0 --> 1 --> 2 --> 0        after as many rounds as there are ranks, what a rank has given is back
+0 --> 1 --> 2 --> 0        after as many rounds as there are ranks, what a rank has sent is back
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from torch import Tensor
 
 
 class Ring:
-    """Args:
-    group: its ranks, in the order of the circle.
-    """
+    """The ranks of a group, in its order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -26,21 +24,21 @@ class Ring:
         self._before = ranks[(self.rank - 1) % self.size]
 
     def pass_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Starts it; what is returned waits, and gives what has come: of the same shapes and dtypes.
+        """Start sending; return what waits, and returns what was received: of the same shapes and dtypes.
 
-        The tensors must be left as they are until then.
+        The tensors must not be changed until then.
         """
-        given = [tensor.contiguous() for tensor in tensors]
-        came = [torch.empty_like(tensor) for tensor in given]
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = [torch.empty_like(tensor) for tensor in sent]
         works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, tensor, self._next, self._group) for tensor in given]
-            + [dist.P2POp(dist.irecv, tensor, self._before, self._group) for tensor in came]
+            [dist.P2POp(dist.isend, tensor, self._next, self._group) for tensor in sent]
+            + [dist.P2POp(dist.irecv, tensor, self._before, self._group) for tensor in received]
         )
 
         def finish() -> list[Tensor]:
             for work in works:
                 work.wait()
-            del given[:]  # kept alive until they were sent
-            return came
+            sent.clear()  # kept alive until they were sent
+            return received
 
         return finish

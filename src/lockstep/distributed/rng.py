@@ -1,21 +1,26 @@
 """Seeds, and generators keyed for one forward.
 
-Initialisation and order are alike on all ranks; what a forward draws (dropout) is distinct for each data rank,
-micro-batch and update, and is the same again when the update is run again.
+Initialization and order are alike on all ranks; what a forward draws (dropout) is distinct for each data rank,
+micro-batch and update, and is the same again when the update is repeated.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lockstep.core.keys import key
 
+if TYPE_CHECKING:
+    from lockstep.core.records import GlobalBatch
+
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's, NumPy's and torch's generators, on all devices."""
+    """Seed Python's, NumPy's and torch's generators, on all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -26,19 +31,40 @@ class KeyedDraws:
 
     Args:
         data_rank: 0 if micro-batches are numbered through all ranks.
-        part: of the sequences, that this rank keeps alone.
+        part: The part of the sequences that this rank has, if they are divided.
+        first_of: Returns the number of this rank's first micro-batch in an update of N samples; None: each rank counts
+            its own from 0.
     """
 
-    def __init__(self, seed: int, data_rank: int, device: torch.device, part: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        data_rank: int,
+        device: torch.device,
+        part: int = 0,
+        first_of: Callable[[int], int] | None = None,
+    ) -> None:
         self._seed = seed
         self._part: tuple[str | int, ...] = ("part", part) if part else ()
         self._data_rank = data_rank
+        self._first_of = first_of
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
+    def __call__(self, batch: GlobalBatch, micro_batch: int, stage: int) -> None:
+        """Key the draws of a forward.
+
+        Args:
+            micro_batch: Its number among this rank's.
+            stage: The stage of a pipeline; stages draw different numbers.
+        """
+        if self._first_of is not None:
+            micro_batch += self._first_of(batch.samples)
+        self.set(batch.step, micro_batch, stage)
+
     def set(self, step: int, micro_batch: int, stage: int = 0) -> None:
-        """`stage`: of a pipeline; what it draws is not what another one does."""
+        """Set the generators to the key of a forward."""
         place = (step, self._data_rank, micro_batch, *((stage,) if stage else ()))
         number = key(self._seed, "forward", *place, *self._part) >> 1
         for generator in self._generators:

@@ -140,7 +140,7 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 
 def local_shards(tensor: Tensor) -> LocalShards:
-    """What this rank holds of it: all, or the shards of a DTensor."""
+    """Return what this rank holds of a tensor: all, or the shards of a DTensor."""
     kind = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
     if not is_sharded(tensor) or not kind.whole.elements:
         return LocalShards(kind, (kind.whole,))
@@ -151,26 +151,26 @@ def local_shards(tensor: Tensor) -> LocalShards:
 
 
 def shard_view(tensor: Tensor, box: Box) -> Tensor:
-    """The live memory of one of the boxes that `local_shards` named."""
+    """Return the live memory of one of the boxes that `local_shards` named."""
     return box_view(local_tensor(tensor), local_shards(tensor).boxes, box)
 
 
 def box_view(memory: Tensor, boxes: Sequence[Box], box: Box) -> Tensor:
-    """The memory of one of the boxes, whose elements lie there one after the other."""
+    """Return the memory of one of the boxes, whose elements lie there one after the other."""
     if len(boxes) == 1:
         return memory.view(box.sizes)
-    before = sum(one.elements for one in boxes[: boxes.index(box)])
+    before = sum(earlier.elements for earlier in boxes[: boxes.index(box)])
     return memory[before : before + box.elements].view(box.sizes)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The live memory that this rank holds of it."""
-    found: Tensor = cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
-    return found.detach()
+    """Return the live memory that this rank holds of a tensor."""
+    memory: Tensor = cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
+    return memory.detach()
 
 
 def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
-    """What belongs to this rank's part of a tensor, as a tensor that is divided like it."""
+    """Return what belongs to this rank's part of a tensor as a tensor that is divided like it."""
     if not is_sharded(whole):
         return value
     like = cast("DTensor", whole)
@@ -179,29 +179,43 @@ def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
     )
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a DTensor, on each rank; all ranks that hold parts of it together.
+def shard_of(tensor: Any, whole: Tensor) -> Tensor:
+    """Return the elements of `whole` that this rank holds of a tensor of its shape."""
+    if isinstance(tensor, FlatShard):
+        return tensor.of(whole)
+    if not is_sharded(tensor):
+        return whole
+    chunk = tensor.__create_chunk_list__()[0]
+    return whole[Box(tuple(chunk.offsets), tuple(chunk.sizes)).within(local_shards(whole).kind.whole)]
 
-    What two axes of a mesh divide, one after the other, is summed up from where its parts lie: to be redistributed
-    along both isn't right for parts of unequal sizes (torch 2.13: some ranks wait for others).
+
+def full_tensor(tensor: Any) -> Tensor:
+    """Return all of a DTensor or `FlatShard` on each rank, bitwise; all ranks that hold shards of it together.
+
+    A tensor that two axes of a mesh divide, one after the other, is summed from where its shards lie: to redistribute
+    it along both is wrong for shards of unequal sizes (torch 2.13: some ranks wait for others).
     """
-    found: Any = tensor
-    axes = [axis for axis, placement in enumerate(found.placements) if not placement.is_replicate()]
-    if len(axes) < 2:
-        return cast("Tensor", found.full_tensor())
     import torch.distributed as dist
 
+    if isinstance(tensor, FlatShard):
+        flat = tensor.memory.new_zeros(prod(tensor.shape))
+        tensor.of(flat).copy_(tensor.memory)
+        dist.all_reduce(bits(flat))
+        return flat.view(tensor.shape)
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(axes) < 2:
+        return cast("Tensor", tensor.full_tensor())
     whole = local_tensor(tensor).new_zeros(tensor.shape)
     everything = local_shards(whole).kind.whole
     for box in local_shards(tensor).boxes:
         whole[box.within(everything)] = shard_view(tensor, box)
     for axis in axes:
-        dist.all_reduce(bits(whole), group=found.device_mesh.get_group(axis))
+        dist.all_reduce(bits(whole), group=tensor.device_mesh.get_group(axis))
     return whole
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory, as whole numbers that a sum with zeros leaves as they are."""
+    """Return the same memory as integers, which a sum with zeros leaves as they are."""
     import torch
 
     flat = tensor.view(-1) if tensor.ndim else tensor.view(1)
@@ -209,16 +223,17 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: asked without importing what defines it."""
+    """Return whether it is a DTensor or `FlatShard`, without importing what defines DTensors."""
     return hasattr(tensor, "__create_chunk_list__")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
-    """Gives a tensor the values of `whole`; a sharded one those of the part that this rank holds."""
+    """Give a tensor the values of `whole`; a sharded one those of the part that this rank holds."""
     everything = local_shards(whole).kind.whole
     for box in local_shards(tensor).boxes:
         shard_view(tensor, box).copy_(whole.detach()[box.within(everything)])  # `shard_view` is no part of a graph

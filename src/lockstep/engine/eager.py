@@ -3,7 +3,8 @@
     for each micro-batch:   key draws -> forward (autocast) -> loss sum (fp32) -> backward, seeded with
                                                                                          loss scale / global count
 
-The gradient of an update is that of (sum of losses / global count of valid targets), however it was split.
+The gradient of an update is that of (sum of losses / global count of valid targets), however it was split. Evaluation
+adds losses, counts and metrics in fp64; filler, which makes ranks have as many batches, adds zeros.
 """
 
 from __future__ import annotations
@@ -17,50 +18,51 @@ import torch
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.out_of_memory import mark
 from lockstep.engine.input_names import inputs_misfit
-from lockstep.engine.judging import Unheard, add_up, heard_or_not, sums_of_outputs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.out_of_memory import Phase
-    from lockstep.core.protocols import EvaluatedObjective, Sharding
+    from lockstep.core.protocols import EvaluatedObjective, GradientStep
     from lockstep.core.records import Batch, GlobalBatch, Inputs
 
+Context = Callable[[], AbstractContextManager[object]]
+"""Makes a context, each time anew."""
+KeyDraws = Callable[["GlobalBatch", int, int], None]
+"""Keys what the forward of a micro-batch draws: (update, micro-batch, stage)."""
+_NOTHING: AbstractContextManager[object] = nullcontext()
 _FORWARD: Phase = "forward"
 _BACKWARD: Phase = "backward"
 
-Autocast = Callable[[], AbstractContextManager[object]]
 
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
-
-
-class Eager:
-    """The engine of every strategy that leaves the model in one piece.
+class EagerEngine:
+    """The engine of a model whose forward runs in one process.
 
     Args:
-        autocast: makes the context of a forward.
-        key_draws: called with (step, micro-batch) before each forward.
-        unheard: makes the context in which filler is computed: what user code logs of it is no data.
-        prepare: called with each micro-batch before its forward; what it returns is computed.
+        model: What an evaluation's forward calls: the module without wrappers.
+        autocast: Makes the context of a forward.
+        key_draws: Called before each forward.
+        muted: Makes the context in which what user code logs is dropped, such as that of filler.
+        prepare: Called with each micro-batch before its forward; returns what is computed. None: the micro-batch is.
     """
 
     def __init__(
         self,
-        sharding: Sharding,
+        step: GradientStep,
+        model: nn.Module,
         objective: EvaluatedObjective,
-        autocast: Autocast,
-        key_draws: Callable[[int, int], None],
-        unheard: Unheard = nullcontext,
-        prepare: Callable[[Batch], Batch] = _as_it_is,
+        autocast: Context,
+        key_draws: KeyDraws,
+        muted: Context = nullcontext,
+        prepare: Callable[[Batch], Batch] | None = None,
     ) -> None:
-        self._prepare = prepare
-        self._sharding = sharding
+        self._step = step
+        self._model = model
         self._objective = objective
         self._autocast = autocast
         self._key_draws = key_draws
-        self._unheard = unheard
+        self._muted = muted
+        self._prepare = prepare
 
     def accumulate(
         self,
@@ -68,17 +70,19 @@ class Eager:
         seed_scale: float | Tensor,
         announce: Callable[[Tensor], None],
     ) -> None:
-        micro_batches, step = batch.micro_batches, batch.step
-        sharding, objective = self._sharding, self._objective
-        module, last = sharding.module, len(micro_batches) - 1
+        """See `core.protocols.Engine`."""
+        micro_batches = batch.micro_batches
+        step, objective = self._step, self._objective
+        module, last = step.module, len(micro_batches) - 1
         total: Tensor | None = None
         index, phase = 0, _FORWARD
         try:
             for index, micro_batch in enumerate(micro_batches):
                 phase = _FORWARD
-                self._key_draws(step, index)
-                with sharding.window(index == last), heard_or_not(micro_batch, self._unheard):
-                    micro_batch = self._prepare(micro_batch)
+                self._key_draws(batch, index, 0)
+                with step.sync_context(index == last), muted_filler(micro_batch, self._muted):
+                    if self._prepare is not None:
+                        micro_batch = self._prepare(micro_batch)
                     with self._autocast():
                         outputs = call(module, micro_batch.inputs)
                     loss = objective.loss_sum(outputs, micro_batch)
@@ -90,40 +94,43 @@ class Eager:
                         announce(total)
                     weight = 1.0 if micro_batch.samples else 0.0
                     phase = _BACKWARD
-                    sharding.backward(loss, _seed(seed_scale * weight, loss))
+                    step.backward(loss, _seed(seed_scale * weight, loss))
         except Exception as error:
             if _ONE_VALUE in str(error):
                 raise _one_sample(micro_batches[index].samples) from error
-            mark(error, phase, f"in the {phase} pass of micro-batch {index + 1} of {last + 1}, update {step + 1}")
+            mark(error, phase, f"in the {phase} pass of micro-batch {index + 1} of {last + 1}, update {batch.step + 1}")
             raise
 
     @torch.no_grad()
     def outputs(self, inputs: Inputs) -> object:
+        """See `core.protocols.Engine`."""
         with self._autocast():
-            return call(self._sharding.bare, inputs)
+            return call(self._model, inputs)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        return add_up(self._sharding.bare, micro_batches, self._sums, self._unheard)
+        """See `core.protocols.Engine`."""
+        return sum_over(self._model, micro_batches, self._sums, self._muted)
 
     def _sums(self, batch: Batch) -> dict[str, Tensor]:
-        batch = self._prepare(batch)
+        if self._prepare is not None:
+            batch = self._prepare(batch)
         return sums_of_outputs(self._objective, self.outputs(batch.inputs), batch)
 
 
 def call(module: nn.Module, inputs: Inputs) -> object:
-    """The forward: a mapping's values go in by name, a tuple's by position.
+    """Return what the module makes of inputs: a mapping's values go in by name, a tuple's by position.
 
     Raises:
-        ConfigError: the forward doesn't take these.
+        ConfigError: The forward doesn't take these.
     """
     return _called(module, module, inputs)
 
 
 def call_without_hooks(module: nn.Module, inputs: Inputs) -> object:
-    """The module's forward, without the hooks around it.
+    """Return what the module's forward makes of inputs, without the hooks around it.
 
     Raises:
-        ConfigError: the forward doesn't take these.
+        ConfigError: The forward doesn't take these.
     """
     return _called(module.forward, module, inputs)
 
@@ -138,15 +145,47 @@ def _called(forward: Callable[..., object], module: nn.Module, inputs: Inputs) -
         raise misfit from error
 
 
+def muted_filler(batch: Batch, muted: Context) -> AbstractContextManager[object]:
+    """Return the context of a batch's forward: what user code logs of filler is dropped."""
+    return _NOTHING if batch.samples else muted()
+
+
+@torch.no_grad()
+def sum_over(
+    model: nn.Module, batches: Iterable[Batch], sums_of: Callable[[Batch], Mapping[str, Tensor]], muted: Context
+) -> dict[str, Tensor]:
+    """Return the sums of `sums_of` over batches, computed with the model in evaluation mode."""
+    totals: dict[str, Tensor] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            with muted_filler(batch, muted):
+                sums = sums_of(batch)
+            for name, value in sums.items():
+                value = value.double() if batch.samples else torch.zeros_like(value, dtype=torch.float64)
+                totals[name] = totals[name] + value if name in totals else value
+    finally:
+        model.train(was_training)
+    return totals
+
+
+def sums_of_outputs(objective: EvaluatedObjective, outputs: object, batch: Batch) -> dict[str, Tensor]:
+    """Return what an evaluation sums of one batch."""
+    count = torch.tensor(float(objective.count(batch)))
+    loss_sum = objective.loss_sum(outputs, batch)
+    return {"loss_sum": loss_sum, "count": count, **objective.metric_sums(outputs, batch)}
+
+
 def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:
-    """The gradient that a backward starts from."""
+    """Return the gradient that a backward starts from."""
     if isinstance(scale, torch.Tensor):
         return scale.to(loss)
     return torch.tensor(scale, dtype=loss.dtype, device=loss.device)
 
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
-"""Of torch's batch norm."""
+"""In the message of torch's batch norm."""
 
 
 def _one_sample(samples: int) -> ConfigError:
@@ -158,9 +197,9 @@ def _one_sample(samples: int) -> ConfigError:
     return ConfigError(Problem("", "batch", message))
 
 
-def _no_loss(found: object) -> ConfigError:
+def _no_loss(returned: object) -> ConfigError:
     message = (
-        f"loss_sum returned a {type(found).__name__}, and an update has one loss: a tensor with the sum over valid "
+        f"loss_sum returned a {type(returned).__name__}, and an update has one loss: a tensor with the sum over valid "
         "targets. Losses that train different parts (a GAN's) take a run each; else return their sum"
     )
     return ConfigError(Problem("", "objective", message))

@@ -29,7 +29,9 @@ def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
         if isinstance(inputs, tuple):
             given = f"{len(inputs)} input{'s' * (len(inputs) != 1)} without a name"
             return ConfigError(Problem("", "model", f"{name} has {taken}, and the data gives {given}"))
-        lacking = [key for key, one in signature.parameters.items() if _is_required(one) and key not in inputs]
+        lacking = [
+            key for key, parameter in signature.parameters.items() if _is_required(parameter) and key not in inputs
+        ]
         differences = _differences(signature, inputs, lacking)
         return ConfigError(Problem("", "model.inputs", f"{name} has {taken}, and {differences}"))
     main = _lost_main_input(module, signature, inputs)
@@ -51,9 +53,9 @@ def refuse_unknown_names(module: nn.Module, names: Mapping[str, str | None]) -> 
     signature = _plain(inspect.signature(module.forward))
     parameters = signature.parameters
     unknown = {given: new for given, new in names.items() if new is not None and new not in parameters}
-    if not unknown or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    lacking = [key for key, one in parameters.items() if _is_required(one) and key not in names.values()]
+    lacking = [key for key, parameter in parameters.items() if _is_required(parameter) and key not in names.values()]
     meant = dict(zip(unknown, [*lacking, *[None] * len(unknown)], strict=False))
     written = f"model.inputs: {_as_yaml({**names, **meant})} (null leaves an input out)"
     why = f"{_as_yaml(unknown)}, but {_class_name(module)} has forward{signature}; write {written}"
@@ -66,7 +68,11 @@ def _as_yaml(names: Mapping[str, str | None]) -> str:
 
 def _class_name(module: nn.Module) -> str:
     """The name of the user's class, of which fsdp makes one of its own."""
-    return next(one.__name__ for one in type(module).__mro__ if not one.__module__.startswith("torch.distributed."))
+    return next(
+        parameter.__name__
+        for parameter in type(module).__mro__
+        if not parameter.__module__.startswith("torch.distributed.")
+    )
 
 
 def _lost_main_input(module: nn.Module, signature: inspect.Signature, inputs: Inputs) -> str | None:
@@ -81,13 +87,13 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     """The user's module, inside those that hand on whatever they are given."""
     children = dict(module.named_children())
     inner = next((children[name] for name in _WRAPPED if name in children), None)
-    kinds = [one.kind for one in inspect.signature(module.forward).parameters.values()]
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     return module if inner is None or inspect.Parameter.VAR_KEYWORD not in kinds else _unwrapped(inner)
 
 
 def _plain(signature: inspect.Signature) -> inspect.Signature:
     """Without annotations."""
-    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     return inspect.Signature(parameters)
 
 

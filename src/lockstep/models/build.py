@@ -1,7 +1,7 @@
 """From the config's `model` section to a module.
 
 build_model     construct -> initial values, keyed by name -> freeze
-blank_model     construct without values -> freeze                 values follow, part by part
+build_meta_model     construct without values -> freeze                 values follow, part by part
 sketch_model    construct on the meta device -> freeze              what planning counts
 """
 
@@ -23,11 +23,11 @@ from lockstep.config.schema import (
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
 from lockstep.models import image_classifier, text_classifier, transformer
-from lockstep.models.blank import Blank, parameters_without_values
 from lockstep.models.custom import construct_custom, sketch_custom
 from lockstep.models.freezing import freeze
-from lockstep.models.huggingface import blank_huggingface, build_huggingface, sketch_huggingface
+from lockstep.models.huggingface import build_huggingface, build_meta_huggingface, sketch_huggingface
 from lockstep.models.initialization import RuleOf, generators_keyed, initial_tensors, initialize, shapes_alone
+from lockstep.models.meta_model import MetaModel, parameters_without_values
 
 OwnModel = TransformerModel | TextClassifierModel | ImageClassifierModel
 
@@ -54,7 +54,9 @@ def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
     return module.train()
 
 
-def blank_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_code: bool = False) -> Blank | None:
+def build_meta_model(
+    section: Model, facts: DataFacts, seed: int, *, trust_remote_code: bool = False
+) -> MetaModel | None:
     """The model that `build_model` would make, `freeze` applied, in training mode, its values still to come.
 
     None: they can't come part by part, since a constructor of the user's own makes them.
@@ -66,11 +68,11 @@ def blank_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
         return None
     with generators_keyed(seed, "construction"):
         if isinstance(section, HuggingFaceModel):
-            blank = blank_huggingface(section, facts, seed, trust_remote_code=trust_remote_code)
+            blank = build_meta_huggingface(section, facts, seed, trust_remote_code=trust_remote_code)
         else:
             with parameters_without_values():
                 module = _construct(section, facts)
-            blank = Blank(module, partial(initial_tensors, module, seed, _rule_of(section)))
+            blank = MetaModel(module, partial(initial_tensors, module, seed, _rule_of(section)))
     if blank is None:
         return None
     freeze(blank.model, section.freeze)

@@ -44,10 +44,16 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.hub import missing, needs_hub
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.records import DataFacts
-from lockstep.models.blank import Blank, is_unset, parameters_without_values, reset_in_pieces, stays_in_pieces
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.config_keys import check_keys, override, taken
 from lockstep.models.initialization import generators_keyed, reset_modules
+from lockstep.models.meta_model import (
+    MetaModel,
+    is_unset,
+    parameters_without_values,
+    reset_by_block,
+    resets_stay_in_blocks,
+)
 from lockstep.models.transformers_models import quiet
 from lockstep.models.weight_files import read_weights, refuse_damaged
 from lockstep.models.weight_matching import match_weights
@@ -89,9 +95,9 @@ def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *,
     return _ready(model)
 
 
-def blank_huggingface(
+def build_meta_huggingface(
     section: HuggingFaceModel, facts: DataFacts, seed: int, *, trust_remote_code: bool
-) -> Blank | None:
+) -> MetaModel | None:
     """The same model, whose values come part by part; None where only all of them can be had at once.
 
     Raises:
@@ -102,13 +108,13 @@ def blank_huggingface(
         with parameters_without_values():
             model = _from_config(section, config, trust_remote_code)
         sketch = copy.deepcopy(model)
-        if not stays_in_pieces(sketch, _resets(sketch, list(_parameters(sketch))), repeated_blocks(sketch)):
+        if not resets_stay_in_blocks(sketch, _resets(sketch, list(_parameters(sketch))), repeated_blocks(sketch)):
             return None
     construct = partial(_constructed, section, config, seed, trust_remote_code)
     if section.pretrained is None:
-        return Blank(_ready(model), partial(_drawn, sketch, seed, list(_parameters(sketch)), construct))
+        return MetaModel(_ready(model), partial(_drawn, sketch, seed, list(_parameters(sketch)), construct))
     weights = _weights_by_name(section.pretrained, sketch, facts)
-    return None if weights is None else Blank(_ready(model), partial(_read, sketch, weights, seed, construct))
+    return None if weights is None else MetaModel(_ready(model), partial(_read, sketch, weights, seed, construct))
 
 
 def _drawn(
@@ -117,7 +123,7 @@ def _drawn(
     """The named values, by transformers' own rules; those that have none (a weight norm's) are the constructor's."""
     constructed: Mapping[str, Tensor] | None = None
     wanted = set(names)
-    for name, value in reset_in_pieces(sketch, seed, _resets(sketch, names), repeated_blocks(sketch)):
+    for name, value in reset_by_block(sketch, seed, _resets(sketch, names), repeated_blocks(sketch)):
         if name not in wanted:
             continue
         if is_unset(value):

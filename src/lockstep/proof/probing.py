@@ -41,7 +41,7 @@ def _measured(session: Session) -> list[str]:
     size = min(_SAMPLES, components_of(session).source.facts.samples) // 2 * 2
     if size < 2:
         return []
-    model = components_of(session).sharding.bare
+    model = components_of(session).sharding.state.model
     model.train()
     (whole,) = _batches(session, size, 1)
     apart = _APART[_precision(session)]

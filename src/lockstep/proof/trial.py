@@ -51,7 +51,7 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
     """Runs the reference, on its one rank; returns what a reader of the proof must know of it."""
     folder.mkdir(parents=True)
     notes = prepare(session)
-    write(components_of(session).sharding.weights(), folder / _weights(0))
+    write(components_of(session).sharding.state.weights(), folder / _weights(0))
     seen: list[Seen] = []
     for step, batch in _updates(session, steps):
         scale = float(session.gradient_unit)
@@ -59,7 +59,7 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
         write(_unscaled(components_of(session).sharding.gradients(), scale), folder / _gradient(step))
         seen.append(_seen(session, batch))
         _see(seen, session.commit().result())
-        write(components_of(session).sharding.weights(), folder / _weights(step + 1))
+        write(components_of(session).sharding.state.weights(), folder / _weights(step + 1))
     publish(session, whole_weights(session), folder)
     (folder / _STEPS).write_text(json.dumps([asdict(one) for one in seen]))
     (folder / _MEASURED).write_text(json.dumps(measured(session)))
@@ -69,7 +69,7 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
 def prepare(session: Session) -> list[str]:
     """Takes out what is drawn in forwards, and says what else makes a run depend on ranks by design."""
     components = components_of(session)
-    silenced = without_randomness(components.sharding.bare)
+    silenced = without_randomness(components.sharding.state.model)
     notes = [silenced] if silenced else []
     return notes + by_design(session)
 
@@ -173,7 +173,7 @@ class Comparison:
             return compare_published(read_weights(place).tensors, expected.tensors, measure)
 
     def _weights(self) -> Pairs:
-        return components_of(self._session).sharding.weights(wanted=self._first)
+        return components_of(self._session).sharding.state.weights(wanted=self._first)
 
     def _compare(self, pairs: Pairs, name: str, measure: Measure, base: str | None = None) -> Compared:
         """All ranks together; the first alone has something to compare."""
@@ -316,7 +316,7 @@ def _apart(session: Session) -> str | None:
     """The first parameter that ranks hold whole, and differently. All ranks together."""
     mine = {
         name: (parameter.detach().double().sum().item(), parameter.detach().double().abs().sum().item())
-        for name, parameter in components_of(session).sharding.bare.named_parameters()
+        for name, parameter in components_of(session).sharding.state.model.named_parameters()
         if not hasattr(parameter, "full_tensor")
     }
     everywhere = cast("list[dict[str, Any]]", components_of(session).world.axis.gather(mine))
@@ -334,7 +334,7 @@ def _order(session: Session) -> dict[str, int]:
 
 def _named(session: Session) -> list[tuple[str, Any]]:
     """Under all names, tied ones too."""
-    return list(components_of(session).sharding.bare.named_parameters(remove_duplicate=False))
+    return list(components_of(session).sharding.state.model.named_parameters(remove_duplicate=False))
 
 
 def _tied(session: Session) -> list[list[str]]:

@@ -1,1 +1,1 @@
-"""Where state lives and how it is updated: a file a strategy."""
+"""How gradients are reduced and parameters updated, one file a strategy; and the state of the model, once for all."""

@@ -1,6 +1,6 @@
 """Buffers that are state, such as running means: each rank's forwards change its own.
 
-What a forward starts from, what is judged and what is saved are the first rank's, as under DistributedDataParallel.
+Forwards start from the first rank's, which are also evaluated and saved, as under DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 _SMALL = 2**20  # bytes that are copied in 0.1 ms
 
 
-class SharedBuffers:
-    """Buffers that belong to the model's state, not tables that every rank computes alike."""
+class SyncedBuffers:
+    """The saved buffers of a model; not tables that every rank computes alike.
+
+    Args:
+        group: The ranks that hold the same model; None: all.
+    """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: of the ranks that have the same model; None: all."""
         self._group = group
         saved = set(model.state_dict())
         self._buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
@@ -34,66 +37,63 @@ class SharedBuffers:
         return bool(self._buffers)
 
     def before_forward(self, last: bool) -> None:
-        """Of a micro-batch; the first of an update starts from the first rank's.
+        """Synchronize before the first micro-batch of an update.
 
         Args:
-            last: it is the update's last.
+            last: Whether this is the update's last micro-batch.
         """
         if self._update_begins:
             self.synchronize()
         self._update_begins = last
 
     def synchronize(self) -> None:
-        """The first rank's, to all."""
+        """Copy the first rank's to all ranks of the group."""
         for buffer in self._buffers:
             copy_first(buffer, self._group)
 
 
-class BufferCopies:
+class BufferSnapshot:
     """Saved buffers as they were before an update, whose forwards may change them.
 
-    Those of a model that has more of them than can be copied beside an update, unnoticed, are not kept.
+    Buffers that are too large to be copied beside an update unnoticed are left out.
     """
 
     def __init__(self, model: nn.Module) -> None:
         saved = set(model.state_dict())
-        self._places = {
-            f"{prefix}.{name}" if prefix else name: module._buffers
+        slots = {
+            f"{prefix}.{name}".lstrip("."): module._buffers
             for prefix, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        self._places = {name: place for name, place in self._places.items() if name in saved}
-        if sum(map(_bytes, self._now())) > max(_SMALL, sum(map(_bytes, model.parameters())) // 100):
-            self._places = {}
+        self._slots = {name: slot for name, slot in slots.items() if name in saved}
+        allowed = max(_SMALL, sum(parameter.nbytes for parameter in model.parameters()) // 100)
+        if sum(buffer.nbytes for buffer in self._now()) > allowed:
+            self._slots = {}
         self._sources: list[Tensor] = []
         self._copies: list[Tensor] = []
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the buffers that are kept."""
-        return frozenset(self._places)
+        """Names of the buffers that are copied."""
+        return frozenset(self._slots)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copies them as they are now."""
-        if not self._places:
+        """Copy the buffers as they are now."""
+        if not self._slots:
             return
         now = self._now()
         if len(now) == len(self._sources) and all(map(operator.is_, now, self._sources)):
             torch._foreach_copy_(self._copies, now)
         else:
-            self._sources, self._copies = now, [one.detach().clone() for one in now]
+            self._sources, self._copies = now, [buffer.detach().clone() for buffer in now]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Gives the model's buffers the values of the last `take`."""
-        for one, copy in zip(self._now(), self._copies, strict=True):
-            one.copy_(copy)
+        """Give the model's buffers the values of the last `take`."""
+        for buffer, copy in zip(self._now(), self._copies, strict=True):
+            buffer.copy_(copy)
 
     def _now(self) -> list[Tensor]:
-        return [cast("Tensor", place[name.rpartition(".")[2]]) for name, place in self._places.items()]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        return [cast("Tensor", slot[name.rpartition(".")[2]]) for name, slot in self._slots.items()]

@@ -1,23 +1,30 @@
-"""nn.DataParallel: one process over its GPUs. The model lives on the first; the others are given copies for a forward.
+"""nn.DataParallel: one process over its GPUs. The model lies on the first; the others get copies for each forward.
 
-GPU 0   model, gradient, optimizer    outputs gathered here, so the loss is the single process's
+GPU 0   model, gradient, optimizer    outputs are gathered here, so the loss is the single process's
 GPU 1   a copy for each forward
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 from torch import nn
 
-from lockstep.sharding.single import Single, SquaredNorm
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.sharding.context import Builder, Sharding, ShardingContext
+from lockstep.sharding.model_state import ModelState
+from lockstep.sharding.single import LocalStep
 
-if TYPE_CHECKING:
-    from lockstep.core.protocols import Optimizer
+
+def build(context: ShardingContext) -> Sharding:
+    """Return a sharding whose forwards run on all GPUs of this machine; with fewer than two, the single process's."""
+    model = context.model
+    gpus = torch.cuda.device_count() if context.world.device.type == "cuda" else 0
+    if gpus > 1 and not context.config.run.allow_untested:
+        why = "dp over several GPUs was never tested; --allow-untested tries it, ddp is faster"
+        raise ConfigError(Problem("", "parallel.strategy", why))
+    optimizer = context.optimizer(model.named_parameters())
+    module = nn.DataParallel(model, device_ids=list(range(gpus))) if gpus > 1 else None
+    return Sharding(LocalStep(model, optimizer, context.squared_norm, module), ModelState(model, optimizer))
 
 
-def over_gpus(model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm, gpus: int) -> Single:
-    """The model on GPU 0, its forwards spread over `gpus` GPUs; with fewer than two, plainly single."""
-    if gpus < 2:
-        return Single(model, optimizer, squared_norm)
-    return Single(model, optimizer, squared_norm, nn.DataParallel(model, device_ids=list(range(gpus))))
+BUILDER = Builder(build)

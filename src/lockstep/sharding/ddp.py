@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank holds everything; gradients are reduced while backward goes on.
+"""DistributedDataParallel: every rank holds everything; gradients are reduced while the backward runs.
 
 rank 0   model, gradient ---.                      .--> optimizer     the same update everywhere
 rank 1   model, gradient ---+-- bucket by bucket --+--> optimizer
@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, cast
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.sharding.buffers import SharedBuffers
-from lockstep.sharding.single import NO_WINDOW, SquaredNorm, gradients, trainable_parameters
-from lockstep.sharding.state import (
-    live_state,
-    restore_state,
+from lockstep.core.protocols import GradientStep
+from lockstep.sharding.buffers import SyncedBuffers
+from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
+from lockstep.sharding.model_state import ModelState
+from lockstep.sharding.single import (
+    NO_SYNC,
+    named_gradients,
+    present_gradients,
+    trainable_parameters,
     unused_parameters,
-    whole_gradients,
-    whole_weights,
     without_gradient,
 )
 
@@ -34,21 +35,15 @@ if TYPE_CHECKING:
 
     from lockstep.config.schema import DDP
     from lockstep.core.protocols import Optimizer
-    from lockstep.core.records import TrainingState
+    from lockstep.distributed.process_group import World
 
 
-_LACKING = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
-"""In torch's message, of the trained parameters in their order."""
+_WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+"""In torch's message; indices into the trained parameters in their order."""
 
 
-class ReplicatedByDDP:
-    """Args:
-    ranks: of the data axis.
-    device: where the model already lies.
-    backend: of the collectives; some compressions don't run on some.
-    """
-
-    norm_is_whole = True
+class DDPStep(GradientStep):
+    """The step of ranks whose gradients DDP averages."""
 
     def __init__(
         self,
@@ -56,42 +51,36 @@ class ReplicatedByDDP:
         optimizer: Optimizer,
         squared_norm: SquaredNorm,
         options: DDP,
-        *,
-        ranks: int,
-        device: torch.device,
-        backend: str,
+        world: World,
+        sync_buffers: bool,
     ) -> None:
-        self.bare = model
-        self.averages_over = ranks
+        self._model = model
+        self._ranks = world.axis.size
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
-        self._buffers = SharedBuffers(model)
         self._ddp = DistributedDataParallel(
             model,
-            device_ids=[device.index] if device.type == "cuda" else None,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             bucket_cap_mb=options.bucket_mb,
-            **_buffer_option(bool(self._buffers)),  # type: ignore[arg-type]
+            **_buffer_option(sync_buffers),  # type: ignore[arg-type]
         )
-        self._after_discard = _compress(self._ddp, options, backend)
+        self.module = self._ddp
+        self._after_discard = _compress(self._ddp, options, world.backend)
         self._learns_graph = options.static_graph
-        self._before_unused = "leave parallel.ddp.static_graph out and " if options.static_graph else ""
+        self._unused_remedy = "leave parallel.ddp.static_graph out and " if options.static_graph else ""
         self._reduces = True
 
-    @property
-    def module(self) -> nn.Module:
-        return self._ddp
-
-    def window(self, last: bool) -> AbstractContextManager[object]:
+    def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
         if last or self._learns_graph:
             # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients
             # that are reduced already are the same on all ranks: the mean that comes with the last leaves them be.
             self._learns_graph = False
-            return NO_WINDOW
+            return NO_SYNC
         return self._ddp.no_sync()
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
@@ -99,56 +88,62 @@ class ReplicatedByDDP:
         if self._reduces:
             self._refuse_unreduced()
 
-    def unreached(self) -> list[str]:
-        return without_gradient(self.bare)
+    def parameters_without_gradient(self) -> list[str]:
+        return without_gradient(self._model)
 
     def _refuse_unreduced(self) -> None:
-        """Raises ConfigError: this rank's backward left parameters out, whose reduction other ranks are waiting for."""
+        """Raise ConfigError if this rank's backward left out parameters whose reduction other ranks wait for."""
         try:
-            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch's own words come in the next forward, after the hang
+            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch says so in the next forward, after the hang
         except RuntimeError as error:
-            found = _LACKING.search(str(error))
-            trained = [name for name, one in self.bare.named_parameters() if one.requires_grad]
-            names = [trained[int(place)] for place in found[1].split()] if found else self.unreached()
+            indices = _WITHOUT_GRADIENT.search(str(error))
+            trained = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+            names = (
+                [trained[int(index)] for index in indices[1].split()] if indices else self.parameters_without_gradient()
+            )
             where = f"in the last micro-batch of an update on rank {dist.get_rank()}, and others may wait for it"
-            raise unused_parameters(names or trained, where=where, before=self._before_unused) from error
+            raise unused_parameters(names or trained, where=where, remedy=self._unused_remedy) from error
 
     def squared_norm(self) -> Tensor:
-        return self._squared_norm(gradients(self._parameters))
+        mean = self._squared_norm(present_gradients(self._parameters))
+        return mean.double() * self._ranks**2
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return named_gradients(self._model, self._ranks)
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        self._optimizer.update(rate, divisor, keep)
+        self._optimizer.update(rate, divisor / self._ranks, keep)
         if self._after_discard is not None and not keep:
             self._after_discard()
 
-    def synchronize(self) -> None:
-        self._buffers.synchronize()
-
-    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_weights(self.bare, wanted)
-
-    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_gradients(self.bare, wanted)
-
     def close(self) -> None:
-        """A DDP module that outlives its group keeps the group: see `Together.close`."""
-        self._ddp = cast("DistributedDataParallel", None)
-
-    def state(self) -> TrainingState:
-        return live_state(self.bare, self._optimizer)
-
-    def restore(self, state: TrainingState) -> None:
-        restore_state(self.bare, self._optimizer, state)
+        # A DDP module that outlives its group keeps the group: see the process group's `close`
+        self._ddp = self.module = cast("DistributedDataParallel", None)
 
 
-def _buffer_option(synchronise: bool) -> dict[str, bool]:
-    """Whether a forward starts from the first rank's buffers, in the words of this torch (renamed in 2.13)."""
+def build(context: ShardingContext) -> Sharding:
+    """Return DDP's sharding; of a divided model, which DDP doesn't take, that of its replicas."""
+    if context.plan.mesh.pieces > 1:
+        from lockstep.sharding import replicas  # DTensors take 0.5 s to import
+
+        return replicas.build(context)
+    model, options = context.model, context.config.parallel.ddp
+    optimizer, buffers = context.optimizer(model.named_parameters()), SyncedBuffers(model)
+    step = DDPStep(model, optimizer, context.squared_norm, options, context.world, bool(buffers))
+    return Sharding(step, ModelState(model, optimizer, buffers=buffers))
+
+
+BUILDER = Builder(build)
+
+
+def _buffer_option(sync: bool) -> dict[str, bool]:
+    """Return DDP's argument for forwards that start from the first rank's buffers, which torch 2.13 renamed."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": synchronise}
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sync}
 
 
 def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Callable[[], None] | None:
-    """Registers the compression asked for; returns what must happen when an update is discarded, if anything."""
+    """Register the requested compression; return what must be called when an update is discarded, if anything."""
     if options.compression == "none":
         return None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -169,10 +164,10 @@ def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Ca
     )
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-    def forget() -> None:
-        """What PowerSGD remembers of a gradient that was not finite would poison all later ones."""
+    def reset() -> None:
+        """Clear what PowerSGD remembers: of a gradient that was not finite it would corrupt all later ones."""
         state.error_dict.clear()
         state.p_memory_dict.clear()
         state.q_memory_dict.clear()
 
-    return forget
+    return reset

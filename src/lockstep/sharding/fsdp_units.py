@@ -1,7 +1,7 @@
-"""FSDP2's units: the modules that are gathered and reduced one at a time, and what each of them is about to send.
+"""FSDP2's units: the modules that are gathered and reduced one at a time, and the collectives that each issues.
 
-    module blocks.1 --> Unit 2 "blocks.1" --> before a gather:     order.gather(unit)
-                                          --> before a reduction:  order.reduce(unit, parameters that have a gradient)
+    module blocks.1 --> FSDPUnit 2 "blocks.1" --> before a gather:     observer.gather(unit)
+                                              --> before a reduction:  observer.reduce(unit, parameters with a gradient)
 
 How torch does it is private to torch, and known in this file alone.
 """
@@ -21,22 +21,26 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-class Order(Protocol):
-    """Is told of each collective before this rank takes part in it."""
+class UnitObserver(Protocol):
+    """Observes each collective before this rank takes part in it."""
 
-    def gather(self, unit: Unit) -> None: ...
+    def gather(self, unit: FSDPUnit) -> None:
+        """A gather of the unit's parameters comes next."""
 
-    def reduce(self, unit: Unit, used: Sequence[Tensor]) -> None:
-        """`used`: the trained parameters that have a gradient; empty: this rank has nothing to send."""
+    def reduce(self, unit: FSDPUnit, used: Sequence[Tensor]) -> None:
+        """A reduction of the unit's gradients comes next.
+
+        Args:
+            used: The trained parameters that have a gradient; empty: this rank has nothing to send.
+        """
 
 
-class Unit:
+class FSDPUnit:
     """One group of parameters that FSDP2 gathers and reduces together.
 
     Attributes:
-        name: of its module; empty: the root's own parameters.
-        number: its place in the model.
-        trained: its parameters that are trained, as this rank holds them.
+        name: The name of its module; empty: the root's own parameters.
+        number: Its position in the model.
     """
 
     def __init__(self, name: str, number: int, group: Any) -> None:
@@ -47,52 +51,53 @@ class Unit:
 
     @property
     def trained(self) -> list[Tensor]:
-        return [one.sharded_param for one in self._trained]
+        """Its trained parameters, as this rank holds them."""
+        return [param.sharded_param for param in self._trained]
 
     def __str__(self) -> str:
         return self.name or "what lies in no unit of its own"
 
-    def watch(self, module: FSDPModule, order: Order) -> None:
-        """Tells `order` of this unit's collectives from now on."""
-        module.set_custom_all_gather(cast("Any", _Told(self._gather, lambda: order.gather(self))))
+    def watch(self, module: FSDPModule, observer: UnitObserver) -> None:
+        """Announce this unit's collectives to `observer` from now on."""
+        module.set_custom_all_gather(cast("Any", _AnnouncedGather(self._gather, lambda: observer.gather(self))))
         plain = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
             if self._group.reduce_grads:
-                order.reduce(self, [one.sharded_param for one in self._trained if _has_gradient(one)])
-            if all(hasattr(one, "_unsharded_param") for one in self._group.fsdp_params):
+                observer.reduce(self, [param.sharded_param for param in self._trained if _has_gradient(param)])
+            if all(hasattr(param, "_unsharded_param") for param in self._group.fsdp_params):
                 plain(*unused)  # of what was never gathered torch 2.13 asks for gradients nevertheless
 
         self._group.post_backward = post_backward
 
     def send_zeros(self, wanted: bool) -> None:
-        """Whether a reduction sends zeros for parameters without a gradient; otherwise it leaves them out."""
+        """Set whether a reduction sends zeros for parameters without a gradient, or leaves them out."""
         self._group.reduce_scatter_unused_params = wanted
 
     @torch.no_grad()
     def gather_for_others(self) -> None:
-        """Takes part in a gather whose result this rank doesn't need."""
+        """Take part in a gather whose result this rank doesn't need."""
         group = self._group
-        flat = [one._sharded_param_data.view(-1) for one in group.fsdp_params]
-        dtypes = [one.param_dtype or one.orig_dtype for one in group.fsdp_params]
-        part = torch.cat([one.to(group.device, dtype) for one, dtype in zip(flat, dtypes, strict=True)])
+        flat = [param._sharded_param_data.view(-1) for param in group.fsdp_params]
+        dtypes = [param.param_dtype or param.orig_dtype for param in group.fsdp_params]
+        part = torch.cat([param.to(group.device, dtype) for param, dtype in zip(flat, dtypes, strict=True)])
         among: dist.ProcessGroup = group._all_gather_process_group
         whole = part.new_empty(part.numel() * among.size())
         self._gather(output_tensor=whole, input_tensor=part, group=among)
 
     @torch.no_grad()
     def reduce_for_others(self) -> None:
-        """Takes part in a reduction to which this rank has nothing to add; keeps its share of the sum."""
+        """Take part in a reduction to which this rank has nothing to add; keep its share of the sum."""
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
         group: Any = self._group
         zeros = [
-            torch.zeros(one._orig_size, dtype=one.param_dtype or one.orig_dtype, device=group.device)
-            for one in self._trained
+            torch.zeros(param._orig_size, dtype=param.param_dtype or param.orig_dtype, device=group.device)
+            for param in self._trained
         ]
         replicated = isinstance(group.mesh_info, DDPMeshInfo)
-        found: Any = foreach_reduce(
+        reduced: Any = foreach_reduce(
             self._trained,
             zeros,
             cast("Any", group._reduce_scatter_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None),
@@ -109,30 +114,29 @@ class Unit:
             None,
             group.force_sum_reduction_for_comms,
         )
-        group.device_handle.current_stream().wait_event(found[3])  # what was sent may be let go
-        for one in self._trained:
-            if one.grad_offload_event is not None:
-                one.grad_offload_event.synchronize()
-                one.grad_offload_event = None
+        group.device_handle.current_stream().wait_event(reduced[3])  # what was sent may be let go
+        for param in self._trained:
+            if param.grad_offload_event is not None:
+                param.grad_offload_event.synchronize()
+                param.grad_offload_event = None
 
     @property
     def _trained(self) -> list[Any]:
-        return [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]
+        return [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
 
 
-def units_of(model: nn.Module) -> dict[Unit, FSDPModule]:
-    """In the order of the model; the root's comes first."""
-    found: dict[Unit, FSDPModule] = {}
+def units_of(model: nn.Module) -> dict[FSDPUnit, FSDPModule]:
+    """Return the units in the order of the model; the root's comes first."""
+    units: dict[FSDPUnit, FSDPModule] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             for group in _groups(module):
-                unit = Unit(name, len(found), group)
-                found[unit] = module
-    return found
+                units[FSDPUnit(name, len(units), group)] = module
+    return units
 
 
-def divide_again(model: nn.Module) -> None:
-    """Frees the whole parameters that a forward or backward has gathered and, since it failed, not given back."""
+def reshard_all(model: nn.Module) -> None:
+    """Free the whole parameters that a forward or backward has gathered and, since it failed, not given back."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _groups(module):
@@ -140,8 +144,8 @@ def divide_again(model: nn.Module) -> None:
 
 
 def refuse_without_zeros(units: Sequence[FSDPModule]) -> None:
-    """Raises ConfigError: this torch can't send zeros for a parameter without a gradient."""
-    if not all(hasattr(one, "set_reduce_scatter_unused_params") for one in units):
+    """Raise ConfigError if this torch can't send zeros for a parameter without a gradient."""
+    if not all(hasattr(param, "set_reduce_scatter_unused_params") for param in units):
         message = f"true needs torch 2.13 under fsdp, and this is {torch.__version__}"
         raise ConfigError(Problem("", "parallel.ddp.find_unused_parameters", message))
 
@@ -152,23 +156,22 @@ def _groups(module: FSDPModule) -> list[Any]:
     return [] if group is None else [group]
 
 
-def _has_gradient(one: Any) -> bool:
-    if not hasattr(one, "_unsharded_param"):
+def _has_gradient(param: Any) -> bool:
+    if not hasattr(param, "_unsharded_param"):
         return False
-    return one.unsharded_accumulated_grad is not None or one._unsharded_param.grad is not None
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
-class _Told:
+class _AnnouncedGather:
     """A gather that is announced first."""
 
-    def __init__(self, plain: Any, tell: Callable[[], None]) -> None:
+    def __init__(self, plain: Any, announce: Callable[[], None]) -> None:
         self._plain = plain
-        self._tell = tell
+        self._announce = announce
 
     def allocate(self, *size: Any, **kind: Any) -> Tensor:
-        found: Tensor = self._plain.allocate(*size, **kind)
-        return found
+        return cast("Tensor", self._plain.allocate(*size, **kind))
 
     def __call__(self, *tensors: Any, **how: Any) -> Any:
-        self._tell()
+        self._announce()
         return self._plain(*tensors, **how)

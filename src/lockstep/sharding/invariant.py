@@ -1,48 +1,50 @@
-"""Replicas whose gradients are added in one order, so that the sum has the same bits on any number of ranks.
+"""Replicas whose gradients are summed in one order, so that the sum has the same bits on any number of ranks.
 
     rank 0   backward  backward  backward         rank 1   backward  backward      each into a buffer of its own:
                 0         1         2                         3         4          gradient | which there are | loss
                 '----+----'         |                         |         |
                                     '------------+------------'         |          the tree is `plan.summation`'s
 
-What a rank can't add by itself, a few nodes, is cut in as many slices as there are ranks; each rank is given all nodes'
-parts of one slice, adds them in the tree's order, and hands the sum to all: as many bytes as an all-reduce, if a
-rank's micro-batches are a whole node. The sum of the losses travels the same way.
+The few nodes that a rank can't add itself are divided into as many slices as there are ranks; each rank receives all
+nodes' parts of one slice, adds them in the tree's order, and sends the sum to all: as many bytes as an all-reduce, if a
+rank's micro-batches are a whole node. The sum of the losses is reduced the same way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.protocols import GradientStep
 from lockstep.plan.batch import Share, share_of
 from lockstep.plan.summation import FixedSum, Node, nodes_of, total
-from lockstep.sharding.single import SquaredNorm, gradients, trainable_parameters
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
+from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
+from lockstep.sharding.model_state import ModelState
+from lockstep.sharding.single import named_gradients, present_gradients, trainable_parameters, without_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Axis, Optimizer
-    from lockstep.core.records import TrainingState
 
 
-class Invariant:
-    """Args:
-    axis: the data axis.
-    slice_bytes: of the gradient, how much all ranks exchange at a time.
+class InvariantStep(GradientStep):
+    """The step of ranks whose sum of gradients has the same bits on any number of ranks.
+
+    Args:
+        axis: The data axis.
+        share_of: Returns this rank's micro-batches of an update of N samples.
+        slice_bytes: How much of the gradient all ranks exchange at a time.
 
     Raises:
-        ConfigError: parameters in another precision than fp32.
+        ConfigError: Parameters have another precision than fp32.
     """
-
-    averages_over = 1
-    norm_is_whole = True
 
     def __init__(
         self,
@@ -50,38 +52,40 @@ class Invariant:
         optimizer: Optimizer,
         squared_norm: SquaredNorm,
         axis: Axis,
+        share_of: Callable[[int], Share],
         slice_bytes: int,
     ) -> None:
         _refuse_other_precisions(model)
-        self.bare = self.module = model
+        self.module = model
         self._optimizer = optimizer
         self._squared_norm = squared_norm
         self._axis = axis
+        self._share_of = share_of
         self._parameters = trainable_parameters(model)
         self._slots = _saved_slots(model)
-        self._buffers = _Buffers(self._parameters, axis.size)
+        self._buffers = _FlatGradients(self._parameters, axis.size)
         self._width = max(1, slice_bytes // 4 // axis.size)
         self._share = Share(0, 0, 0)
-        self._terms = FixedSum[_Buffer](0, self._add)
+        self._terms = FixedSum[_FlatGradient](0, self._add)
         self._next = 0
-        self._lacking: set[int] = set()
-        self._whole: _Buffer | None = None
+        self._missing: set[int] = set()
+        self._whole: _FlatGradient | None = None
         for tensor in (*model.parameters(), *model.buffers()):
             axis.copy_first(tensor.detach())
 
     # --- an update ------------------------------------------------------------------------------------------------
 
-    def begin(self, share: Share) -> None:
-        """Before the first window of an update: which of its micro-batches are this rank's."""
-        self._let_go()
+    def begin_update(self, samples: int, rate: Callable[[], float]) -> None:
+        self._release()
         for parameter in self._parameters:
             parameter.grad = None
-        self._share, self._next = share, share.first
+        self._share = share = self._share_of(samples)
+        self._next = share.first
         self._terms = FixedSum(share.terms, self._add)
-        self._lacking = set(range(len(self._parameters)))
+        self._missing = set(range(len(self._parameters)))
 
     @contextmanager
-    def window(self, last: bool) -> Iterator[None]:
+    def sync_context(self, last: bool) -> Iterator[None]:
         before = [slot.now for slot in self._slots]
         yield
         changed = [
@@ -95,87 +99,84 @@ class Invariant:
             self._reduce()
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        """Of a micro-batch without weight, which comes after a rank's others, none: it is no term of the sum."""
-        if self._next == self._share.stop:
+        if self._next == self._share.stop:  # filler, which comes after a rank's other micro-batches, is no term
             return
         loss.backward(seed)  # type: ignore[no-untyped-call]
         term = self._buffers.take()
-        self._lacking &= term.fill(self._parameters, loss.detach())
+        self._missing &= term.fill(self._parameters, loss.detach())
         self._terms.put(Node(0, self._next), term)
         self._next += 1
 
-    def unreached(self) -> list[str]:
-        return without_gradient(self.bare)
+    def parameters_without_gradient(self) -> list[str]:
+        return without_gradient(self.module)
 
     def squared_norm(self) -> Tensor:
-        return self._squared_norm(gradients(self._parameters))
+        return self._squared_norm(present_gradients(self._parameters))
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return named_gradients(self.module)
 
     def loss_sum(self) -> Tensor:
-        """Of the whole update, 0-dim, once the last window is closed."""
-        assert self._whole is not None, "the last window closes first"
+        """Return the sum of losses of the whole update, 0-dim, once the last `sync_context` is closed."""
+        assert self._whole is not None, "the last sync_context closes first"
         return self._whole.loss
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._optimizer.update(rate, divisor, keep)
-        self._let_go()
+        self._release()
 
     # --- the sum --------------------------------------------------------------------------------------------------
 
-    def _add(self, left: _Buffer, right: _Buffer) -> _Buffer:
+    def _add(self, left: _FlatGradient, right: _FlatGradient) -> _FlatGradient:
         left.flat.add_(right.flat)
         self._buffers.give_back(right)
         return left
 
     def _reduce(self) -> None:
-        """From this rank's nodes to the whole sum, which the parameters are then given parts of."""
+        """Add this rank's nodes to the others'; give the parameters their views of the whole sum."""
         held = self._terms.values
         whole = held[0] if held else self._buffers.take()
         own = [buffer.flat for buffer in held]
         terms, ranks = self._share.terms, self._axis.size
         shares = [share_of(terms, rank, ranks) for rank in range(ranks)]
         nodes = [nodes_of(share.first, share.stop, terms) for share in shares]
-        numbers = [len(one) for one in nodes]
-        in_order = [node for one in nodes for node in one]
-        for at in range(0, whole.flat.numel(), self._width * ranks):
-            part = slice(at, at + self._width * ranks)
-            found = self._axis.exchange(_rows([flat[part] for flat in own], whole.flat[part], ranks), numbers)
-            self._axis.concatenate(total(in_order, found, terms, _added), whole.flat[part])
+        numbers = [len(of_rank) for of_rank in nodes]
+        in_order = [node for of_rank in nodes for node in of_rank]
+        for start in range(0, whole.flat.numel(), self._width * ranks):
+            part = slice(start, start + self._width * ranks)
+            values = self._axis.exchange(_rows([flat[part] for flat in own], whole.flat[part], ranks), numbers)
+            self._axis.concatenate(
+                total(in_order, values, terms, lambda left, right: left.add_(right)), whole.flat[part]
+            )
         for buffer in held[1:]:
             self._buffers.give_back(buffer)
         self._terms = FixedSum(terms, self._add)
         self._whole = whole
-        whole.hand_out(self._parameters, self._lacking)
+        whole.hand_out(self._parameters, self._missing)
 
-    def _let_go(self) -> None:
-        """Of what the last update was given, or left behind when it was cut short."""
+    def _release(self) -> None:
+        """Free the buffers of the last update, or of one that was interrupted."""
         for buffer in (*self._terms.values, *([] if self._whole is None else [self._whole])):
             self._buffers.give_back(buffer)
         self._terms = FixedSum(self._share.terms, self._add)
         self._whole = None
 
-    # --- state ----------------------------------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        pass
+def build(context: ShardingContext) -> Sharding:
+    """Return the sharding of an invariant run, under single or ddp."""
+    model, world = context.model, context.world
+    optimizer = context.optimizer(model.named_parameters())
+    share_of = partial(context.plan.batch.share, rank=context.position.share)
+    slice_bytes = int(context.config.parallel.ddp.bucket_mb * 2**20)
+    step = InvariantStep(model, optimizer, context.squared_norm, world.axis, share_of, slice_bytes)
+    return Sharding(step, ModelState(model, optimizer), loss_sum=step.loss_sum)
 
-    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_weights(self.bare, wanted)
 
-    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_gradients(self.bare, wanted)
-
-    def close(self) -> None:
-        pass
-
-    def state(self) -> TrainingState:
-        return live_state(self.bare, self._optimizer)
-
-    def restore(self, state: TrainingState) -> None:
-        restore_state(self.bare, self._optimizer, state)
+BUILDER = Builder(build)
 
 
 class _Slot:
-    """Where a module keeps a buffer that belongs to the model's state."""
+    """The place where a module keeps a buffer that belongs to the model's state."""
 
     def __init__(self, name: str, buffers: dict[str, Tensor | None], key: str) -> None:
         self.name = name
@@ -184,21 +185,21 @@ class _Slot:
 
     @property
     def now(self) -> tuple[Tensor | None, int]:
-        """What is there, and how often it was written to."""
+        """The buffer, and how often it was written to."""
         tensor = self._buffers[self._key]
         return tensor, 0 if tensor is None else tensor._version
 
     def differs(self, tensor: Tensor | None, version: int) -> bool:
-        there, count = self.now
-        return there is not tensor or count != version
+        current, count = self.now
+        return current is not tensor or count != version
 
 
-class _Buffer:
-    """A gradient in one piece, then a 1 for each parameter that has one, then the sum of losses.
+class _FlatGradient:
+    """A contiguous gradient, then a 1 for each parameter that has one, then the sum of losses.
 
     Attributes:
-        flat: all of it.
-        views: of the parameters' parts, in their shapes and strides.
+        flat: All of it.
+        views: The parameters' parts, in their shapes and strides.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
@@ -206,68 +207,64 @@ class _Buffer:
         elements = sum(sizes)
         length = elements + len(sizes) + 1
         self.flat = torch.zeros(-(-length // ranks) * ranks, device=parameters[0].device)
-        pieces = self.flat[:elements].split(sizes)  # type: ignore[no-untyped-call]
-        self.views = [_like(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
-        self._there = self.flat[elements : elements + len(sizes)]
+        parts = self.flat[:elements].split(sizes)  # type: ignore[no-untyped-call]
+        self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        self._present = self.flat[elements : elements + len(sizes)]
         self.loss = self.flat[elements + len(sizes)]
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> set[int]:
-        """Takes the parameters' gradients; the numbers of those that have none, which counts as zero."""
-        lacking = {number for number, parameter in enumerate(parameters) if parameter.grad is None}
-        there = [number for number in range(len(parameters)) if number not in lacking]
-        if there:
-            torch._foreach_copy_([self.views[number] for number in there], gradients(parameters))
-        self._there.fill_(1.0)
-        for number in lacking:
+        """Move the parameters' gradients here; return the numbers of those that have none, which counts as zero."""
+        missing = {number for number, parameter in enumerate(parameters) if parameter.grad is None}
+        present = [number for number in range(len(parameters)) if number not in missing]
+        if present:
+            torch._foreach_copy_([self.views[number] for number in present], present_gradients(parameters))
+        self._present.fill_(1.0)
+        for number in missing:
             self.views[number].zero_()
-            self._there[number] = 0.0
+            self._present[number] = 0.0
         self.loss.copy_(loss)
         for parameter in parameters:
             parameter.grad = None
-        return lacking
+        return missing
 
-    def hand_out(self, parameters: Sequence[nn.Parameter], lacking: set[int]) -> None:
-        """Gives the parameters their gradients, but those that had none in any term.
+    def hand_out(self, parameters: Sequence[nn.Parameter], missing: set[int]) -> None:
+        """Give the parameters their gradients, except those that had none in any term.
 
         Args:
-            lacking: had none in this rank's terms; only about these is it asked what others had.
+            missing: The parameters that had none in this rank's terms; others' terms are read for these alone.
         """
-        there = self._there.tolist() if lacking else []
+        present = self._present.tolist() if missing else []
         for number, (parameter, view) in enumerate(zip(parameters, self.views, strict=True)):
-            parameter.grad = view if number not in lacking or there[number] else None
+            parameter.grad = view if number not in missing or present[number] else None
 
 
-class _Buffers:
-    """Made when they are needed, and used again."""
+class _FlatGradients:
+    """A pool of flat gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         self._parameters = parameters
         self._ranks = ranks
-        self._free: list[_Buffer] = []
+        self._free: list[_FlatGradient] = []
 
-    def take(self) -> _Buffer:
-        return self._free.pop() if self._free else _Buffer(self._parameters, self._ranks)
+    def take(self) -> _FlatGradient:
+        return self._free.pop() if self._free else _FlatGradient(self._parameters, self._ranks)
 
-    def give_back(self, buffer: _Buffer) -> None:
+    def give_back(self, buffer: _FlatGradient) -> None:
         self._free.append(buffer)
 
 
-def _like(piece: Tensor, parameter: nn.Parameter) -> Tensor:
-    """In the parameter's strides, if it is as dense as the piece: the kernels of optimizers want them alike."""
+def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return the part in the parameter's strides, if that is dense: the kernels of optimizers want them alike."""
     size, stride = parameter.size(), parameter.stride()
     reach = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if reach == math.prod(size) and 0 not in stride:
-        return piece.as_strided(size, stride, piece.storage_offset())
-    return piece.view(size)
-
-
-def _added(left: Tensor, right: Tensor) -> Tensor:
-    return left.add_(right)
+        return part.as_strided(size, stride, part.storage_offset())
+    return part.view(size)
 
 
 def _rows(own: Sequence[Tensor], like: Tensor, ranks: int) -> Tensor:
-    """[ranks, nodes, width] of flat parts [ranks x width]."""
+    """Return [ranks, nodes, width] of flat parts [ranks x width]."""
     if not own:
         return like.new_empty(ranks, 0, like.numel() // ranks)
     if len(own) == 1:
@@ -277,12 +274,12 @@ def _rows(own: Sequence[Tensor], like: Tensor, ranks: int) -> Tensor:
 
 def _saved_slots(model: nn.Module) -> list[_Slot]:
     saved = set(model.state_dict())
-    found = (
+    slots = (
         _Slot(f"{prefix}.{key}".lstrip("."), module._buffers, key)
         for prefix, module in model.named_modules()
         for key in module._buffers
     )
-    return [slot for slot in found if slot.name in saved]
+    return [slot for slot in slots if slot.name in saved]
 
 
 def _changes_in_forward(names: Sequence[str]) -> ConfigError:

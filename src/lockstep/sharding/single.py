@@ -1,85 +1,114 @@
-"""One process holds everything.
+"""One process holds everything: the oracle, which every other strategy must reproduce.
 
 model --> gradient --> optimizer
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from lockstep.sharding.state import live_state, restore_state, whole_gradients, whole_weights, without_gradient
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.protocols import GradientStep
+from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
+from lockstep.sharding.in_backward import StepInBackward
+from lockstep.sharding.model_state import ModelState
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.core.protocols import Optimizer
-    from lockstep.core.records import TrainingState
 
-SquaredNorm = Callable[[Sequence["Tensor"]], "Tensor"]
-NO_WINDOW: AbstractContextManager[object] = nullcontext()
+NO_SYNC: AbstractContextManager[object] = nullcontext()
+_NAMED = 5
 
 
-class Single:
-    """The oracle: every other strategy must reproduce what this one does.
+class LocalStep(GradientStep):
+    """The step of a process that has all gradients.
 
     Args:
-        squared_norm: of a list of gradients, as one 0-dim tensor.
-        module: what a training forward calls, if it isn't the model itself.
+        module: What a training forward calls, if it isn't the model itself.
     """
-
-    averages_over = 1
-    norm_is_whole = True
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm, module: nn.Module | None = None
     ) -> None:
         self.module = module or model
-        self.bare = model
+        self._model = model
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
 
-    def window(self, last: bool) -> AbstractContextManager[object]:
-        return NO_WINDOW
+    def sync_context(self, last: bool) -> AbstractContextManager[object]:
+        return NO_SYNC
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
 
-    def unreached(self) -> list[str]:
-        return without_gradient(self.bare)
+    def parameters_without_gradient(self) -> list[str]:
+        return without_gradient(self._model)
 
     def squared_norm(self) -> Tensor:
-        return self._squared_norm(gradients(self._parameters))
+        return self._squared_norm(present_gradients(self._parameters))
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return named_gradients(self._model)
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._optimizer.update(rate, divisor, keep)
 
-    def synchronize(self) -> None:
-        pass
 
-    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_weights(self.bare, wanted)
+def build(context: ShardingContext) -> Sharding:
+    """Return the single process's sharding."""
+    model = context.model
+    optimizer = context.optimizer(model.named_parameters())
+    state = ModelState(model, optimizer)
+    if context.config.optim.in_backward:
+        return Sharding(StepInBackward(model, optimizer, context.squared_norm), state, updates_in_backward=True)
+    return Sharding(LocalStep(model, optimizer, context.squared_norm), state)
 
-    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return whole_gradients(self.bare, wanted)
 
-    def close(self) -> None:
-        pass
+BUILDER = Builder(build)
 
-    def state(self) -> TrainingState:
-        return live_state(self.bare, self._optimizer)
 
-    def restore(self, state: TrainingState) -> None:
-        restore_state(self.bare, self._optimizer, state)
+# --- shared by the strategies -------------------------------------------------------------------------------------
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Each once, tied ones too."""
+    """Return the trained parameters, each once, tied ones too."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Those that there are, in the parameters' order."""
+def present_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients that exist, in the parameters' order."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def named_gradients(model: nn.Module, scale: float = 1.0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients that exist x `scale`, by the names of parameters."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield name, parameter.grad if scale == 1.0 else parameter.grad * scale
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """Return the names of the trained parameters that have no gradient."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+
+
+def unused_parameters(names: Sequence[str], *, where: str = "", remedy: str = "") -> ConfigError:
+    """Return the error for trained parameters that no gradient reaches.
+
+    Args:
+        where: On which rank, in which micro-batch; empty: anywhere in the first update.
+        remedy: What has to change before a sample may leave a parameter out (`ShardingContext.unused_remedy`).
+    """
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    it = "it" if len(names) == 1 else "them"
+    message = (
+        f"{shown}: no gradient reaches {it}{where and f' {where}'}. Freeze what isn't trained "
+        f'(model.freeze: ["{names[0]}"]), or, if other batches do use {it}, '
+        f"{remedy}set parallel.ddp.find_unused_parameters: true"
+    )
+    return ConfigError(Problem("", "model", message))

@@ -1,4 +1,4 @@
-"""Which modules FSDP gathers at a time.
+"""The units that FSDP gathers at a time.
 
 Transformer                    blocks               [Attention]                     size, at least 1,000
 ├── embedding      1,000       |                    |                               embedding
@@ -9,8 +9,8 @@ Transformer                    blocks               [Attention]                 
 │   └── 1            600       blocks.1             blocks.1.attention              |
 └── head                       what is left goes with the root
 
-A parameter that several modules share must lie in one unit with all of them: FSDP2 would cut it twice, and the two
-parts would drift apart. A unit that holds one shared with the outside is left to what lies around it.
+A parameter that several modules share must lie in one unit with all of them: FSDP2 would divide it twice, and the two
+copies would drift apart. A unit that holds one shared with the outside is merged into the unit around it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import FSDP
+    from lockstep.config.schema import FSDP, Config
 
 _NEVER = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""They have no forward, so nothing would gather them."""
+"""Modules without a forward, so nothing would gather them."""
 
 
 def units(model: nn.Module, options: FSDP, blocks: Sequence[str]) -> list[str]:
-    """Names of the modules, in the order of the model: those around others come before these.
+    """Return the names of the units' modules in the order of the model: outer ones come before inner ones.
 
     Args:
-        blocks: names of the model's repeated layers.
+        blocks: Names of the model's repeated layers.
 
     Raises:
-        ConfigError: no module is of the classes that were asked for.
+        ConfigError: No module is of the classes that were asked for.
     """
     if options.wrap == "root":
         return []
@@ -47,26 +47,31 @@ def units(model: nn.Module, options: FSDP, blocks: Sequence[str]) -> list[str]:
         wanted = list(_large(model, options.min_num_params))
     else:
         wanted = _of_classes(model, options.wrap)
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     modules = dict(model.named_modules())
     return sorted((name for name in wanted if not _shares(model, modules[name])), key=order.__getitem__)
 
 
+def check(model: nn.Module, config: Config) -> None:
+    """Raise ConfigError if the model has none of the classes that are to be wrapped."""
+    units(model, config.parallel.fsdp, ())
+
+
 def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
-    found = [(name, type(module).__name__) for name, module in model.named_modules() if name]
-    there = {kind for _, kind in found}
-    lacking = [kind for kind in classes if kind not in there]
-    if lacking:
-        near = [one for one in (closest_match(kind, sorted(there)) for kind in lacking) if one]
-        have = f"did you mean {' and '.join(near)}?" if near else f"it has {', '.join(sorted(there)[:12])}"
+    kinds = [(name, type(module).__name__) for name, module in model.named_modules() if name]
+    known = sorted({kind for _, kind in kinds})
+    missing = [kind for kind in classes if kind not in known]
+    if missing:
+        near = [match for match in (closest_match(kind, known) for kind in missing) if match]
+        have = f"did you mean {' and '.join(near)}?" if near else f"it has {', '.join(known[:12])}"
         raise ConfigError(
-            Problem("", "parallel.fsdp.wrap", f"the model has no module of class {', '.join(lacking)}; {have}")
+            Problem("", "parallel.fsdp.wrap", f"the model has no module of class {', '.join(missing)}; {have}")
         )
-    return [name for name, kind in found if kind in classes]
+    return [name for name, kind in kinds if kind in classes]
 
 
 def _large(model: nn.Module, least: int) -> Iterator[str]:
-    """Modules of so many parameters, those of modules that are taken already not counted."""
+    """Yield modules of at least `least` parameters, those of modules that were yielded before not counted."""
     taken: set[int] = set()
     for name, module in reversed(list(model.named_modules())):
         if not name or isinstance(module, _NEVER):
@@ -78,8 +83,8 @@ def _large(model: nn.Module, least: int) -> Iterator[str]:
 
 
 def _shares(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter of it also belongs to a module outside."""
-    inside = {id(one) for one in module.modules()}
+    """Return whether one of its parameters also belongs to a module outside."""
+    inside = {id(inner) for inner in module.modules()}
     own = {id(parameter) for parameter in module.parameters()}
     return any(
         id(parameter) in own

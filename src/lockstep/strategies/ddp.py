@@ -51,7 +51,7 @@ def _lossy(options: DDP) -> str | None:
 _NOT_SAVED = "what powersgd remembers is not saved: a run that goes on is not, to the bit, one never stopped"
 STRATEGY = Strategy(
     name="ddp",
-    build="",
+    build="lockstep.sharding.ddp:BUILDER",
     options=DDP,
     axes=("pipeline", "context", "tensor"),
     automatic=True,

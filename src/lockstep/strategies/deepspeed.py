@@ -67,7 +67,7 @@ def _zero3(update: Update) -> Traffic:
 
 STRATEGY = Strategy(
     name="deepspeed",
-    build="",
+    build="lockstep.sharding.deepspeed:BUILDER",
     options=DeepSpeed,
     family="DeepSpeed ZeRO",
     offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",

@@ -7,7 +7,7 @@ from lockstep.strategies.record import StateSharding, Strategy, Variant, nothing
 
 STRATEGY = Strategy(
     name="dp",
-    build="",
+    build="lockstep.sharding.data_parallel:BUILDER",
     one_process="one process over all its GPUs",
     holds_everything=True,
     finds_unused=True,

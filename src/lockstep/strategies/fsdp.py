@@ -101,7 +101,8 @@ _LATE_GRADIENTS = (
 
 STRATEGY = Strategy(
     name="fsdp",
-    build="",
+    build="lockstep.sharding.fsdp:BUILDER",
+    check_model="lockstep.sharding.wrapping:check",
     options=FSDP,
     family="FSDP",
     axes=("pipeline", "context", "tensor"),

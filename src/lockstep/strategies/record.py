@@ -175,7 +175,9 @@ class Strategy:
     """A strategy, complete: a new one is this record, and a line in the registry.
 
     Attributes:
-        build: `module:function`, which makes the strategy on a rank. It is imported when a run starts.
+        build: `module:NAME` of a `sharding.context.Builder`, which makes the strategy on a rank. It is imported when a
+            run starts.
+        check_model: `module:function`, (model, config): it raises ConfigError for what the modules alone tell.
         variants: The first is the default.
         family: The heading of its table in docs/strategies.md.
         options: The section of its options, under `parallel.KEY`.
@@ -232,6 +234,7 @@ class Strategy:
     rounds_to_fp16: Callable[[Any], bool] = lambda options: False
     check: str = ""
     check_alone: str = ""
+    check_model: str = ""
 
     @property
     def section(self) -> str:

@@ -7,7 +7,7 @@ from lockstep.strategies.record import CPU, StateSharding, Strategy, Variant, no
 
 STRATEGY = Strategy(
     name="single",
-    build="",
+    build="lockstep.sharding.single:BUILDER",
     reference=True,
     one_process="one process",
     invariant=True,

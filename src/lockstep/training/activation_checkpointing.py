@@ -108,7 +108,7 @@ def checkpoint_activations(
         found = blocks_in_line(model, found)
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     axis = user_collectives.all_ranks()
-    transform = RecomputeBlocks(asked, found, agree=axis.broadcast)
+    transform = RecomputeBlocks(asked, found, broadcast=axis.broadcast)
     refuse(transform.refuses(model, device))
     made = transform.applied(model)
     limit = least_memory(device, axis) if mode == "adaptive" else None

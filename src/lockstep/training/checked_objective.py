@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.distributed.generators import replayed_draws
-from lockstep.engine.rehearsing import unchanged
+from lockstep.engine.dry_run import unchanged
 from lockstep.models.building_objectives import FunctionObjective
 from lockstep.monitor.metric_log import MetricLog, recording
 

@@ -426,7 +426,7 @@ class Checkpoints:
         """Why the session's state is not that after its last update; None if it is, or is again now."""
         if self._failure_state.updating:
             return "the failure came in the middle of an update"
-        lost = self._failure_state.undo_forward(components_of(self._session).sharding.bare)
+        lost = self._failure_state.undo_forward(components_of(self._session).sharding.state.model)
         if lost:
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"

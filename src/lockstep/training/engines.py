@@ -1,4 +1,4 @@
-"""Every engine, the objective as it computes it, and the vote that goes with it."""
+"""The engine of a parallelized model, the objective as a rank computes it, and the vote that goes with them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.data.loader import evaluation_batches
 from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
 from lockstep.distributed.rng import KeyedDraws
-from lockstep.engine.eager import Eager, call
-from lockstep.engine.numbered import Numbered
+from lockstep.engine.eager import EagerEngine, call
 from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss
 from lockstep.models.objectives import ModelLoss, TargetLoss
+from lockstep.models.transformer import Transformer
 from lockstep.monitor.metric_log import MetricLog, recording
 from lockstep.optim.precision import autocast_context, resolve_compute
-from lockstep.sharding.invariant import Invariant
-from lockstep.training.shardings import Parts
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Engine, EvaluatedObjective, Sharding
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Source
     from lockstep.core.records import Batch
     from lockstep.distributed.consensus import Consensus
-    from lockstep.distributed.ring import Ring
-    from lockstep.engine.in_context import InContext
+    from lockstep.distributed.process_group import World
     from lockstep.plan.mesh import Mesh
+    from lockstep.plan.plan import Plan
+    from lockstep.training.parallelize import Parallelized
 
 
-_REHEARSED = 32  # positions of a sequence
+_CHECKED_LENGTH = 32  # positions of a sequence
 
 
 def computed_objective(
     config: Config, mesh: Mesh, model: nn.Module, objective: EvaluatedObjective
 ) -> EvaluatedObjective:
-    """The objective as a rank computes it: of its own positions, in the model's head."""
+    """Return the objective as a rank computes it: of its positions, in the model's head.
+
+    Raises:
+        ConfigError: A divided model can't compute it.
+    """
     if mesh.pipeline > 1 and isinstance(objective, ModelLoss) and not objective.decomposes:
         why = (
             f"{mesh.pipeline} stages, and the loss is the one that the forward of {type(model).__name__} computes, "
@@ -48,8 +51,9 @@ def computed_objective(
         )
         raise ConfigError(Problem("", "parallel.pipeline", why))
     if mesh.context > 1:
-        if not isinstance(objective, TargetLoss) or not objective.language or _has_two_sequences(model):
-            kind = "two sequences" if _has_two_sequences(model) else "an objective that isn't of tokens"
+        two_sequences = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        if not isinstance(objective, TargetLoss) or not objective.language or two_sequences:
+            kind = "two sequences" if two_sequences else "an objective that isn't of tokens"
             why = f"{mesh.context} divides a sequence of tokens that all have targets, and here is {kind}; leave it out"
             raise ConfigError(Problem("", "parallel.context", why))
         objective = objective.aligned()
@@ -58,118 +62,114 @@ def computed_objective(
     return objective
 
 
-def _has_two_sequences(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
-def engine_and_vote(
-    parts: Parts, told: EvaluatedObjective, objective: EvaluatedObjective, sharding: Sharding
+def build_engine(
+    made: Parallelized,
+    config: Config,
+    plan: Plan,
+    world: World,
+    source: Source,
+    objective: EvaluatedObjective,
+    computed: EvaluatedObjective,
 ) -> tuple[Engine, Consensus]:
-    """Args:
-    told: what people asked for.
-    objective: as it is computed.
-    """
-    config, place, world, cut = parts.config, parts.place, parts.world, parts.cut
-    autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
-    consensus = consensus_over(world.axis, world.device)
-    if cut is not None:
-        from lockstep.engine.pipeline import Pipelined
-
-        engine = Pipelined(
-            sharding,
-            objective,
-            autocast,
-            KeyedDraws(config.run.seed, place.share, world.device).set,
-            unheard,
-            cut=cut,
-            schedule=config.parallel.pipeline_parallel.schedule,
-            axis=place.pipeline,
-            group=place.pipeline_group,
-            device=world.device,
-        )
-        _rehearse_plan(parts, told, sharding.bare, [partial(engine.alone, stage) for stage in cut.mine])
-        return engine, consensus
-    if place.ring is not None:
-        return _in_context(parts, place.ring, told, objective, sharding), consensus
-    _rehearse_plan(parts, told, sharding.bare, [lambda batch: call(sharding.bare, batch.inputs)])
-    prepare: Any = {"prepare": objective.show} if isinstance(objective, ChunkedHeadLoss) else {}
-    if not isinstance(sharding, Invariant):
-        part = place.coordinates["tensor"] if config.parallel.tensor_parallel.sequence_parallel else 0
-        draws = KeyedDraws(config.run.seed, place.share, world.device, part)
-        return Eager(sharding, objective, autocast, draws.set, unheard, **prepare), consensus
-    eager = partial(Eager, sharding, objective, autocast, unheard=unheard, **prepare)
-    draws = KeyedDraws(config.run.seed, 0, world.device)
-    numbered = Numbered(eager, draws.set, partial(parts.plan.batch.share, rank=place.share), sharding.begin)
-    return numbered, WithOrderedLoss(consensus, sharding.loss_sum)
-
-
-def _rehearse_plan(
-    parts: Parts, told: EvaluatedObjective, model: nn.Module, forwards: Sequence[Callable[[Batch], object]]
-) -> None:
-    """Of a plan that isn't ours. All ranks together.
+    """Return the engine of a model, and the vote. All ranks together.
 
     Args:
-        forwards: of the whole model, or of each of this rank's stages.
+        source: The training samples.
+        objective: The objective as the user stated it.
+        computed: The same as a rank computes it.
 
     Raises:
-        ConfigError: the model doesn't compute as the plan divides it.
+        ConfigError: A divided model doesn't compute what it computes whole.
     """
-    across, world = parts.across, parts.world
-    if across is None or not parts.on_trial:
+    sharding, position = made.sharding, made.position
+    model = sharding.state.model
+    autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
+    vote = consensus_over(world.axis, world.device)
+    consensus = vote if sharding.loss_sum is None else WithOrderedLoss(vote, sharding.loss_sum)
+    few = partial(_few, source, world)
+    draws = _draws(config, plan, made, world)
+    if made.stages is not None:
+        from lockstep.engine.pipeline import PipelineEngine
+
+        pipelined = PipelineEngine(
+            sharding.step,
+            computed,
+            autocast,
+            draws,
+            muted_logging,
+            stages=made.stages,
+            schedule=config.parallel.pipeline_parallel.schedule,
+            axis=position.pipeline,
+            group=position.pipeline_group,
+            device=world.device,
+        )
+        forwards = [partial(pipelined.run_alone, stage) for stage in made.stages.own]
+        _check_tensor_plan(made, config, world, few, objective, forwards)
+        return pipelined, consensus
+    prepare = computed.show if isinstance(computed, ChunkedHeadLoss) else None
+    if made.context is not None:
+        from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
+
+        assert isinstance(objective, TargetLoss), "others were refused"
+        assert position.ring is not None, "sequences are divided over a ring"
+        divider = SequenceDivider(model, made.context, position.ring, objective.targets_of)
+        divide: Any = divider if prepare is None else lambda batch: prepare(divider(batch))
+        eager = EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, divide)
+        engine = ContextEngine(eager, divider)
+        with muted_logging():
+            engine.check(few(), world.axis)
+        return engine, consensus
+    _check_tensor_plan(made, config, world, few, objective, [lambda batch: call(model, batch.inputs)])
+    return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare), consensus
+
+
+def _draws(config: Config, plan: Plan, made: Parallelized, world: World) -> KeyedDraws:
+    """Return the keys of what forwards draw. Sequences that are divided are drawn for apart; where bits don't depend on
+    ranks, micro-batches are numbered through all ranks."""
+    position = made.position
+    if config.run.determinism == "invariant":
+        first = partial(plan.batch.share, rank=position.share)
+        return KeyedDraws(config.run.seed, 0, world.device, first_of=lambda samples: first(samples).first)
+    by_tensor = config.parallel.tensor_parallel.sequence_parallel and made.stages is None
+    part = position.coordinates["tensor" if by_tensor else "context"]
+    return KeyedDraws(config.run.seed, position.share, world.device, part)
+
+
+def _few(source: Source, world: World) -> Batch:
+    return next(evaluation_batches(source, 2, 0, 1, Loader(), world.device))
+
+
+def _check_tensor_plan(
+    made: Parallelized,
+    config: Config,
+    world: World,
+    few: Callable[[], Batch],
+    objective: EvaluatedObjective,
+    forwards: Sequence[Callable[[Batch], object]],
+) -> None:
+    """Raise ConfigError if the model doesn't compute as its tensor plan divides it. All ranks together.
+
+    Args:
+        forwards: Those of the whole model, or of each of this rank's stages.
+    """
+    model = made.sharding.state.model
+    own_plan = isinstance(model, Transformer) and config.parallel.tensor_parallel.plan == "auto"
+    if made.tensor is None or made.tensor.group is None or own_plan:
         return
-    from lockstep.engine.divided_matrices import Rehearsed, rehearse
-    from lockstep.engine.rehearsing import beginning
-    from lockstep.transforms.undivided import undivided  # DTensors take 0.5 s to import
+    from lockstep.engine.dry_run import first_positions
+    from lockstep.engine.tensor_check import TensorCheck
 
-    what = Rehearsed(
-        model,
-        undivided,
-        parts.on_trial,
-        across.alike,
-        across.partial,
-        across.axis,
-        world.axis,
-        world.device,
-    )
-    batch = next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device))
+    batch = few()
     batches = [batch]
-    if isinstance(told, TargetLoss) and told.language:  # long sequences may not fit where matrices are whole
-        batches.insert(0, beginning(batch, told.targets_of(batch).shape[1], _REHEARSED))
-    with unheard():
+    if isinstance(objective, TargetLoss) and objective.language:
+        # long sequences may not fit where matrices are whole
+        batches.insert(0, first_positions(batch, objective.targets_of(batch).shape[1], _CHECKED_LENGTH))
+    check = TensorCheck(model, made.tensor.whole_weights, made.tensor.plan, made.tensor.group, world.axis, world.device)
+    with muted_logging():
         for forward in forwards:
-            rehearse(what, forward, batches)
+            check.run(forward, batches)
 
 
-def _in_context(
-    parts: Parts, ring: Ring, objective: EvaluatedObjective, computed: EvaluatedObjective, sharding: Sharding
-) -> InContext:
-    assert isinstance(objective, TargetLoss), "others were refused"
-    world, config = parts.world, parts.config
-    if world.device.type == "cuda" and not config.run.allow_untested:
-        why = f"{ring.size} was never tested on GPUs; --allow-untested tries it"
-        raise ConfigError(Problem("", "parallel.context", why))
-    from lockstep.engine.in_context import Divider, InContext
-
-    divider = Divider(sharding.bare, ring, objective.targets_of)
-    prepare = divider if not isinstance(computed, ChunkedHeadLoss) else _after(divider, computed.show)
-    eager = Eager(
-        sharding,
-        computed,
-        autocast_context(resolve_compute(config.precision.compute, world.device), world.device),
-        KeyedDraws(config.run.seed, parts.place.share, world.device, parts.place.coordinates["context"]).set,
-        unheard,
-        prepare,
-    )
-    engine = InContext(eager, divider)
-    with unheard():
-        engine.rehearse(next(evaluation_batches(parts.source, 2, 0, 1, Loader(), world.device)), world.axis)
-    return engine
-
-
-def _after(first: Callable[[Batch], Batch], then: Callable[[Batch], Batch]) -> Callable[[Batch], Batch]:
-    return lambda batch: then(first(batch))
-
-
-def unheard() -> AbstractContextManager[object]:
-    """What user code logs inside goes nowhere."""
+def muted_logging() -> AbstractContextManager[object]:
+    """Return a context in which what user code logs is dropped."""
     return recording(MetricLog())

@@ -18,9 +18,10 @@ from lockstep.monitor.metric_log import MetricLog, recording
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Loader
-    from lockstep.core.protocols import Engine, EvaluatedObjective, Sharding, Source
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Source
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
+    from lockstep.sharding.context import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Evaluator:
 
     def evaluate(self, step: int) -> list[EvaluationReport]:
         """Return a report for each set after update `step`; the same reports on every rank."""
-        self.sharding.synchronize()
+        self.sharding.state.synchronize()
         return [self.evaluate_on(name, source, step) for name, source in self.sources.items()]
 
     def evaluate_on(self, name: str, source: Source, step: int) -> EvaluationReport:

@@ -95,7 +95,7 @@ def _evaluate_rank(config: Config, run: Path, file: Path, trust_remote_code: boo
     from lockstep.monitor.events import metrics_by_set
 
     with opened(config, UserObjects(trust_remote_code=trust_remote_code)) as session:
-        load_weights(components_of(session).sharding.bare, run)
+        load_weights(components_of(session).sharding.state.model, run)
         reports = session.evaluate()
         if components_of(session).world.rank == 0:
             for report in reports:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config.schema import Loader
 from lockstep.data.loader import evaluation_batches
-from lockstep.engine.rehearsing import unchanged
+from lockstep.engine.dry_run import unchanged
 from lockstep.models.transformer import flops_per_token
 from lockstep.monitor.metric_log import MetricLog, recording
 

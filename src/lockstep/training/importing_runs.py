@@ -74,7 +74,7 @@ def import_run(source: Path, folder: Path, config: Config, recipe: str, *, trust
 
 
 def _put(session: Session, found: ZeroCheckpoint) -> None:
-    bare = components_of(session).sharding.bare
+    bare = components_of(session).sharding.state.model
     fit = match_weights(bare, Weights(found.place, found.tensors), translate=False)
     if not fit.whole:
         raise ConfigError(fit.complaint().rstrip())

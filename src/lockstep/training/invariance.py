@@ -1,4 +1,4 @@
-"""What of a model and an objective would make bits depend on the ranks; what an invariant run says of itself."""
+"""What would make bits depend on the ranks in an invariant run, and what such a run prints."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ NOTE = (
 
 
 def refuse_coupled(model: nn.Module, objective: EvaluatedObjective) -> None:
-    """Raises:
-    ConfigError: samples of different micro-batches or ranks look at each other.
-    """
+    """Raise ConfigError if samples of different micro-batches or ranks depend on each other."""
     coupled = coupling(model)
     if coupled is not None:
         message = (

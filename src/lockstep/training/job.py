@@ -178,7 +178,7 @@ def _setting(config: Config, world: World, session: Session | None) -> Setting:
         micro_size=plan.batch.micro_size,
         evaluation_size=components_of(session).evaluator.micro_size,
         strategy=plan.strategy,
-        has_blocks=bool(repeated_blocks(components_of(session).sharding.bare)),
+        has_blocks=bool(repeated_blocks(components_of(session).sharding.state.model)),
     )
 
 
@@ -330,13 +330,15 @@ def _on_first_rank(world: World, act: Callable[[], object], saved: str) -> None:
 
 def whole_weights(session: Session) -> dict[str, Tensor]:
     """Return them on the first rank, an empty mapping on the others. All ranks together."""
-    return dict(components_of(session).sharding.weights(wanted=components_of(session).world.rank == 0))
+    return dict(components_of(session).sharding.state.weights(wanted=components_of(session).world.rank == 0))
 
 
 def publish(session: Session, weights: Mapping[str, Tensor], folder: Path) -> Path:
     """Writes the gathered weights as a run leaves them. Returns where. Raises RunFailed: as `save_weights`."""
     components = components_of(session)
-    return save_weights(components.sharding.bare, components.tensors, weights, folder, tokenizer_of(components.config))
+    return save_weights(
+        components.sharding.state.model, components.tensors, weights, folder, tokenizer_of(components.config)
+    )
 
 
 def _keep(session: Session, checkpoints: Checkpoints, folder: Path, held: Callable[[], Path]) -> str:

@@ -12,7 +12,7 @@ from lockstep.core.terminal import echo
 from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
 from lockstep.plan.told_sizes import NOT_READ, facts_of_config
-from lockstep.training.assemble import refuse_cuts
+from lockstep.training.parallelize import check_model
 from lockstep.training.sources import open_sources
 from lockstep.training.user_objects import UserObjects, refuse_given
 
@@ -41,7 +41,7 @@ def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: boo
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
     machine = Machine(memory=memory or memory_if_started(gpus, count_cores(), ranks))
     plan = make_plan(config, ranks, facts, parameter_facts(model), machine)
-    refuse_cuts(config, plan.mesh, model)
+    check_model(model, config, plan)
     return replace(plan, warnings=(*plan.warnings, *notes))
 
 

@@ -61,7 +61,7 @@ def _notes(session: Session) -> tuple[str, ...]:
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
     if components.plan.batch.fixed:
         notes.append(NOTE)
-    if strategy.unwrapped and components.sharding.module is components.sharding.bare:
+    if strategy.unwrapped and components.sharding.step.module is components.sharding.state.model:
         notes.append(strategy.unwrapped)
     if (loss := strategy.lossy(options)) is not None:
         notes.append(f"{loss}: the curve is close to the single process's, not equal")

@@ -27,8 +27,8 @@ from lockstep.optim.norms import clip_divisor
 from lockstep.plan.refusals import before_unused
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import DiscardLimit, is_finite, ranks_differ, verdict
-from lockstep.sharding.buffers import BufferCopies
-from lockstep.sharding.state import unused_parameters
+from lockstep.sharding.buffers import BufferSnapshot
+from lockstep.sharding.single import unused_parameters
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.ledger import Ledger, OrderFacts, Segment
 from lockstep.training.memory_watch import MemoryWatch
@@ -38,13 +38,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Engine, EvaluatedObjective, Sharding, Source
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Source
     from lockstep.data.loader import TrainingLoader
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.optim.precision import LossScaler
     from lockstep.plan.plan import Plan
+    from lockstep.sharding.context import Sharding
     from lockstep.training.checkpoints import Checkpoints
 
 _MODEL = "model."  # before the names of the model's tensors in a saved state
@@ -61,7 +62,6 @@ class Components:
         flops_per_token: of the whole model; None if unknown.
         rate: learning rate as a function of (fraction of the run done, step from 0, steps of the run or None).
         watch: watches this rank's memory, if the config asks for it.
-        updates_ahead: called with the learning rate before a backward that updates; None: updates follow the backward.
     """
 
     config: Config
@@ -82,7 +82,6 @@ class Components:
     coupled: str | None
     flops_per_token: float | None
     watch: MemoryWatch | None = None
-    updates_ahead: Callable[[float], None] | None = None
 
 
 class VoteParticipant(Protocol):
@@ -190,10 +189,10 @@ class Session:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
         components = self._components
         self._undo.begin_forward()
-        if components.updates_ahead is not None:
+        if components.sharding.updates_in_backward:
             self._undo.updating = True
             self._saves.before_update()
-            components.updates_ahead(self._rate())
+        components.sharding.step.begin_update(batch.samples, self._rate)
         components.engine.accumulate(batch, components.scaler.scale / self._count, self._open_vote)
         if batch.step == 0:
             self._refuse_unused_parameters()
@@ -202,7 +201,7 @@ class Session:
     def gradient_unit(self) -> float | Tensor:
         """The accumulated gradient divided by this is the update's gradient. A mean over ranks is corrected here:
         multiplied into the loss, the factor would overflow fp16 earlier than in one process."""
-        return self._components.scaler.scale / self._components.sharding.averages_over
+        return self._components.scaler.scale
 
     def request(self, requests: Iterable[Request]) -> None:
         """Make requests, which all ranks receive with the next vote that is opened."""
@@ -216,16 +215,15 @@ class Session:
         """
         components, batch, upcoming = self._components, self._current, self._upcoming
         assert upcoming is not None, "commit() comes after accumulate()"
-        sharding = components.sharding
-        outcome = components.consensus.close(sharding.squared_norm(), whole=sharding.norm_is_whole)
-        scale, unit = components.scaler.scale, self.gradient_unit
-        norm = outcome.squared_norm**0.5 / unit
+        step, scale = components.sharding.step, components.scaler.scale
+        outcome = components.consensus.close(step.squared_norm())
+        norm = outcome.squared_norm**0.5 / scale
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
         self._undo.updating = True
         self._saves.before_update()
         try:
-            sharding.update(rate, clip_divisor(norm, components.config.optim.clip_norm, unit), keep)
+            step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), keep)
         except Exception as error:
             mark(error, "update", f"in the optimizer's step of update {batch.step + 1}")
             raise
@@ -294,7 +292,7 @@ class Session:
         components = self._components
         components.readback.land()
         if synchronized:
-            components.sharding.synchronize()
+            components.sharding.state.synchronize()
         own = {
             "progress": {
                 "steps": self.progress.steps,
@@ -306,7 +304,7 @@ class Session:
             "seconds": self.seconds,
             "ledger": self._ledger.state(),
         }
-        live = components.sharding.state()
+        live = components.sharding.state.live_state()
         names = {name.removeprefix(_MODEL) for name in live.tensors if name.startswith(_MODEL)}
         components.tensors.refuse_missing_names(names, "the tensors to be saved")
         drawn = generators.states(components.world.rank)
@@ -317,7 +315,7 @@ class Session:
     def restore(self, state: TrainingState) -> None:
         """Continue from `state`; before the first batch, or in place of what was done until now."""
         values = state.values
-        self._components.sharding.restore(TrainingState(state.tensors, values["sharding"]))
+        self._components.sharding.state.restore(TrainingState(state.tensors, values["sharding"]))
         generators.restore(state.tensors, self._components.world.rank)
         self.progress = Progress(**values["progress"])
         self._components.scaler.restore(values["loss_scale"])
@@ -332,7 +330,7 @@ class Session:
         Copies of the model's buffers are kept from now on while a forward may change them.
         """
         self._saves = saves
-        self._undo.buffers = BufferCopies(self._components.sharding.bare)
+        self._undo.buffers = BufferSnapshot(self._components.sharding.state.model)
         return self._undo
 
     def rescue(self, error: BaseException) -> str | None:
@@ -342,7 +340,7 @@ class Session:
     def close(self) -> None:
         """End the loader's worker processes; the session trains no more."""
         self._components.loader.close()
-        self._components.sharding.close()
+        self._components.sharding.step.close()
 
     # --- parts of an update -------------------------------------------------------------------------------------
 
@@ -431,10 +429,10 @@ class Session:
         """Under DDP a parameter without a gradient stops the run at the next step; under any strategy it is a bug."""
         if self._components.config.parallel.ddp.find_unused_parameters:
             return
-        unused = self._components.sharding.unreached()
+        unused = self._components.sharding.step.parameters_without_gradient()
         if unused:
             plan = self._components.plan
-            raise unused_parameters(unused, before=before_unused(plan.strategy, plan.mesh))
+            raise unused_parameters(unused, remedy=before_unused(plan.strategy, plan.mesh))
 
 
 class FailureState:
@@ -449,7 +447,7 @@ class FailureState:
     def __init__(self, fails_together: bool) -> None:
         self.fails_together = fails_together
         self.updating = False
-        self.buffers: BufferCopies | None = None
+        self.buffers: BufferSnapshot | None = None
         self._accumulating = False
 
     def begin_forward(self) -> None:

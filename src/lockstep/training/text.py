@@ -79,7 +79,7 @@ def sample(session: Session, prompt: str) -> str:
 
 def whole_model(session: Session) -> nn.Module:
     """The session's, to be asked by all ranks together: what is spread over stages answers everywhere."""
-    bare = components_of(session).sharding.bare
+    bare = components_of(session).sharding.state.model
     return bare if components_of(session).place.pipeline.size == 1 else _stages(session, bare)
 
 

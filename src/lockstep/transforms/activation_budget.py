@@ -1,12 +1,12 @@
-"""Which blocks a budget keeps: as many as it has room for, the last ones first.
+"""The blocks that a memory budget keeps: as many as fit, the last ones first.
 
     measured, in the first forward     b0 40 MB   b1 40 MB   b2 40 MB   b3 40 MB      inputs 2 MB each
     budget 0.5 of 160 MB               again      again      again      kept          3 x 2 + 40 <= 80, 2 x 2 + 80 > 80
 
 The last ones, since the backward frees them first: they are gone by the time that another one is computed again.
 
-To measure, each block runs once more in the first forward, and what it would hold is counted and let go: never is more
-there than one block's.
+To measure, each block runs once more in the first forward, and what it would hold is counted and freed: memory never
+holds more than one block's.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lockstep.transforms.block_state import Guard
+from lockstep.transforms.block_state import StateGuard
 from lockstep.transforms.recomputing import Recompute, replace_forward
 
-Agree = Callable[[object], object]
-"""Gives every rank what the first one has. All ranks together."""
+Broadcast = Callable[[object], object]
+"""Returns the first rank's value on every rank. All ranks together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BlockMemory:
     """Bytes that a block holds between forward and backward: all of it, or its inputs alone."""
 
     all: int
     inputs: int
 
 
-def choose(held: Mapping[str, Held], share: float) -> frozenset[str]:
-    """Names of the blocks to keep, so that kept ones and the inputs of the others are at most `share` of all."""
-    room = share * sum(one.all for one in held.values()) - sum(one.inputs for one in held.values())
+def choose(held: Mapping[str, BlockMemory], share: float) -> frozenset[str]:
+    """Return the names of the blocks to keep, so that they and the inputs of the others are at most `share` of all."""
+    room = share * sum(memory.all for memory in held.values()) - sum(memory.inputs for memory in held.values())
     kept = []
-    for name, one in reversed(list(held.items())):
-        room -= one.all - one.inputs
+    for name, memory in reversed(list(held.items())):
+        room -= memory.all - memory.inputs
         if room < 0:
             break
         kept.append(name)
@@ -52,28 +52,28 @@ class Budget:
     """Replaces the forwards of blocks, and decides in the second forward which of them are computed again.
 
     Attributes:
-        kept: names of the blocks that are not; None: not decided yet.
+        kept: Names of the blocks that are not; None: not decided yet.
     """
 
     def __init__(
-        self, model: nn.Module, names: Sequence[str], share: float, recompute: Recompute, agree: Agree
+        self, model: nn.Module, names: Sequence[str], share: float, recompute: Recompute, broadcast: Broadcast
     ) -> None:
         self.kept: frozenset[str] | None = None
         self._share = share
         self._recompute = recompute
-        self._agree = agree
-        self._held: dict[str, Held] = {}
+        self._broadcast = broadcast
+        self._held: dict[str, BlockMemory] = {}
         for name in names:
             block = model.get_submodule(name)
-            replace_forward(block, partial(self._call, name, block, Guard({name: block}), block.forward))
+            replace_forward(block, partial(self._call, name, block, StateGuard({name: block}), block.forward))
 
     def _call(
-        self, name: str, block: nn.Module, guard: Guard, forward: Callable[..., Any], *inputs: Any, **named: Any
+        self, name: str, block: nn.Module, guard: StateGuard, forward: Callable[..., Any], *inputs: Any, **named: Any
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
         if self.kept is None and name in self._held:  # the forward after the first has begun
-            self.kept = cast("frozenset[str]", self._agree(choose(self._held, self._share)))
+            self.kept = cast("frozenset[str]", self._broadcast(choose(self._held, self._share)))
         if self.kept is None:
             self._held[name] = self._measured(block, forward, inputs, named)
         if self.kept is not None and name in self.kept:
@@ -82,21 +82,21 @@ class Budget:
 
     def _measured(
         self, block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]
-    ) -> Held:
-        weights = {one.untyped_storage().data_ptr() for one in block.parameters()}
-        found: dict[int, int] = {}
+    ) -> BlockMemory:
+        weights = {memory.untyped_storage().data_ptr() for memory in block.parameters()}
+        sizes: dict[int, int] = {}
 
-        def see(tensor: Tensor) -> Tensor:
+        def measure(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
-                found[storage.data_ptr()] = storage.nbytes()
+                sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        tensors = [one for one in tree_leaves((inputs, named)) if isinstance(one, Tensor)]
-        with torch.random.fork_rng(), self._recompute.unheard(), saved_tensors_hooks(see, lambda kept: kept):
+        tensors = [memory for memory in tree_leaves((inputs, named)) if isinstance(memory, Tensor)]
+        with torch.random.fork_rng(), self._recompute.muted(), saved_tensors_hooks(measure, lambda kept: kept):
             outputs = forward(*inputs, **named)
         del outputs
         own = tensors[0].untyped_storage() if tensors else None  # what comes besides, others hold too
         before = 0 if own is None else own.nbytes()
-        others = {one.untyped_storage().data_ptr() for one in tensors}
-        return Held(sum(size for place, size in found.items() if place not in others) + before, before)
+        others = {memory.untyped_storage().data_ptr() for memory in tensors}
+        return BlockMemory(sum(size for pointer, size in sizes.items() if pointer not in others) + before, before)

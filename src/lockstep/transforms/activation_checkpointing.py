@@ -1,13 +1,13 @@
 """Activation checkpointing: what a forward keeps for the backward, and what is computed again instead.
 
-    full        of each so-many-th block its inputs alone
-    selective   of these blocks what matrix products and attention made, too
-    segments    of each run of blocks the input of the first alone                      segments.py
-    budget      as many blocks whole as there is room for                               activation_budget.py
-    adaptive    all whole, until a rank's memory passes a threshold: from then on full
+    full        only the inputs of every nth block are kept
+    selective   of these blocks, the results of matrix products and attention, too
+    segments    only the input of each run of blocks                                    segments.py
+    budget      all of as many blocks as there is memory for                            activation_budget.py
+    adaptive    all of all blocks, until a rank's memory passes a threshold: from then on full
 
 A block's own `forward` is replaced, so that no name changes, and FSDP's hooks lie around it: what it gathers for a
-block's backward is there when the block is computed again.
+block's backward exists when the block is computed again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.transforms.activation_budget import Agree, Budget
-from lockstep.transforms.block_state import Guard
-from lockstep.transforms.recomputing import Recompute, Switch, Unheard, is_replaced, replace_forward
+from lockstep.core.protocols import Transform
+from lockstep.transforms.activation_budget import Broadcast, Budget
+from lockstep.transforms.block_state import StateGuard
+from lockstep.transforms.recomputing import Context, Recompute, Switch, is_replaced, replace_forward
 from lockstep.transforms.segments import run_in_segments, split_into_segments
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ _KEY = "memory.activation_checkpointing"
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """What of a model is computed again.
+    """The modules of a model that are computed again.
 
     Attributes:
-        mode: as of the config.
-        blocks: names of the modules whose forward was replaced. What lies in the last of several segments isn't
+        mode: As of the config.
+        blocks: Names of the modules whose forward was replaced. What lies in the last of several segments isn't
             computed again, and `budget` may keep some.
-        switch: of all of them; off: nothing is computed again.
+        switch: Turns all of them on or off.
     """
 
     mode: str
@@ -54,32 +55,34 @@ class Recomputation:
         return f"activation checkpointing, {self.mode}: {shown}"
 
 
-class RecomputeBlocks:
-    """Args:
-    options: which blocks, and what of them.
-    blocks: names of the model's repeated layers; for segments, of those that form a chain.
-    unheard: makes the context of the second forward: what user code logs in it was heard in the first.
-    agree: gives every rank what the first one has.
+class RecomputeBlocks(Transform):
+    """Replaces the forwards of blocks by ones that keep less.
+
+    Args:
+        options: Which blocks, and what of them.
+        blocks: Names of the model's repeated layers; for segments, of those that form a chain.
+        muted: Makes the context of the second forward: what user code logs in it was logged in the first.
+        broadcast: Returns the first rank's value on every rank.
     """
+
+    name = _KEY
+    after = ("parallel.ddp.sync_batchnorm",)
 
     def __init__(
         self,
         options: ActivationCheckpointing,
         blocks: Sequence[str],
-        unheard: Unheard = nullcontext,
-        agree: Agree = lambda value: value,
+        muted: Context = nullcontext,
+        broadcast: Broadcast = lambda value: value,
     ) -> None:
         self._options = options
         self._blocks = blocks
-        self._agree = agree
-        self._recompute = Recompute(options.mode == "selective", unheard, Switch(options.mode != "adaptive"))
-
-    name = _KEY
-    after = ("parallel.ddp.sync_batchnorm",)
+        self._broadcast = broadcast
+        self._recompute = Recompute(options.mode == "selective", muted, Switch(options.mode != "adaptive"))
 
     @property
     def switch(self) -> Switch:
-        """Of all blocks that are computed again."""
+        """Turns all blocks on or off."""
         return self._recompute.switch
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
@@ -99,22 +102,26 @@ class RecomputeBlocks:
         return model
 
     def applied(self, model: nn.Module) -> Recomputation:
-        """Applies, and says to what."""
+        """Apply it; return what it was applied to."""
         self.apply(model)
         return Recomputation(self._options.mode, tuple(self.chosen(model)), self.switch)
 
     def chosen(self, model: nn.Module) -> list[str]:
-        """Names of the modules that are computed again."""
+        """Return the names of the modules that are computed again."""
         wanted = self._options.modules
         if wanted == "blocks":
             return list(self._blocks[:: self._options.every])
         return of_classes(model, wanted)[:: self._options.every]
 
+    def selective(self, model: nn.Module) -> list[str]:
+        """Return the names of the modules that torch's selective checkpointing computes again."""
+        return self.chosen(model) if self._options.mode == "selective" else []
+
     def _each(self, model: nn.Module, chosen: Sequence[str]) -> None:
         for name in chosen:
             block = model.get_submodule(name)
             # A partial of the bound method: a copy of the model has one of its own
-            replace_forward(block, partial(self._recompute, Guard({name: block}), block.forward))
+            replace_forward(block, partial(self._recompute, StateGuard({name: block}), block.forward))
 
     def _segments(self, model: nn.Module, chosen: Sequence[str]) -> None:
         lists: dict[str, list[str]] = {}
@@ -124,24 +131,24 @@ class RecomputeBlocks:
             run_in_segments(model, split_into_segments(names, self._options.segments), self._recompute)
 
     def _budget(self, model: nn.Module, chosen: Sequence[str]) -> None:
-        Budget(model, chosen, self._options.budget, self._recompute, self._agree)
+        Budget(model, chosen, self._options.budget, self._recompute, self._broadcast)
 
 
 def of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
-    """Qualified names of the modules of these classes, by the names of the classes."""
+    """Return the qualified names of the modules of these classes, by the names of the classes."""
     return [name for name, module in model.named_modules() if name and type(module).__name__ in classes]
 
 
 def refuse(reason: str | None) -> None:
-    """Raises ConfigError: there is a reason."""
+    """Raise ConfigError if there is a reason."""
     if reason is not None:
         raise ConfigError(Problem("", _KEY, reason))
 
 
 def none_of(model: nn.Module, classes: Sequence[str]) -> str:
-    """That it has no module of these classes, and which it has."""
-    there = list(dict.fromkeys(type(module).__name__ for name, module in model.named_modules() if name))
-    return f"a {type(model).__name__} has no module of class {' or '.join(classes)}; it has {', '.join(there[:12])}"
+    """Return the message that it has no module of these classes, and which it has."""
+    kinds = list(dict.fromkeys(type(module).__name__ for name, module in model.named_modules() if name))
+    return f"a {type(model).__name__} has no module of class {' or '.join(classes)}; it has {', '.join(kinds[:12])}"
 
 
 def _inside_of_another(chosen: Sequence[str]) -> str | None:
@@ -153,7 +160,7 @@ def _inside_of_another(chosen: Sequence[str]) -> str | None:
 
 
 def _already(model: nn.Module, chosen: Sequence[str]) -> str | None:
-    """Where a block, what it lies in, or what lies in it was replaced before."""
+    """Return the message that a block, what it lies in, or what lies in it was replaced before."""
     before = [name for name, module in model.named_modules() if is_replaced(module)]
     for name in chosen:
         for other in before:

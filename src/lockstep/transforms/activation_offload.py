@@ -1,10 +1,10 @@
-"""What the backward needs waits in the host's memory.
+"""Activation offload: what the backward needs is kept in the host's memory.
 
-forward     block --> activation --copied--> host (page-locked)     the GPU's copy is let go
+forward     block --> activation --copied--> host (page-locked)     the GPU's copy is freed
 backward                         <--copied-- host
 
-With activation checkpointing it is blocks' inputs that are copied, and what is computed again stays where it is.
-Weights and small tensors stay, too.
+With activation checkpointing, blocks' inputs are copied, and what is computed again stays on the GPU, as do weights and
+small tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from lockstep.core.protocols import Transform
+
 _SMALL = 1 << 16
 """Bytes below which a copy takes longer to start than it saves."""
 
 
-class OffloadActivations:
-    """Replaces the model's forward."""
+class OffloadActivations(Transform):
+    """Replaces the model's forward by one that offloads."""
 
     name = "memory.activation_offload"
     after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing")
@@ -43,13 +45,13 @@ def _offloaded(forward: Callable[..., Any], pinned: bool, *inputs: Any, **named:
 
 
 class ActivationsOnHost(saved_tensors_hooks):
-    """While it is entered, what is saved for a backward is saved in the host's memory.
+    """A context in which what is saved for a backward is saved in the host's memory.
 
     Args:
-        pinned: page-locked, from which copies are fast.
+        pinned: Whether that is page-locked, from which copies are fast.
 
     Attributes:
-        bytes: that were copied there.
+        bytes: How many were copied there.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -69,5 +71,5 @@ class ActivationsOnHost(saved_tensors_hooks):
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Or a view of one, such as a product saves: it stays on the device anyway."""
+    """Return whether it is a weight or a view of one, such as a product saves: it stays on the device anyway."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

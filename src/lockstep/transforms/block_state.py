@@ -3,7 +3,7 @@
     forward       mean 0.10 -> 0.19     the block's own running mean
     backward      mean 0.19 -> 0.27     computed again: counted twice, and read where it was another --> ConfigError
 
-Only a block's first forward is looked at, and its second is made to the end (but see `Guard.stops_early`): afterwards a
+Only a block's first forward is checked, and its second runs to the end (but see `StateGuard.stops_early`): afterwards a
 guard costs nothing.
 """
 
@@ -27,14 +27,14 @@ _PLAIN = (bool, int, float, str, type(None))
 _COUNTED = (list, dict, set)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = re.compile(r"ds_\w+|applied_pre_backward_ref_cnt")
-"""What stage 3 notes on each module, for its own hooks."""
+"""What stage 3 keeps in each module, for its own hooks."""
 
 
-class Guard:
-    """Refuses blocks whose second forward would make the run another one.
+class StateGuard:
+    """Refuses blocks whose second forward would change the run.
 
     Attributes:
-        shared: whether the block was called a second time.
+        shared: Whether the block was called a second time.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
@@ -46,38 +46,38 @@ class Guard:
     def stops_early(self) -> bool:
         """Whether the second forward must end where the backward needs no more of it.
 
-        DeepSpeed's stage 3 gives a module's parameters back after its forward, also those that the backward, in whose
-        midst the second forward runs, has just gathered.
+        DeepSpeed's stage 3 releases a module's parameters after its forward, also those that the backward, during which
+        the second forward runs, has just gathered.
         """
-        return any("ds_id" in vars(one) for block in self._blocks.values() for one in block.parameters())
+        return any("ds_id" in vars(value) for block in self._blocks.values() for value in block.parameters())
 
-    def see(self) -> bool:
-        """A forward begins. Returns whether it is looked at: it is the first."""
+    def begin(self) -> bool:
+        """Begin a forward. Return whether it is checked: it is the first."""
         first, self._new = self._new, False
         self.shared = self.shared or not first
         return first
 
     def forward(self, inputs: Sequence[Any]) -> ChangedInputs:
-        """The context of the forward.
+        """Return the context of the forward.
 
         Args:
-            inputs: from which the second one will begin.
+            inputs: Those from which the second one will begin.
         """
         return ChangedInputs(next(iter(self._blocks)), _versions(inputs))
 
     def again(self) -> ChangedState:
-        """The context of the second forward."""
+        """Return the context of the second forward."""
         return ChangedState(self._blocks, self)
 
 
 def _versions(inputs: Sequence[Any]) -> list[tuple[Tensor, int]]:
-    found = [one for one in tree_leaves(inputs) if isinstance(one, Tensor) and not one.is_inference()]
-    return [(one, one._version) for one in found]
+    tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and not value.is_inference()]
+    return [(value, value._version) for value in tensors]
 
 
 @dataclass(slots=True)
 class ChangedInputs:
-    """Raises ConfigError at its end: an input was written to."""
+    """Raises ConfigError at its end if an input was written to."""
 
     block: str
     versions: list[tuple[Tensor, int]]
@@ -91,9 +91,9 @@ class ChangedInputs:
 
 
 class ChangedState:
-    """Raises ConfigError at its end: what the blocks keep is another than at its beginning."""
+    """Raises ConfigError at its end if what the blocks keep differs from its beginning."""
 
-    def __init__(self, blocks: Mapping[str, nn.Module], guard: Guard) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], guard: StateGuard) -> None:
         self._blocks = blocks
         self._guard = guard
         self._shared = False  # a block that was called again since has written over what it had kept for others
@@ -114,23 +114,23 @@ class ChangedState:
 
 
 def state_of(modules: Mapping[str, nn.Module], *, tensors: bool = True) -> dict[str, Any]:
-    """What modules keep besides their parameters, by name: buffers, and attributes that are tensors, plain values or
-    collections (their lengths).
+    """Return what modules keep besides their parameters, by name: buffers, and attributes that are tensors, plain
+    values or collections (their lengths).
 
     Args:
-        modules: by the prefix of their names.
-        tensors: attributes that are tensors, too.
+        modules: By the prefix of their names.
+        tensors: Whether to include attributes that are tensors.
     """
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for prefix, block in modules.items():
         for path, module in block.named_modules(prefix=prefix):
             kept = {**module._buffers, **_attributes(module, tensors=tensors)}
-            found.update((f"{path}.{name}".lstrip("."), _copy(value)) for name, value in kept.items())
-    return found
+            state.update((f"{path}.{name}".lstrip("."), _copy(value)) for name, value in kept.items())
+    return state
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of what is another than before."""
+    """Return the names of what has changed."""
     return [name for name, value in now.items() if not _equal(value, before.get(name))]
 
 
@@ -144,18 +144,18 @@ def _attributes(module: nn.Module, *, tensors: bool) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A tensor's values; of a collection its length, which tells whether something is added at each forward."""
+    """Return a tensor's values; of a collection its length, which shows whether something is added at each forward."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return len(value) if isinstance(value, _COUNTED) else value
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and (one == other or one != one)
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _equal(value: Any, other: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return type(value) is type(other) and (value == other or value != value)
+    if value.shape != other.shape or value.dtype != other.dtype:
         return False
-    return bool(torch.all((one == other) | ((one != one) & (other != other))))
+    return bool(torch.all((value == other) | ((value != value) & (other != other))))
 
 
 def _refusal(what: str) -> ConfigError:

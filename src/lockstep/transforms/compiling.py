@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
 import torch
 from torch import nn
 from torch._functorch import config as functorch  # its only home, though documented
 
+from lockstep.core.protocols import Transform
 
-class Compile:
-    """Args:
-    compute: the precision of autocast; None for fp32.
-    budget: share of the activation memory that torch's partitioner may keep; 1: what it likes.
+
+class Compile(Transform):
+    """Compiles a model.
+
+    Args:
+        compute: The precision of autocast; None for fp32.
+        budget: The share of the activation memory that torch's partitioner may keep; None: as much as it likes.
     """
-
-    def __init__(self, compute: torch.dtype | None, budget: float = 1.0) -> None:
-        self._compute = compute
-        self._budget = budget
 
     name = "model.compile"
     after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing", "memory.activation_offload")
+
+    def __init__(self, compute: torch.dtype | None, budget: float | None = None) -> None:
+        self._compute = compute
+        self._budget = budget
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         grouped = any(isinstance(module, nn.GroupNorm) for module in model.modules())
@@ -30,6 +38,14 @@ class Compile:
         return None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        functorch.activation_memory_budget = self._budget  # of the process: read when the first forward is compiled
         model.compile()
+        if self._budget is not None:
+            compiled: Any = model
+            compiled._compiled_call_impl = partial(_within_budget, self._budget, compiled._compiled_call_impl)
         return model
+
+
+def _within_budget(budget: float, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled model with torch's memory budget, which is the process's and read when a graph is compiled."""
+    with cast("Any", functorch).patch(activation_memory_budget=budget):
+        return call(*args, **kwargs)

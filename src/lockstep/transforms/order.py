@@ -1,4 +1,4 @@
-"""Applies transforms in the order that they ask for.
+"""Transforms in the order that their rules give.
 
 [compile (after sync_batchnorm), sync_batchnorm]  -->  sync_batchnorm, compile
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError
@@ -18,22 +18,52 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Transform
 
 
-def transform(model: nn.Module, transforms: Sequence[Transform], device: torch.device) -> nn.Module:
-    """The model after all transforms.
+def apply_transforms(model: nn.Module, transforms: Sequence[Transform], device: torch.device) -> nn.Module:
+    """Return the model after the transforms, one after the other.
 
     Raises:
-        ConfigError: one of them can't be applied to this model on this device.
+        ConfigError: One of them can't be applied to this model on this device.
     """
-    for step in ordered(transforms):
-        reason = step.refuses(model, device)
+    for transform in transforms:
+        reason = transform.refuses(model, device)
         if reason is not None:
-            raise ConfigError(f"{step.name}: {reason}")
-        model = step.apply(model)
+            raise ConfigError(f"{transform.name}: {reason}")
+        model = transform.apply(model)
     return model
 
 
-def ordered(transforms: Sequence[Transform]) -> list[Transform]:
-    """Each after those that it names; otherwise as given."""
-    by_name = {step.name: step for step in transforms}
-    graph = {step.name: [name for name in step.after if name in by_name] for step in transforms}
-    return [by_name[name] for name in TopologicalSorter(graph).static_order()]
+def split_at(step: str, transforms: Sequence[Transform]) -> tuple[list[Transform], list[Transform]]:
+    """Return the transforms that come before a step, and those that come after it: each after those that its rules
+    name, otherwise in the given order. The step is as late as rules allow.
+
+    Raises:
+        ConfigError: Two have one name, or the rules contradict each other.
+    """
+    by_name = {transform.name: transform for transform in transforms}
+    if len(by_name) < len(transforms):
+        names = [transform.name for transform in transforms]
+        raise ConfigError(f"transforms: two are named {next(name for name in names if names.count(name) > 1)}")
+    known = {*by_name, step}
+    graph: dict[str, set[str]] = {
+        name: {other for other in transform.after if other in known} for name, transform in by_name.items()
+    }
+    graph.setdefault(step, set())
+    for name, transform in by_name.items():
+        for other in transform.before:
+            if other in known:
+                graph[other].add(name)
+    graph[step] |= graph.keys() - _following(graph, step)
+    try:
+        names = list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise ConfigError(f"transforms: their rules contradict each other: {' before '.join(error.args[1])}") from error
+    index = names.index(step)
+    return [by_name[name] for name in names[:index]], [by_name[name] for name in names[index + 1 :]]
+
+
+def _following(graph: dict[str, set[str]], step: str) -> set[str]:
+    """Return the step and all that comes after it."""
+    following = {step}
+    while more := {name for name, earlier in graph.items() if earlier & following} - following:
+        following |= more
+    return following

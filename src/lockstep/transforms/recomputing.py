@@ -1,4 +1,4 @@
-"""How a call is made so that its backward computes it again.
+"""Calls whose backward computes them again.
 
                  forward                               backward
     kept         x -> call -> y     all in between     x <- gradients of the call
@@ -6,8 +6,9 @@
     selective    x -> call -> y     x, and what        x -> call again but for those -> gradients
                                     products made
 
-Full: Chen et al. 2016, arXiv:1604.06174. Selective keeps what is dear to compute and small to keep, matrix products and
-attention, and computes again what lies between them (Korthikanti et al. 2022, arXiv:2205.05198, section 4).
+Full: Chen et al. 2016, arXiv:1604.06174. Selective keeps what is expensive to compute and small to keep, matrix
+products and attention, and computes again what lies between them (Korthikanti et al. 2022, arXiv:2205.05198, section
+4).
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lockstep.transforms.block_state import Guard
+from lockstep.transforms.block_state import StateGuard
 
-Unheard = Callable[[], AbstractContextManager[object]]
-_HEARD: AbstractContextManager[object] = nullcontext()
+Context = Callable[[], AbstractContextManager[object]]
+"""Makes a context, each time anew."""
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
-_DEAR = frozenset(
+_EXPENSIVE = frozenset(
     operator
     for name in (
         "mm", "addmm", "bmm", "baddbmm", "convolution",
@@ -37,53 +39,53 @@ _DEAR = frozenset(
     )
     if (operator := getattr(getattr(torch.ops.aten, name, None), "default", None)) is not None
 )  # fmt: skip
-"""What selective keeps: torch's own matrix products and attentions, as far as this version has them."""
+"""What selective keeps the results of: torch's matrix products and attentions, as far as this version has them."""
 
 
 @dataclass(slots=True)
 class Switch:
-    """Whether calls are computed again, from the next one on."""
+    """Turns recomputation on or off, from the next call on."""
 
     on: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Makes calls. Copies with the model it belongs to.
+    """Makes calls that are computed again. It is copied with the model it belongs to.
 
     Attributes:
-        selective: what products and attention made is kept.
-        unheard: makes the context of a second forward: what user code logs in it was heard in the first.
+        selective: Whether the results of products and attention are kept.
+        muted: Makes the context of a second forward: what user code logs in it was logged in the first.
     """
 
     selective: bool = False
-    unheard: Unheard = nullcontext
+    muted: Context = nullcontext
     switch: Switch = field(default_factory=Switch)
 
-    def __call__(self, guard: Guard, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-        """What `forward` returns.
+    def __call__(self, guard: StateGuard, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        """Return what `forward` returns.
 
         Args:
-            guard: of the blocks that `forward` computes; it looks at their first calls, also where the switch is off.
+            guard: Of the blocks that `forward` computes; it checks their first calls, also where the switch is off.
         """
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
-        looks = guard.see() and not torch.compiler.is_compiling()
-        if not (self.switch.on or looks):
+        checks = guard.begin() and not torch.compiler.is_compiling()
+        if not (self.switch.on or checks):
             return forward(*inputs, **named)
         # torch looks for tensors, whose device's draws it keeps, among the positional inputs alone
         call = partial(_call, forward, tuple(named)) if named else forward
         given = (*inputs, *named.values())
         kept: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
-        if not looks:
+        if not checks:
             return checkpoint(call, *given, **kept, **self._contexts())
         with guard.forward(given):  # what comes last in a block may change its state, and is computed again, too
             kept["early_stop"] = guard.stops_early
-            return checkpoint(call, *given, **kept, context_fn=partial(self._watched, guard))
+            return checkpoint(call, *given, **kept, context_fn=partial(self._guarded, guard))
 
-    def _watched(self, guard: Guard) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    def _guarded(self, guard: StateGuard) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         first, second = self._first_and_second()
-        return first, _Together(guard.again(), second)
+        return first, _BothContexts(guard.again(), second)
 
     def _contexts(self) -> Mapping[str, Any]:
         if torch.compiler.is_compiling():  # it takes contexts that are dispatch modes, and no others
@@ -92,39 +94,40 @@ class Recompute:
 
     def _first_and_second(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         if not self.selective:
-            return _HEARD, self.unheard()
+            return _NOTHING, self.muted()
         first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-        return first, _Together(second, self.unheard())
+        return first, _BothContexts(second, self.muted())
 
 
 def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
-    """What calls of this block do from now on."""
+    """Replace what calls of this block do."""
     cast("Any", block).forward = forward
-    cast("Any", block)._computed_again = True  # in the block, so that a copy of it has the word, too
+    cast("Any", block)._computed_again = True  # in the block, so that a copy of it is marked, too
 
 
 def is_replaced(block: nn.Module) -> bool:
+    """Return whether the block's forward was replaced."""
     return "_computed_again" in vars(block)
 
 
 def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
-    """The last inputs go in by name."""
+    """Call with the last inputs by name."""
     first = len(inputs) - len(names)
     return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 
 
 def _policy(_context: object, operator: object, *_inputs: Any, **_named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Together(ExitStack):
+class _BothContexts(ExitStack):
     """Two contexts as one, entered when it is."""
 
     def __init__(self, *contexts: AbstractContextManager[object]) -> None:
         super().__init__()
         self._contexts = contexts
 
-    def __enter__(self) -> _Together:
+    def __enter__(self) -> _BothContexts:
         super().__enter__()
         for context in self._contexts:
             self.enter_context(context)

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lockstep.core.protocols import Transform
+
 if TYPE_CHECKING:
     import torch
 
 
-class SyncBatchNorm:
+class SyncBatchNorm(Transform):
+    """Replaces batch norms by torch's SyncBatchNorm."""
+
     name = "parallel.ddp.sync_batchnorm"
-    after = ()
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         if device.type != "cuda":

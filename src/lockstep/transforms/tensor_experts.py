@@ -1,11 +1,11 @@
 """Experts divided over a tensor group: each rank has some whole ones, and all tokens.
 
-    rank 0    experts 0, 1    tokens that chose them -->  outcome, zeros elsewhere --.
-    rank 1    experts 2, 3    tokens that chose them -->  outcome, zeros elsewhere --+--> sum: the same on both again
+    rank 0    experts 0, 1    tokens that chose them -->  outputs, zeros elsewhere --.
+    rank 1    experts 2, 3    tokens that chose them -->  outputs, zeros elsewhere --+--> sum: the same on both again
 
 For modules that hold all experts in tensors [experts, ...], and are called with (hidden, choices, shares), as those of
-the transformers library are. (Lepikhin et al. 2020, GShard, arXiv:2006.16668, sends tokens to their experts; here they
-are at hand everywhere, as what other matrices of the group take is.)
+the transformers library are. (Lepikhin et al. 2020, GShard, arXiv:2006.16668, sends tokens to their experts; here every
+rank of the group has them, as it has the inputs of other matrices.)
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lockstep.transforms.undivided import Undivided
+from lockstep.distributed.forward_mode import ForwardMode
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def divide_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """In place; its parameters may be without values.
+def divide_experts(module: nn.Module, mesh: DeviceMesh, mode: ForwardMode) -> None:
+    """Divide a module's experts in place; its parameters may be without values.
 
     Args:
-        mesh: of the tensor axis alone, whose size divides the experts.
+        mesh: The tensor axis alone, whose size divides the number of experts.
+        mode: The model's forward mode.
     """
     experts: Any = module
     experts.num_experts //= mesh.size()
@@ -37,43 +38,51 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, whole in list(module.named_parameters(recurse=False)):
         part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)  # all ranks have the same values
         module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
-    experts.forward = partial(_forward, module, module.forward, mesh)
+    experts.forward = partial(_forward, module, module.forward, mesh, mode)
 
 
 def number_of_experts(module: nn.Module) -> int | None:
-    """None: it isn't such a module."""
+    """Return how many experts a module holds; None: it isn't such a module."""
     number = getattr(module, "num_experts", None)
     own = [parameter for _, parameter in module.named_parameters(recurse=False)]
-    return number if isinstance(number, int) and own and all(len(one) == number for one in own) else None
+    return number if isinstance(number, int) and own and all(len(parameter) == number for parameter in own) else None
 
 
 def _forward(
-    module: nn.Module, forward: Callable[..., Tensor], mesh: DeviceMesh, hidden: Tensor, choices: Tensor, shares: Tensor
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    mesh: DeviceMesh,
+    mode: ForwardMode,
+    hidden: Tensor,
+    choices: Tensor,
+    shares: Tensor,
 ) -> Tensor:
-    """hidden [N, W], choices [N, k] of all experts, their shares [N, k] -> [N, W]."""
+    """Return [N, W] of hidden [N, W], choices [N, k] of all experts, and their shares [N, k]."""
     experts: Any = module
-    if Undivided.now:
+    if mode.whole_weights:
         with _all_of(module, mesh):
             return forward(hidden, choices, shares)
     number: int = experts.num_experts
-    if not any(isinstance(one, DTensor) for one in module.parameters(recurse=False)):
-        return forward(hidden, choices.clamp(max=number - 1), shares)  # stand-ins: a pipeline asks for shapes
+    if not any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+        return forward(
+            hidden, choices.clamp(max=number - 1), shares
+        )  # placeholders, in the dry run of a pipeline's stage
     own = choices - mesh.get_local_rank() * number
     own = torch.where((own >= 0) & (own < number), own, number)
-    with _parts_of(module):
-        outcome = forward(_on_all(hidden, mesh), own, _on_all(shares, mesh))
-    summands = DTensor.from_local(outcome, mesh, [Partial()], run_check=False)
-    return summands.redistribute(placements=[Replicate()]).to_local()
+    with _local_parameters(module):
+        output = forward(_on_all(hidden, mesh), own, _on_all(shares, mesh))
+    addends = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+    return addends.redistribute(placements=[Replicate()]).to_local()
 
 
 def _on_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same on each rank; its gradient is the sum of what the ranks' experts say."""
+    """Return a tensor that is the same on each rank, and whose gradient is the sum over the ranks' experts."""
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 @contextmanager
 def _all_of(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-    """No choice is another rank's."""
+    """Compute with all experts: no choice is another rank's."""
     experts: Any = module
     number: int = experts.num_experts
     experts.num_experts, experts._is_expert_parallel = number * mesh.size(), False
@@ -84,12 +93,12 @@ def _all_of(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
 
 
 @contextmanager
-def _parts_of(module: nn.Module) -> Iterator[None]:
-    """The module's parameters are this rank's parts, as plain tensors."""
+def _local_parameters(module: nn.Module) -> Iterator[None]:
+    """Replace the module's parameters by this rank's parts, as plain tensors."""
     held: dict[str, Any] = dict(module._parameters)
     slots: dict[str, Any] = module._parameters
     try:
-        slots |= {name: one.to_local() for name, one in held.items() if one is not None}
+        slots |= {name: parameter.to_local() for name, parameter in held.items() if parameter is not None}
         yield
     finally:
         slots |= held

@@ -1,4 +1,4 @@
-"""Which module of a model is divided over a tensor group, and how: a word each.
+"""Tensor plans: which modules of a model are divided over a tensor group, and by which style.
 
     blocks.0.attention.query    colwise     rows of the weight, so columns of what comes out: whole heads
     blocks.0.attention.out      rowwise     columns of the weight: each rank has a summand of what comes out
@@ -24,19 +24,19 @@ from lockstep.transforms.tensor_experts import number_of_experts
 
 KEY = "parallel.tensor_parallel"
 STYLES: Mapping[str, str] = {
-    "colwise": "rows of a Linear's weight; each rank goes on with its own columns of what comes out",
-    "colwise_gather_output": "the same, and what comes out is put together on each rank",
-    "rowwise": "columns of a Linear's weight, whose input comes divided, or rows of an Embedding; outcomes are summed",
+    "colwise": "rows of a Linear's weight; each rank continues with its columns of the output",
+    "colwise_gather_output": "the same, and the output is gathered on each rank",
+    "rowwise": "columns of a Linear's weight, whose input comes divided, or rows of an Embedding; outputs are summed",
     "rowwise_split_input": "the same, of an input that is whole",
-    "rowwise_sequence": "rowwise, and each rank goes on with its own positions of the sum",
+    "rowwise_sequence": "rowwise, and each rank continues with its positions of the sum",
     "colwise_logits": "colwise, of a head whose loss is computed on the divided logits",
     "shared_input": "nothing of its own: what the colwise modules inside take is prepared once for all of them",
     "sequence": "whole weights, such as a norm's, on each rank's own positions",
     "gather_sequence": "nothing of its own: its first input is put together from all ranks' positions",
-    "experts": "whole experts of a module that has all of them in tensors [experts, ...]; outcomes are summed",
+    "experts": "whole experts of a module that has all of them in tensors [experts, ...]; outputs are summed",
     "sum_gradient": "whole weights that each rank uses for its own heads; their gradients are summed",
 }
-"""The words of a plan, and what is divided by each."""
+"""The styles of a plan, and what each divides."""
 _DIVIDES = ("colwise", "rowwise")  # a matrix; so styles begin that do
 _SAME_AS = {
     "colwise_rep": "colwise_gather_output",
@@ -45,7 +45,7 @@ _SAME_AS = {
     "replicated_with_grad_allreduce": "sum_gradient",
     "moe_tp_experts": "experts",
 }
-"""What transformers calls them, where it has another word."""
+"""Styles of the transformers library under other names."""
 
 _ATTENTION = re.compile(r"attn|attention")
 
@@ -53,31 +53,31 @@ _ATTENTION = re.compile(r"attn|attention")
 def tensor_plan(
     model: nn.Module, options: TensorParallel, degree: int, ours: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The style of each module that has one, in the model's order.
+    """Return the style of each module that has one, in the model's order.
 
     Args:
-        model: whole, before it is cut in any way.
-        degree: ranks that each matrix is divided over.
-        ours: the plan of a model of ours, by patterns.
+        model: Whole, before it is divided in any way.
+        degree: Ranks that each matrix is divided over.
+        ours: The plan of a model of ours, by patterns.
 
     Raises:
-        ConfigError: there is no plan for this model, it isn't understood, or its matrices can't be divided so.
+        ConfigError: There is no plan for this model, it isn't understood, or its matrices can't be divided so.
     """
     if not isinstance(options.plan, str):
         patterns = _users(options)
     else:
         patterns = dict(ours) if ours is not None else _huggingface(model, options)
-    found = _resolved(model, patterns)
-    _refuse_other_modules(model, found)
+    plan = _resolved(model, patterns)
+    _refuse_other_modules(model, plan)
     if not isinstance(options.plan, str):
-        _refuse_half_sequences(options, found)
-    _add_tied(model, found)
+        _refuse_half_sequences(options, plan)
+    _add_tied(model, plan)
     if options.loss_parallel:
-        _divide_logits(model, found)
-    problems = [Problem("", "parallel.tensor", why) for why in _indivisible(model, found, degree)]
+        _divide_logits(model, plan)
+    problems = [Problem("", "parallel.tensor", why) for why in _indivisible(model, plan, degree)]
     if problems:
         raise ConfigError(problems[:1])
-    return found
+    return plan
 
 
 def _users(options: TensorParallel) -> dict[str, str]:
@@ -95,7 +95,7 @@ def _known(style: str, key: str, of: str) -> str:
 
 
 def _huggingface(model: nn.Module, options: TensorParallel) -> dict[str, str]:
-    """Of the model's own plan, by the names of the whole model."""
+    """Return the plan that a Hugging Face model carries, by the names of the whole model."""
     inner: Any = getattr(model, "base_model", None)
     carried = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
     if inner is None or not carried:
@@ -110,13 +110,13 @@ def _huggingface(model: nn.Module, options: TensorParallel) -> dict[str, str]:
         why = "true, but the plans of the transformers library don't say where a sequence is divided; leave it out"
         raise ConfigError(Problem("", f"{KEY}.sequence_parallel", why))
     prefix = next((f"{name}." for name, child in model.named_modules() if child is inner and name), "")
-    found = {f"{prefix}{name}": style for name, style in carried.items()}
-    found |= dict(getattr(type(model), "_tp_plan", None) or {})
-    of_experts = tuple(f"{name}." for name, style in found.items() if style == "moe_tp_experts")
-    found = {name: style for name, style in found.items() if not name.startswith(of_experts)}  # they go whole
-    strange = {style for style in found.values() if _SAME_AS.get(style, style) not in STYLES}
+    plan = {f"{prefix}{name}": style for name, style in carried.items()}
+    plan |= dict(getattr(type(model), "_tp_plan", None) or {})
+    of_experts = tuple(f"{name}." for name, style in plan.items() if style == "moe_tp_experts")
+    plan = {name: style for name, style in plan.items() if not name.startswith(of_experts)}  # they go whole
+    strange = {style for style in plan.values() if _SAME_AS.get(style, style) not in STYLES}
     if strange:
-        where = next(name for name, style in found.items() if style in strange)
+        where = next(name for name, style in plan.items() if style in strange)
         why = (
             f"auto, and the plan of a {type(model).__name__} asks for {', '.join(sorted(strange))} ({where}), which "
             f"isn't there yet; take fsdp, or write a plan of {', '.join(STYLES)}"
@@ -124,15 +124,17 @@ def _huggingface(model: nn.Module, options: TensorParallel) -> dict[str, str]:
         raise ConfigError(Problem("", f"{KEY}.plan", why))
     names = [name for name, _ in model.named_modules()]
     # where layers are of several kinds, a plan names the modules of all
-    there = {name: style for name, style in found.items() if any(fnmatchcase(one, name) for one in names)}
-    return {name: _SAME_AS.get(style, style) for name, style in there.items()}
+    matching = {name: style for name, style in plan.items() if any(fnmatchcase(module, name) for module in names)}
+    return {name: _SAME_AS.get(style, style) for name, style in matching.items()}
 
 
 def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
-    """Raises:
-    ConfigError: a pattern names no module.
+    """Return the style of each module that a pattern names.
+
+    Raises:
+        ConfigError: A pattern names no module.
     """
-    found: dict[str, str] = {}
+    plan: dict[str, str] = {}
     names = [name for name, _ in model.named_modules() if name]
     for pattern, style in patterns.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
@@ -141,12 +143,12 @@ def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
             near = closest_match(pattern, generic)
             meant = f"did you mean {near}?" if near else f"there are {', '.join(list(generic)[:8])}"
             raise ConfigError(Problem("", f"{KEY}.plan", f"no module of the model is called {pattern}; {meant}"))
-        found |= dict.fromkeys(matching, style)
-    return {name: found[name] for name in names if name in found}
+        plan |= dict.fromkeys(matching, style)
+    return {name: plan[name] for name in names if name in plan}
 
 
 def _refuse_other_modules(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raises ConfigError: a style is for another kind of module, or nothing is divided at all."""
+    """Raise ConfigError if a style is for another kind of module, or nothing is divided at all."""
     for name, style in plan.items():
         module = model.get_submodule(name)
         kind = type(module).__name__
@@ -162,13 +164,13 @@ def _refuse_other_modules(model: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def _inside(module: nn.Module) -> str:
-    """Of what a module is made, for those who meant that."""
+    """Return what a module is made of, for those who meant that."""
     names = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters(False))]
     return f"; in it are {', '.join(names[:4])}" if names else ""
 
 
 def _refuse_half_sequences(options: TensorParallel, plan: Mapping[str, str]) -> None:
-    """Raises ConfigError: what is asked for and what the styles of a user's own plan do are two things."""
+    """Raise ConfigError if the option and the styles of a user's own plan differ on whether sequences are divided."""
     first = next((f"{name}: {style}" for name, style in plan.items() if "sequence" in style), None)
     key = f"{KEY}.sequence_parallel"
     if options.sequence_parallel and first is None:
@@ -179,7 +181,7 @@ def _refuse_half_sequences(options: TensorParallel, plan: Mapping[str, str]) -> 
 
 
 def _add_tied(model: nn.Module, plan: dict[str, str]) -> None:
-    """A table and a head that share their weights are divided together."""
+    """Add tables and heads that share weights with a divided module: they are divided together."""
     divided = {id(model.get_submodule(name).weight) for name, style in plan.items() if style.startswith(_DIVIDES)}
     for name, module in model.named_modules(remove_duplicate=False):
         if name in plan or not isinstance(module, nn.Linear | nn.Embedding) or id(module.weight) not in divided:
@@ -188,7 +190,11 @@ def _add_tied(model: nn.Module, plan: dict[str, str]) -> None:
 
 
 def _divide_logits(model: nn.Module, plan: dict[str, str]) -> None:
-    """Raises ConfigError: the model's last module isn't a head whose outcome would be put together."""
+    """Have the last module keep its logits divided.
+
+    Raises:
+        ConfigError: It isn't a head whose output would be gathered.
+    """
     last = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))][-1]
     if plan.get(last) != "colwise_gather_output":
         why = f"true, but it takes a plan in which the last module, {last}, is colwise_gather_output; write false"
@@ -197,7 +203,7 @@ def _divide_logits(model: nn.Module, plan: dict[str, str]) -> None:
 
 
 def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iterator[str]:
-    """What can't be divided evenly, and by what it could be."""
+    """Yield messages about what can't be divided evenly, and by what it could be."""
     for name, size in _heads(model, plan):
         if size % degree:
             yield f"{degree} doesn't divide the {size} {name}; take {nearest_divisors(size, degree)}"
@@ -217,7 +223,7 @@ def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iter
 
 
 def _evenly(module: nn.Module, style: str) -> int:
-    """What must be divided without a rest; 0: nothing."""
+    """Return the size that has to be divided evenly; 0: none has."""
     if style in ("shared_input", "sequence", "gather_sequence", "sum_gradient"):
         return 0
     if not isinstance(module, nn.Linear):
@@ -228,8 +234,8 @@ def _evenly(module: nn.Module, style: str) -> int:
 
 
 def _heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Of a model of the transformers library, numbers of heads that are divided: whole ones each. Of ours the plan has
-    seen to them."""
+    """Yield numbers of heads that are divided in a model of the transformers library: whole ones each. Those of ours
+    were checked by the plan of the run."""
     if not any(style == "colwise" and _ATTENTION.search(name) for name, style in plan.items()):
         return  # its heads are put together before it looks at them
     config = getattr(model, "config", None)

@@ -1,10 +1,10 @@
-"""Models whose parameters have shapes and no memory yet: values come later, part by part.
+"""Meta-device models: parameters have shapes and no memory until they are divided; values come later, block by block.
 
-    construct                divide             fill
+    construct                shard              materialize
     parameters: meta   -->   over ranks   -->   a block at a time: draw it whole, keep this rank's part of it
     buffers: real
 
-For models that no rank could hold whole. The values are those of `build_model`, to the bit.
+For models that no rank could hold whole. The values are bitwise those of `build_model`.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ from lockstep.models.initialization import Draws, generators_keyed
 
 
 @dataclass(frozen=True, slots=True)
-class Blank:
-    """Attributes:
-    model: its parameters on the meta device.
-    values: of all parameters, and of the buffers that come with weights, whole, on the CPU, by their names; those of
-        one piece of the model at a time.
+class MetaModel:
+    """A model whose parameters are on the meta device.
+
+    Attributes:
+        values: Yields the values of all parameters, and of the buffers that come with weights, whole, on the CPU, by
+            their names; those of one block of the model at a time.
     """
 
     model: nn.Module
     values: Callable[[], Iterator[tuple[str, Tensor]]]
 
-    def fill(self, device: torch.device) -> None:
-        """Gives the model memory there, and its values. It may have been divided: each rank keeps what it holds."""
-        _give_memory(self.model, device)
-        lacking = dict(self.model.named_parameters())
-        tensors = {**lacking, **dict(self.model.named_buffers())}
+    def materialize(self, device: torch.device) -> None:
+        """Give the model memory on a device, and its values. It may have been divided: each rank keeps what it
+        holds."""
+        _allocate(self.model, device)
+        missing = dict(self.model.named_parameters())
+        tensors = {**missing, **dict(self.model.named_buffers())}
         for name, value in self.values():
             if name in tensors:
                 copy_from_full(tensors[name], value)
-                lacking.pop(name, None)
-        assert not lacking, f"without values: {', '.join(lacking)}"
+                missing.pop(name, None)
+        assert not missing, f"without values: {', '.join(missing)}"
 
 
-def _give_memory(model: nn.Module, device: torch.device) -> None:
-    """To its parameters, which stay the objects that they are: two modules may share one, FSDP knows them."""
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Give parameters memory. They stay the same objects: two modules may share one, FSDP keeps references."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -59,7 +61,7 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def parameters_without_values() -> Iterator[None]:
-    """Modules made inside have their parameters on the meta device, and their buffers where they always are."""
+    """Have modules made inside get their parameters on the meta device, and their buffers where they always are."""
     original = nn.Module.register_parameter
     made = WeakIdKeyDictionary()  # a parameter that two modules share is one afterwards too
 
@@ -81,22 +83,20 @@ def parameters_without_values() -> Iterator[None]:
 _UNSET = float("nan")
 
 Resets = Mapping[str, Callable[[], object]]
-"""By the qualified name of the module."""
+"""What draws a module's initial values, by its qualified name."""
 
 
 @torch.no_grad()
-def reset_in_pieces(
-    module: nn.Module, seed: int, resets: Resets, pieces: Sequence[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """What `initialization.reset_modules` would make of a module without values: each parameter, under its first name.
+def reset_by_block(module: nn.Module, seed: int, resets: Resets, blocks: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the values that `initialization.reset_modules` would give a module: each parameter, under its first name.
     One that no reset sets is NaN (`is_unset`): its value is that of a constructor.
 
     Args:
-        module: its parameters on the meta device; it is as before afterwards.
-        pieces: names of submodules that are given memory one after the other; then all the rest is. No reset may
-            reach from one into another: `stays_in_pieces`.
+        module: Its parameters are on the meta device; it is as before afterwards.
+        blocks: Names of submodules that get memory one after the other; then all the rest does. No reset may reach from
+            one into another: `resets_stay_in_blocks`.
     """
-    parts = _parts(module, pieces)
+    parts = _modules_by_block(module, blocks)
     names = dict(module.named_parameters())
     modules = dict(module.named_modules(remove_duplicate=False))
     for part in parts:
@@ -115,36 +115,36 @@ def reset_in_pieces(
 
 
 def is_unset(value: Tensor) -> bool:
-    """Whether no reset has set a value of `reset_in_pieces`."""
+    """Return whether no reset has set a value of `reset_by_block`."""
     return bool(value.numel()) and bool(value.flatten()[0].isnan()) and bool(value.isnan().all())
 
 
 @torch.no_grad()
-def stays_in_pieces(module: nn.Module, resets: Resets, pieces: Sequence[str]) -> bool:
-    """Whether no reset changes a parameter outside of the piece that its module belongs to. Tried without memory."""
+def resets_stay_in_blocks(module: nn.Module, resets: Resets, blocks: Sequence[str]) -> bool:
+    """Return whether no reset changes a parameter outside of the block that its module is in. Tried without memory."""
     names = dict(module.named_parameters())
-    for part in _parts(module, pieces):
+    for part in _modules_by_block(module, blocks):
         others = [parameter for name, parameter in names.items() if _owner(name) not in part]
         before = [parameter._version for parameter in others]
         with Draws() as draws:
             for name in part:
                 resets.get(name, lambda: None)()
-        if [parameter._version for parameter in others] != before or any(draws.was_drawn(one) for one in others):
+        if [parameter._version for parameter in others] != before or any(draws.was_drawn(other) for other in others):
             return False
     return True
 
 
-def _parts(module: nn.Module, pieces: Sequence[str]) -> list[list[str]]:
-    """Names of the modules of each piece, and of those in none, children first."""
-    found: dict[str | None, list[str]] = {piece: [] for piece in (*pieces, None)}
+def _modules_by_block(module: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
+    """Return the names of the modules of each block, and of those in none, children first."""
+    modules: dict[str | None, list[str]] = {block: [] for block in (*blocks, None)}
     for name in _children_first("", module):
-        found[next((piece for piece in pieces if f"{name}.".startswith(f"{piece}.")), None)].append(name)
-    return list(found.values())
+        modules[next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)].append(name)
+    return list(modules.values())
 
 
 @contextmanager
 def _memory(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
-    """Gives the parameters memory, wherever a module holds them, and takes it back."""
+    """Give the parameters memory, wherever a module holds them, while the block runs."""
     holders = [
         (holder, key, name)
         for name, parameter in parameters.items()

@@ -4,15 +4,16 @@
                                                                                                                  |
     gradient of this rank's part of the loss, added to the others' as any data rank's  <--  sum of own losses  <-+
 
-Targets are put where their logits are before anything is divided: a model that is compared with the next token needs
-that of its neighbour's first one.
+Targets are aligned with their logits before anything is divided: the target of a rank's last position is the first
+token of its neighbor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +21,17 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.records import Batch
-from lockstep.distributed.sequences import SequencePartition, current, filled, places_of
-from lockstep.engine.eager import Eager, call
-from lockstep.engine.rehearsing import (
-    beginning,
+from lockstep.distributed.sequences import SequencePartition, current, padded_length, positions_of
+from lockstep.engine.dry_run import (
+    dry_run,
     entered_modules,
     first_line,
+    first_positions,
     is_by_position,
     outputs_of_modules,
-    rehearsal,
     unchanged,
 )
-from lockstep.engine.ring_attention import RingInModel, takes_positions, whole_sequences
+from lockstep.engine.eager import EagerEngine, call
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
@@ -40,37 +40,53 @@ if TYPE_CHECKING:
 
 _KEY = "parallel.context"
 _NO_TARGET = -100
-_REHEARSED = 16  # positions for each rank
-_APART = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative
+_CHECKED = 16  # positions for each rank
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative
 
 
-class Divider:
+class DividedAttention(Protocol):
+    """What a model does while its sequences are divided (`transforms.context_parallel.ContextParallel`)."""
+
+    @property
+    def takes_mask(self) -> bool: ...
+
+    @property
+    def takes_positions(self) -> bool: ...
+
+    def active(self) -> AbstractContextManager[None]: ...
+
+    def divide(self, division: SequencePartition) -> None: ...
+
+
+class SequenceDivider:
     """Gives a rank its part of each micro-batch.
 
     Args:
-        model: without what wraps it.
-        ring: the ranks that have the same samples.
-        targets_of: of each position that has logits; -100 for none.
+        model: The module without wrappers.
+        attention: The model's.
+        ring: The ranks that have the same samples.
+        targets_of: Returns the target of each position that has logits; -100 for none.
 
     Attributes:
-        rule: where the model sees the tokens of a padded sequence; None: it isn't known for padding that comes before
+        rule: Where the model sees the tokens of a padded sequence; None: it isn't known for padding that comes before
             tokens, and batches with such padding are refused.
     """
 
-    def __init__(self, model: nn.Module, ring: Ring, targets_of: Callable[[Batch], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, attention: DividedAttention, ring: Ring, targets_of: Callable[[Batch], Tensor]
+    ) -> None:
         self.model = model
-        self.attention = RingInModel(model)
+        self.attention = attention
         self._ring = ring
         self.ranks = ring.size
         self.targets_of = targets_of
-        self._tells_positions = takes_positions(model)
         self.rule: PositionRule | None = _by_row
 
     def __call__(self, batch: Batch) -> Batch:
-        """This rank's part; its division is the current one from then on.
+        """Return this rank's part; its division is the current one from then on.
 
         Raises:
-            RunFailed: something in the batch isn't laid out by positions.
+            RunFailed: Something in the batch isn't laid out by positions.
         """
         targets = self.targets_of(batch)
         if targets.dim() != 2:
@@ -79,49 +95,49 @@ class Divider:
                 "positions for each sample"
             )
         length, ranks = targets.shape[1], self._ring.size
-        places = places_of(self._ring.rank, ranks, length).to(targets.device)
-        inputs, mask = _without_mask(batch.inputs, length) if self.attention.asks_for_masks else (batch.inputs, None)
+        own = positions_of(self._ring.rank, ranks, length).to(targets.device)
+        inputs, mask = _without_mask(batch.inputs, length) if self.attention.takes_mask else (batch.inputs, None)
         real = self._real(mask, targets)
         last = real is not None and self._hides_nothing(real, targets)
-        division = SequencePartition(self._ring, length, places.clamp(max=length - 1), real, last)
-        self.attention.enter(division)
-        given = self._divided(inputs, length, division.positions)
-        if self._tells_positions and isinstance(given, dict) and "position_ids" not in given:
+        division = SequencePartition(self._ring, length, own.clamp(max=length - 1), real, last)
+        self.attention.divide(division)
+        given = self._own_inputs(inputs, length, division.positions)
+        if self.attention.takes_positions and isinstance(given, dict) and "position_ids" not in given:
             rule = self.rule or _by_row
             given["position_ids"] = rule(real, targets)[:, division.positions]
-        own = targets[:, division.positions].masked_fill(places >= length, _NO_TARGET)
-        return replace(batch, inputs=given, targets=own)
+        own_targets = targets[:, division.positions].masked_fill(own >= length, _NO_TARGET)
+        return replace(batch, inputs=given, targets=own_targets)
 
     def _hides_nothing(self, real: Tensor, targets: Tensor) -> bool:
-        """Whether causal attention needs no mask: padding comes last, and nobody asks for what is made of it.
+        """Return whether causal attention needs no mask: padding comes last, and has no targets.
 
         Raises:
-            RunFailed: there is padding before tokens, and a divided forward can't be the whole one's.
+            RunFailed: There is padding before tokens, and a divided forward can't be the whole one's.
         """
-        asked = (targets != _NO_TARGET) & ~real[:, : targets.shape[1]]
+        from_padding = (targets != _NO_TARGET) & ~real[:, : targets.shape[1]]
         if bool((real[:, 1:] <= real[:, :-1]).all()):
-            return not bool(asked.any())
+            return not bool(from_padding.any())
         row = int((real[:, 1:] > real[:, :-1]).any(1).nonzero()[0, 0])
         where = f"{_KEY}: sample {row} of a batch has padding before its tokens (attention_mask), and"
         if self.rule is None:
             raise RunFailed(f"{where} where the model sees tokens behind padding isn't known; pad on the right")
-        if bool(asked.any()):
+        if bool(from_padding.any()):
             raise RunFailed(
-                f"{where} {int(asked.sum())} targets are predicted from padding, such as a text's first token from the "
-                "padding before it; pad on the right, or give the first token of each text the label -100"
+                f"{where} {int(from_padding.sum())} targets are predicted from padding, such as a text's first token "
+                "from the padding before it; pad on the right, or give the first token of each text the label -100"
             )
         return False
 
     def _real(self, mask: Tensor | None, targets: Tensor) -> Tensor | None:
-        """[B, filled]; None: all are."""
+        """Return [B, padded]: which positions are real; None: all are."""
         length = targets.shape[1]
-        more = filled(length, self._ring.size) - length
+        more = padded_length(length, self._ring.size) - length
         if mask is None and not more:
             return None
         real = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
         return None if not more and bool(real.all()) else F.pad(real, (0, more))
 
-    def _divided(self, inputs: Inputs, length: int, positions: Tensor) -> Inputs:
+    def _own_inputs(self, inputs: Inputs, length: int, positions: Tensor) -> Inputs:
         def part(name: object, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
@@ -138,24 +154,24 @@ class Divider:
 
 
 PositionRule = Callable[["Tensor | None", Tensor], Tensor]
-"""(real tokens [B, T or more] or None, targets [B, T]) -> where the model sees tokens of whole sequences, [B, T]."""
+"""(real tokens [B, T or more] or None, targets [B, T]) -> positions at which the model sees tokens, [B, T]."""
 
 
 def _by_row(real: Tensor | None, targets: Tensor) -> Tensor:
-    """By its place in the row, padding or not, as Llama does."""
+    """Return each token's place in the row, padding or not, as Llama does."""
     return torch.arange(targets.shape[1], device=targets.device).expand(targets.shape)
 
 
 def _by_mask(real: Tensor | None, targets: Tensor) -> Tensor:
-    """By the number of real tokens before it, as OPT does. Positions of padding are nobody's."""
+    """Return the number of real tokens before each, as OPT does. Positions of padding mean nothing."""
     if real is None:
         return _by_row(real, targets)
     return (real[:, : targets.shape[1]].long().cumsum(1) - 1).clamp(min=0)
 
 
 def _padded_before(batch: Batch) -> Batch | None:
-    """The batch with the first third of every second sample's tokens masked; None: it has no mask of tokens, or such a
-    sample has fewer than three."""
+    """Return the batch with the first third of every second sample's tokens masked; None: it has no mask of tokens, or
+    such a sample has fewer than three."""
     mask = None if isinstance(batch.inputs, tuple) else batch.inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
@@ -169,34 +185,36 @@ def _padded_before(batch: Batch) -> Batch | None:
     return replace(batch, inputs={**batch.inputs, "attention_mask": changed}, targets=nothing)
 
 
-def _first_apart(whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: SequencePartition) -> str | None:
-    """The module whose outputs are the first not to be the same; None: they all are, as far as the roughest of their
-    dtypes can tell. What isn't real may be anything."""
-    rough = max((_APART[part.dtype] for part in divided.values()), default=0.0)
+def _first_different(
+    whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: SequencePartition
+) -> str | None:
+    """Return the module whose outputs are the first to differ; None: none do, as far as the roughest of their dtypes
+    shows. What isn't real may differ."""
+    tolerance = max((_TOLERANCE[part.dtype] for part in divided.values()), default=0.0)
     for name, part in divided.items():
-        there = whole.get(name)
-        axis = None if there is None else _axis_of_positions(there, part, division.own)
-        if there is None or axis is None:
+        expected = whole.get(name)
+        axis = None if expected is None else _axis_of_positions(expected, part, division.own)
+        if expected is None or axis is None:
             continue
-        there, part = there.index_select(axis, division.positions).float(), part.float()
+        expected, part = expected.index_select(axis, division.positions).float(), part.float()
         if division.real is not None:
-            there, part = (_of_real_tokens(one, axis, division) for one in (there, part))
-        if (part - there).norm() > rough * there.norm():
+            expected, part = (_of_real_tokens(item, axis, division) for item in (expected, part))
+        if (part - expected).norm() > tolerance * expected.norm():
             return name or "the model itself"
     return None
 
 
 def _of_real_tokens(outputs: Tensor, axis: int, division: SequencePartition) -> Tensor:
-    """Set outputs at padding to 0: what attention gives there is nobody's, and differs. Outputs
-    without an axis of samples, such as those of positions alone, stay as they are.
+    """Return outputs with 0 at padding: what attention gives there means nothing, and differs. Outputs without an axis
+    of samples, such as those of positions alone, stay as they are.
 
     Args:
-        axis: of the positions; the samples' is the first of the others that is as large.
+        axis: Of the positions; the samples' is the first of the others that is as large.
     """
     assert division.real is not None, "there is padding"
-    places = places_of(division.ring.rank, division.ring.size, division.length)
-    real = division.real[:, places.to(outputs.device)]
-    samples = next((one for one in range(outputs.dim()) if one != axis and outputs.shape[one] == len(real)), None)
+    own = positions_of(division.ring.rank, division.ring.size, division.length)
+    real = division.real[:, own.to(outputs.device)]
+    samples = next((item for item in range(outputs.dim()) if item != axis and outputs.shape[item] == len(real)), None)
     if samples is None:
         return outputs
     shape = [1] * outputs.dim()
@@ -216,7 +234,7 @@ def _fails_divided(inside: Sequence[str], error: Exception) -> ConfigError:
 
 
 def _axis_of_positions(whole: Tensor, part: Tensor, own: int) -> int | None:
-    """Along which a part has `own` of the whole's; [samples, positions, ...] or [positions, ...]."""
+    """Return the axis along which a part has `own` of the whole's; [samples, positions, ...] or [positions, ...]."""
     if whole.dim() != part.dim():
         return None
     differ = [axis for axis in range(part.dim()) if whole.shape[axis] != part.shape[axis]]
@@ -224,7 +242,7 @@ def _axis_of_positions(whole: Tensor, part: Tensor, own: int) -> int | None:
 
 
 def _without_mask(inputs: Inputs, length: int) -> tuple[Inputs, Tensor | None]:
-    """The mask of real tokens, [B, T], is for attention, which asks the division."""
+    """Return the inputs without the mask of real tokens, [B, T], and the mask."""
     mask = None if isinstance(inputs, tuple) else inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != length:
         return inputs, None
@@ -232,78 +250,81 @@ def _without_mask(inputs: Inputs, length: int) -> tuple[Inputs, Tensor | None]:
     return {name: value for name, value in inputs.items() if name != "attention_mask"}, mask
 
 
-class InContext:
-    """Args:
-    engine: whose micro-batches `divider` prepares.
+class ContextEngine:
+    """The engine of a model whose sequences are divided.
+
+    Args:
+        engine: Its micro-batches are prepared by `divider`.
     """
 
-    def __init__(self, engine: Eager, divider: Divider) -> None:
+    def __init__(self, engine: EagerEngine, divider: SequenceDivider) -> None:
         self._engine = engine
         self._divider = divider
         self._attention = divider.attention
         self.outputs: Callable[[Inputs], object] = engine.outputs  # of whole sequences, on each rank
 
-    def rehearse(self, batch: Batch, axis: Axis) -> None:
-        """The model's forward on divided sequences beside that on whole ones, module by module, without autocast. All
-        ranks together.
+    def check(self, batch: Batch, axis: Axis) -> None:
+        """Compare the model's forward on divided sequences with that on whole ones, module by module, without autocast.
+        All ranks together.
 
         Args:
-            batch: of a few samples, of whose sequences the first positions are taken.
-            axis: all ranks, which agree on what they found.
+            batch: Of a few samples, of whose sequences the first positions are taken.
+            axis: All ranks, which share what they find.
 
         Raises:
-            ConfigError: a module makes something else of a position when it doesn't see those around it.
+            ConfigError: A module makes something else of a position when it doesn't see those around it.
         """
         model, targets = self._divider.model, self._divider.targets_of(batch)
-        batch = beginning(batch, targets.shape[1], _REHEARSED * self._divider.ranks)
-        told = self._first_apart_by(_by_row, batch, axis)
-        if told is not None and self._first_apart_by(_by_mask, batch, axis) is None:
-            told = None
-        if told is None:
-            with rehearsal(model, targets.device):
+        batch = first_positions(batch, targets.shape[1], _CHECKED * self._divider.ranks)
+        module = self._different_by(_by_row, batch, axis)
+        if module is not None and self._different_by(_by_mask, batch, axis) is None:
+            module = None
+        if module is None:
+            with dry_run(model, targets.device):
                 model.eval()
                 self._divider.rule = self._rule_of_padding(batch, axis)
-        if told is not None:
+        if module is not None:
             why = (
-                f"{told} makes something else of a position in a divided sequence than in a whole one. Layers see "
+                f"{module} makes something else of a position in a divided sequence than in a whole one. Layers see "
                 "this rank's positions alone, but for attention by F.scaled_dot_product_attention or of the "
                 "transformers library; where they are is told by lockstep.positions(), in place of torch.arange(), "
                 "or a forward's `position_ids`. Leave parallel.context out, or change the model"
             )
             raise ConfigError(Problem("", _KEY, why))
 
-    def _first_apart_by(self, rule: PositionRule, batch: Batch, axis: Axis) -> str | None:
-        """As it trains, unless it draws numbers then, and as it is evaluated."""
+    def _different_by(self, rule: PositionRule, batch: Batch, axis: Axis) -> str | None:
+        """Return the first module that differs in training, unless it draws numbers then, or in evaluation."""
         model, device = self._divider.model, self._divider.targets_of(batch).device
         self._divider.rule = rule
-        with rehearsal(model, device) as drawn:
-            told = self._first_apart(batch, axis)
-            if any(axis.gather(drawn())):  # each rank for its own positions: that says nothing
-                told = None
-        if told is not None:
-            return told
-        with rehearsal(model, device):
+        with dry_run(model, device) as drawn:
+            module = self._different(batch, axis)
+            if any(axis.gather(drawn())):  # each rank for its own positions: that means nothing
+                module = None
+        if module is not None:
+            return module
+        with dry_run(model, device):
             model.eval()
-            return self._first_apart(batch, axis)
+            return self._different(batch, axis)
 
     def _rule_of_padding(self, batch: Batch, axis: Axis) -> PositionRule | None:
-        """By which rule a divided forward is the whole one's where padding comes before tokens, if by any."""
-        moved = _padded_before(batch)
-        if not all(axis.gather(moved is not None)):
+        """Return the rule by which a divided forward is the whole one's where padding comes before tokens, if any
+        is."""
+        padded = _padded_before(batch)
+        if not all(axis.gather(padded is not None)):
             return None
-        assert moved is not None, "all ranks have one"
+        assert padded is not None, "all ranks have one"
         for rule in (_by_row, _by_mask):
             self._divider.rule = rule
-            if self._first_apart(moved, axis) is None:
+            if self._different(padded, axis) is None:
                 return rule
         return None
 
-    def _first_apart(self, batch: Batch, axis: Axis) -> str | None:
-        """The first module that is, on the first rank that has one."""
+    def _different(self, batch: Batch, axis: Axis) -> str | None:
+        """Return the first module that differs, on the first rank that has one."""
         model = self._divider.model
         with torch.no_grad(), unchanged(model), outputs_of_modules(model) as whole:
             call(model, batch.inputs)
-        with torch.no_grad(), whole_sequences(self._attention), outputs_of_modules(model) as divided:
+        with torch.no_grad(), self._attention.active(), outputs_of_modules(model) as divided:
             part = self._divider(batch)
             division = current()
             assert division is not None
@@ -314,13 +335,15 @@ class InContext:
                     raise
                 except Exception as error:  # whatever a model runs into whose attention is another one; on all ranks
                     raise _fails_divided(inside, error) from error
-        told = axis.gather(_first_apart(whole, divided, division))
-        return next((one for one in told if isinstance(one, str)), None)
+        modules = axis.gather(_first_different(whole, divided, division))
+        return next((item for item in modules if isinstance(item, str)), None)
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
-        with whole_sequences(self._attention):
+        """See `core.protocols.Engine`."""
+        with self._attention.active():
             self._engine.accumulate(batch, seed_scale, announce)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        with whole_sequences(self._attention):
+        """See `core.protocols.Engine`."""
+        with self._attention.active():
             return self._engine.evaluate(micro_batches)

@@ -11,14 +11,16 @@ from kit.small import in_group
 from kit.worlds import in_world
 
 from lockstep.core.errors import ConfigError
-from lockstep.sharding.passes import Passes, Ranks
+from lockstep.sharding.collective_order import CollectiveOrder, NumberExchange
 
 
-def passes() -> Passes:
-    return Passes("fsdp", Ranks(None, torch.device("cpu")), lambda number: f"gathered {number}", "Write true")
+def order() -> CollectiveOrder:
+    return CollectiveOrder(
+        "fsdp", NumberExchange(None, torch.device("cpu")), lambda number: f"gathered {number}", "Write true"
+    )
 
 
-def train(compared: Passes, *numbers: int) -> None:
+def train(compared: CollectiveOrder, *numbers: int) -> None:
     compared.begin("last")
     for number in numbers:
         compared.see(number)
@@ -28,7 +30,7 @@ def train(compared: Passes, *numbers: int) -> None:
 def sessions_after_each_other() -> None:
     with in_group():
         for number in (5, 6, 7):
-            compared = passes()
+            compared = order()
             train(compared, 4)
             time.sleep(0.2 * dist.get_rank())
             train(compared, number)
@@ -41,7 +43,7 @@ def test_a_changed_order_is_compared_with_that_of_the_same_session() -> None:
 
 def differing_in_a_later_pass() -> str:
     with in_group():
-        compared = passes()
+        compared = order()
         train(compared, 4, 5)
         if dist.get_rank() == 1:
             with pytest.raises(ConfigError) as raised:

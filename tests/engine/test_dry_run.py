@@ -1,4 +1,4 @@
-"""Forwards that are made to be looked at: what is compared, and that nothing comes of it."""
+"""Dry runs: what is compared, and that they have no effect."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch
 from lockstep.distributed.collectives import LocalGroup
-from lockstep.engine.divided_matrices import Rehearsed, rehearse
-from lockstep.engine.rehearsing import rehearsal
+from lockstep.distributed.mesh_position import TensorParallelGroup
+from lockstep.engine.dry_run import dry_run
+from lockstep.engine.tensor_check import TensorCheck
 
 CPU = torch.device("cpu")
 Returns = Callable[[Tensor], Any]
@@ -28,13 +29,13 @@ def batch(points: int) -> Batch:
 
 
 class Other:
-    """Computes something else than before, or doesn't, once it stands for a model that is divided."""
+    """Computes something else, or the same, once it stands for a model that is divided."""
 
     def __init__(self, model: nn.Module, off: float, returns: Returns) -> None:
         self.model, self.off, self.returns = model, off, returns
         self.given: list[int] = []
 
-    def undivided(self, model: nn.Module) -> nullcontext[None]:
+    def whole_weights(self, model: nn.Module) -> nullcontext[None]:
         return nullcontext()
 
     def forward(self, batch: Batch) -> Any:
@@ -55,17 +56,17 @@ class Made:
     cache: list[int]
 
 
-def rehearsed(off: float, returns: Returns = lambda made: made) -> Other:
+def checked(off: float, returns: Returns = lambda made: made) -> Other:
     other = Other(nn.Linear(4, 2), off, returns)
-    what = Rehearsed(other.model, other.undivided, {}, frozenset(), frozenset(), LocalGroup(), LocalGroup(), CPU)
-    rehearse(what, other.forward, [batch(1), batch(4)])
+    group = TensorParallelGroup(LocalGroup(), frozenset(), frozenset())
+    TensorCheck(other.model, other.whole_weights, {}, group, LocalGroup(), CPU).run(other.forward, [batch(1), batch(4)])
     return other
 
 
 def test_what_draws_is_compared_in_evaluation_and_what_takes_one_length_at_that() -> None:
-    assert rehearsed(off=0.0).given == [1, 4, 4, 4]  # too few; drawn; evaluated; and divided
+    assert checked(off=0.0).given == [1, 4, 4, 4]  # too few; drawn; evaluated; and divided
     with pytest.raises(ConfigError, match=r"the gradient of (weight|bias) is another one"):
-        rehearsed(off=0.01)
+        checked(off=0.01)
 
 
 RETURNS: dict[str, Returns] = {
@@ -76,14 +77,14 @@ RETURNS: dict[str, Returns] = {
 
 
 @pytest.mark.parametrize("name", RETURNS)
-def test_whatever_a_model_returns_is_looked_at(name: str) -> None:
-    rehearsed(0.0, RETURNS[name])
+def test_whatever_a_model_returns_is_compared(name: str) -> None:
+    checked(0.0, RETURNS[name])
     with pytest.raises(ConfigError, match="is another one"):
-        rehearsed(0.01, RETURNS[name])
+        checked(0.01, RETURNS[name])
 
 
-def test_rounding_isnt_told() -> None:
-    assert rehearsed(off=1e-5).given == [1, 4, 4, 4]
+def test_rounding_is_no_difference() -> None:
+    assert checked(off=1e-5).given == [1, 4, 4, 4]
 
 
 class Noting(nn.Module):
@@ -107,14 +108,14 @@ class Noting(nn.Module):
         return self.norm(F.dropout(x, 0.5)) + torch.rand(()) + random.random()
 
 
-def test_nothing_is_left_of_a_rehearsal() -> None:
+def test_nothing_is_left_of_a_dry_run() -> None:
     model = Noting()
     model.norm.eval()
     kept = {name: one.clone() for name, one in model.named_buffers()}
     memory = {name: one.data_ptr() for name, one in model.named_buffers()}
     torch.manual_seed(1)
     random.seed(1)
-    with rehearsal(model, CPU) as drawn:
+    with dry_run(model, CPU) as drawn:
         assert not drawn()
         model.train()
         model(torch.randn(5, 4))
@@ -130,9 +131,9 @@ def test_nothing_is_left_of_a_rehearsal() -> None:
     assert F.dropout(torch.ones(1000), 0.5).eq(0).any()
 
 
-def test_a_rehearsal_that_fails_is_over_too() -> None:
+def test_a_dry_run_that_fails_has_none_either() -> None:
     model = Noting()
-    with pytest.raises(ValueError, match="Expected more than 1 value"), rehearsal(model, CPU):
+    with pytest.raises(ValueError, match="Expected more than 1 value"), dry_run(model, CPU):
         model(torch.randn(1, 4))
     assert float(model.seen) == 0
     assert F.dropout(torch.ones(1000), 0.5).eq(0).any()

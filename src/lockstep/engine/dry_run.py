@@ -1,7 +1,7 @@
-"""A forward that is made to be looked at, before anything is trained: nothing comes of it.
+"""Dry runs: forwards that are made to be looked at, before anything is trained, and have no effect.
 
 modes, buffers, attributes, generators     as they were before, whatever the forward does to them
-dropout                                    left out: what it draws says nothing
+dropout                                    left out: what it draws means nothing
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dro
 
 
 @contextmanager
-def rehearsal(model: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Afterwards the model and the generators are what they were. Inside nothing is dropped by torch.nn.functional;
-    gives what says whether numbers were drawn nevertheless."""
-    with unchanged(model), replayed_draws(device) as drawn, _nothing_dropped(), _in_full_precision():
+def dry_run(model: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Leave the model and the generators as they are, and torch.nn.functional's dropout out, while the block runs.
+    Yields what returns whether numbers were drawn nevertheless."""
+    with unchanged(model), replayed_draws(device) as drawn, _no_dropout(), _full_precision():
         yield drawn
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Afterwards its modules have the modes, buffers and attributes that they had; what these hold in turn is another
-    matter, but for plain containers."""
+    """Give the model's modules their modes, buffers and attributes back after the block; attributes of attributes only
+    where these are plain containers."""
     before = [(module, dict(_attributes(module)), dict(module._buffers)) for module in model.modules()]
-    held = [one for _, *kept in before for of in kept for one in of.values()]
-    copies = [(one, _copied(one)) for one in {id(one): one for one in held}.values()]
+    values = [value for _, *kept in before for of_module in kept for value in of_module.values()]
+    copies = [(value, _copied(value)) for value in {id(value): value for value in values}.values()]
     try:
         yield
     finally:
@@ -50,19 +50,19 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     del module.__dict__[name]
                 module.__dict__.update(attributes)
                 module._buffers.update(buffers)
-            for one, content in copies:
+            for value, content in copies:
                 if content is not None:
-                    _put_back(one, content)
+                    _put_back(value, content)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What user code keeps in a module, and its mode."""
+    """Return what user code keeps in a module, and its mode."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 def _copied(value: Any) -> Any:
-    """What it holds now; None: it can't come to hold something else, or nobody knows."""
-    if type(value) is Tensor:  # nothing that stands in for one, or is expanded: nobody can write to that
+    """Return a copy of its content; None: the content can't change, or its type isn't known."""
+    if type(value) is Tensor:  # no subclass, and nothing expanded: nobody can write to that
         expanded = any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
         return None if expanded else value.detach().clone()
     return copy(value) if type(value) in (list, dict, set, deque) else None
@@ -80,8 +80,9 @@ def _put_back(value: Any, before: Any) -> None:
 
 
 @contextmanager
-def _nothing_dropped() -> Iterator[None]:
-    """A mode of torch's functions would do it, were it there when a backward computes blocks again (torch 2.13)."""
+def _no_dropout() -> Iterator[None]:
+    """Replace torch's functions while the block runs. A `TorchFunctionMode` isn't active while `torch.autograd.grad`
+    computes blocks again (torch 2.13)."""
     usual = {name: getattr(F, name) for name in _DROPS}
     for name in _DROPS:
         setattr(F, name, _kept)
@@ -97,8 +98,8 @@ def _kept(input: Tensor, *_unused: object, **_further: object) -> Tensor:  # noq
 
 
 @contextmanager
-def _in_full_precision() -> Iterator[None]:
-    """Products of fp32 matrices on GPUs, whose factors may be rounded to TF32: small differences are to show."""
+def _full_precision() -> Iterator[None]:
+    """Compute products of fp32 matrices on GPUs without rounding to TF32, so that small differences show."""
     if not torch.cuda.is_available():
         yield
         return
@@ -114,18 +115,19 @@ def _in_full_precision() -> Iterator[None]:
 
 @contextmanager
 def outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """By name, in the order in which they are done; of a module that is called more than once, the last."""
-    found: dict[str, Tensor] = {}
+    """Yield a mapping that collects modules' outputs by name, in the order in which they end; of a module that is
+    called more than once, the last."""
+    outputs: dict[str, Tensor] = {}
 
-    def keep(name: str, module: nn.Module, inputs: object, outputs: object) -> None:
-        first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, Tensor) and first.is_floating_point():
-            found.pop(name, None)
-            found[name] = first.detach()
+            outputs.pop(name, None)
+            outputs[name] = first.detach()
 
     hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
     try:
-        yield found
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -133,7 +135,7 @@ def outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def entered_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Gives the names of the modules that a forward is in, from outside in; after an error those around it."""
+    """Yield the names of the modules that a forward is in, from outside in; after an error those around it."""
     inside: list[str] = []
 
     def enter(name: str, module: nn.Module, inputs: object) -> None:
@@ -153,21 +155,22 @@ def entered_modules(model: nn.Module) -> Iterator[list[str]]:
 
 
 def first_line(error: Exception) -> str:
-    """The error's class and the first line of what it says."""
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    """Return the error's class and the first line of its message."""
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def beginning(batch: Batch, length: int, most: int) -> Batch:
-    """The first positions of the same samples.
+def first_positions(batch: Batch, length: int, most: int) -> Batch:
+    """Return the first positions of the same samples.
 
     Args:
-        length: of the sequences.
+        length: Of the sequences.
+        most: Positions to keep.
     """
-    cut = lambda value: value[:, :most] if is_by_position(value, length) else value  # noqa: E731
-    return replace(batch, inputs=tree_map(cut, batch.inputs), targets=tree_map(cut, batch.targets))
+    first = lambda value: value[:, :most] if is_by_position(value, length) else value  # noqa: E731
+    return replace(batch, inputs=tree_map(first, batch.inputs), targets=tree_map(first, batch.targets))
 
 
 def is_by_position(value: object, length: int) -> bool:
-    """Whether it is a tensor [samples, positions, ...]."""
+    """Return whether it is a tensor [samples, positions, ...]."""
     return isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length

@@ -10,8 +10,8 @@ import torch
 
 from lockstep.config.schema import Config
 from lockstep.core.records import DataFacts
-from lockstep.models.blank import stays_in_pieces
-from lockstep.models.build import blank_model, build_model
+from lockstep.models.build import build_meta_model, build_model
+from lockstep.models.meta_model import resets_stay_in_blocks
 
 FACTS = DataFacts(samples=8, tokens_per_sample=16, vocabulary=40, classes=3, padding=0)
 TINY: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ OWN = [
 
 
 def filled(model: dict[str, Any], seed: int = 3) -> dict[str, torch.Tensor]:
-    blank = blank_model(section(model), FACTS, seed)
+    blank = build_meta_model(section(model), FACTS, seed)
     assert blank is not None
     assert all(parameter.is_meta for parameter in blank.model.parameters())
     assert not any(buffer.is_meta for buffer in blank.model.buffers())
@@ -70,7 +70,7 @@ def test_own_models(model: dict[str, Any]) -> None:
 def test_families(name: str) -> None:
     whole = build_model(section(family(name)), FACTS, 3)
     assert_equal(filled(family(name)), whole)
-    blank = blank_model(section(family(name)), FACTS, 3)
+    blank = build_meta_model(section(family(name)), FACTS, 3)
     assert blank is not None
     for (one, buffer), (other, expected) in zip(blank.model.named_buffers(), whole.named_buffers(), strict=True):
         assert one == other
@@ -88,11 +88,11 @@ def test_a_new_head_on_pretrained_weights(tmp_path: Path) -> None:
     """The weights' own head is left over where the new one is missing: which is which, only the library knows."""
     build_model(section(family("llama")), FACTS, 5).save_pretrained(tmp_path)  # type: ignore[operator]
     model = {"kind": "huggingface", "task": "sequence-classification", "pretrained": str(tmp_path)}
-    assert blank_model(section(model), FACTS, 3) is None
+    assert build_meta_model(section(model), FACTS, 3) is None
 
 
 def test_a_module_of_the_users_own_is_built_whole() -> None:
-    assert blank_model(section({"kind": "custom", "target": "kit.small:Net"}), FACTS, 3) is None
+    assert build_meta_model(section({"kind": "custom", "target": "kit.small:Net"}), FACTS, 3) is None
 
 
 @pytest.mark.parametrize("fill", [torch.nn.init.normal_, torch.nn.init.zeros_])
@@ -105,5 +105,5 @@ def test_a_reset_that_reaches_elsewhere_is_noticed(fill: Any) -> None:
     model, pieces = Outer(), ["blocks.0", "blocks.1"]
     for reached in pieces:
         weight = model.get_submodule(reached).weight
-        assert stays_in_pieces(model, {reached: lambda weight=weight: fill(weight)}, pieces)
-        assert not stays_in_pieces(model, {"": lambda weight=weight: fill(weight)}, pieces)
+        assert resets_stay_in_blocks(model, {reached: lambda weight=weight: fill(weight)}, pieces)
+        assert not resets_stay_in_blocks(model, {"": lambda weight=weight: fill(weight)}, pieces)

@@ -1,0 +1,169 @@
+"""torch's pipeline stages and schedules, with micro-batches of unequal shapes. All that is private of them is here.
+
+A stage of torch keeps the shape of the first micro-batch it saw. Here it gets, before each update, the activation specs
+of each micro-batch, so that ragged text needs no padding beyond that of its own micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining._utils import extract_tensor_metas
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _RecvInfo
+
+if TYPE_CHECKING:
+    from lockstep.engine.stages import ActivationSpec
+    from lockstep.plan.stages import Schedule
+
+Compute = Callable[[int, "Tensor | None", int], Any]
+"""(stage, what the stage before has sent, micro-batch) -> its output; of the last, what the backward starts from."""
+
+_SINGLE: Mapping[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI: Mapping[str, type[PipelineScheduleMulti]] = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+class StageOfSchedule(PipelineStage):
+    """One stage, as torch's schedules run it.
+
+    Args:
+        parameters: The stage's.
+        specs: The activation specs of a first micro-batch, by stage.
+        sync_context: Returns the context of a backward.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        compute: Compute,
+        parameters: Sequence[nn.Parameter],
+        specs: Sequence[ActivationSpec],
+        sync_context: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        given = torch.empty(0, device=device) if number == 0 else _example(specs[number], device)
+        made = torch.empty((), device=device) if number == stages - 1 else _example(specs[number + 1], device)
+        part = _StageModule(number, compute, parameters)
+        super().__init__(part, number, stages, device, input_args=given, output_args=made, group=group)
+        self._sync_context = sync_context
+
+    def expect(self, specs: Sequence[Sequence[ActivationSpec]]) -> None:
+        """Set the activation specs of the next update, by micro-batch and stage."""
+        own = self.stage_index
+        for number, of_micro_batch in enumerate(specs):
+            if not self.is_first:
+                self.args_recv_info[number] = (self._receives(of_micro_batch[own], "activation", own - 1, grad=True),)
+            if not self.is_last:
+                self.grad_recv_info[number] = (
+                    self._receives(of_micro_batch[own + 1], "gradient", own + 1, grad=False),
+                )
+
+    def _receives(self, spec: ActivationSpec, what: str, source: int, *, grad: bool) -> _RecvInfo:
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        metas = extract_tensor_metas((buffer.detach().requires_grad_(grad),))
+        name = f"{what} from stage {source}"
+        return _RecvInfo(name, source=source, buffer=buffer, tensor_meta=cast("Any", metas)[0])
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a backward as torch does; one that gives weights their gradients, in the sync context."""
+        if backward_type == "input":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        with self._sync_context():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+def _example(spec: ActivationSpec, device: torch.device) -> Tensor:
+    return torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=True)
+
+
+class _StageModule(nn.Module):
+    """What torch calls. The weights stay the model's."""
+
+    def __init__(self, number: int, compute: Compute, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._number = number
+        self._compute = compute
+        self._own = list(parameters)
+
+    def forward(self, activation: Tensor, *, micro_batch: int) -> Any:
+        return self._compute(self._number, activation if self._number else None, micro_batch)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self._own if parameter.requires_grad)
+
+
+class ScheduleRunner:
+    """A schedule for updates of one number of micro-batches, over this rank's stages.
+
+    Args:
+        ranks: Of the pipeline.
+    """
+
+    def __init__(self, schedule: Schedule, stages: Sequence[StageOfSchedule], ranks: int, micro_batches: int) -> None:
+        self._stages = stages
+        self._given = [(torch.empty(0, device=stages[0].device),)] * micro_batches
+        self._numbers = [{"micro_batch": number} for number in range(micro_batches)]
+        kind = schedule_class(schedule, micro_batches, ranks)
+        if issubclass(kind, PipelineScheduleSingle):
+            self._schedule: Any = kind(stages[0], micro_batches, _computed, scale_grads=False)
+            connect: Any = self._schedule._initialize_stage
+        else:
+            self._schedule = kind(list(stages), micro_batches, _computed, scale_grads=False)
+            connect = self._schedule._initialize_stages
+        self._schedule._has_backward = True
+        for stage in stages:
+            stage.has_backward = True
+        connect(self._given[0], self._numbers[0])  # as in torch's first step; afterwards stages can be set
+
+    def run(self, specs: Sequence[Sequence[ActivationSpec]]) -> None:
+        """Make one update: all forwards and backwards of this rank's stages.
+
+        Args:
+            specs: The activation specs, by micro-batch and stage.
+        """
+        for stage in self._stages:
+            stage.expect(specs)
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        targets = list(range(len(self._numbers)))
+        self._schedule._step_microbatches(self._given, self._numbers, targets, None, return_outputs=False)
+
+
+def _computed(loss: Tensor, micro_batch: int) -> Tensor:
+    """Return the loss, which the last stage has made: its outputs need not be tensors."""
+    return loss
+
+
+def schedule_class(
+    schedule: Schedule, micro_batches: int, ranks: int
+) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
+    """Return torch's class for an update. One of too few micro-batches, such as an epoch's last, or of a number that
+    rounds don't divide, runs all forwards first: the same gradients, a longer bubble."""
+    if schedule in _SINGLE:
+        return _SINGLE[schedule] if micro_batches >= ranks else ScheduleGPipe
+    rounds = max(1, micro_batches // ranks)
+    if schedule != "zbv" and (micro_batches < ranks or micro_batches % rounds):
+        return ScheduleLoopedBFS
+    return _MULTI[schedule]

@@ -1,0 +1,385 @@
+"""The stages that this rank runs of a model, by the model's own forward.
+
+A stage runs the forward on the micro-batch, which every rank has: what comes before its first block makes masks and the
+like; blocks of other stages return their input; its first block takes what the stage before has sent; and after its
+last block the forward is abandoned. So it works for any model whose blocks form a chain, without a forward for a part
+of it.
+
+That they form a chain is checked before anything is trained, alike on every rank, in a dry run that computes nothing:
+each block is met once, in order; where a stage begins, a block takes the very tensor that the one before has returned,
+and nothing else that is made from weights of other stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lockstep.core.errors import Failure
+from lockstep.core.records import Inputs
+from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
+from lockstep.engine.chain_check import ChainCheck, PassedThrough, first_argument, in_form, something_between
+from lockstep.engine.dry_run import entered_modules, first_line, unchanged
+from lockstep.engine.eager import Context, call, call_without_hooks
+from lockstep.engine.partitioning import PartitionSpec, empty_block, first_blocks, refuse_no_chain
+from lockstep.engine.placeholders import (
+    no_chain,
+    outer_modules,
+    placeholder,
+    refuse_tied_blocks,
+    remove_sides,
+    shadowed,
+    tied_over_sides,
+)
+from lockstep.engine.shapes import LayerShapes
+from lockstep.engine.usage import sides_of_use
+from lockstep.plan.stages import owner
+
+Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""Replaces a block's call: its index, and its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSpec:
+    """Shape and dtype of one micro-batch's activation at a stage boundary."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PartitionedModel:
+    """A model of which this rank keeps some stages.
+
+    Args:
+        model: Partitioned in place, before it is moved to `device` or sharded.
+        inputs: Inputs of a few samples, on the CPU: they show on which side of the blocks other modules are used.
+        muted: Makes the context in which what user code logs is dropped.
+
+    Attributes:
+        model: It runs one stage at a time, by `run`.
+        blocks: Names of the blocks that are kept.
+        own: Numbers of this rank's stages, in order.
+        count: Stages of the whole model.
+        owners: The rank of each stage, by its coordinate on the pipeline.
+        shared: Names of parameters that the first and the last stage both have, since they are tied.
+
+    Raises:
+        ConfigError: The model can't be partitioned so.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        spec: PartitionSpec,
+        device: torch.device,
+        inputs: Inputs,
+        muted: Context,
+        mode: ForwardMode,
+    ) -> None:
+        refuse_no_chain(model, blocks)
+        with muted():
+            outer = outer_modules(model, blocks, sides_of_use(model, blocks, inputs))
+        self._muted = muted
+        self._mode = mode
+        self._firsts = first_blocks(model, blocks, spec, outer)
+        self._layer_shapes = LayerShapes(model, device) if type(model) is nn.Sequential else None
+        self.model = model
+        self.count = spec.stages
+        self.owners = [owner(stage, spec.ranks, spec.schedule) for stage in range(spec.stages)]
+        self.own = [stage for stage, rank in enumerate(self.owners) if rank == spec.rank]
+        ends = [*self._firsts[1:], len(blocks)]
+        self._spans = {stage: range(self._firsts[stage], ends[stage]) for stage in self.own}
+        self._device = device
+        self._names = list(blocks)
+        self._modules = [model.get_submodule(name) for name in blocks]
+        self._handler: Handler | None = None
+        self._returns: str | int = "tensor"
+        self._dtype: torch.dtype | None = None
+        self._specs: dict[Any, list[ActivationSpec]] = {}
+        kept = {index for span in self._spans.values() for index in span}
+        self.blocks = [name for index, name in enumerate(blocks) if index in kept]
+        refuse_tied_blocks(model, blocks)
+        self.shared = tied_over_sides(model, outer) if self.owners[0] != self.owners[-1] else []
+        self._outer = outer
+        kept_sides: set[Side] = set()
+        if self.own[0] == 0:
+            kept_sides.add("before")
+        if self.own[-1] == self.count - 1:
+            kept_sides.add("after")
+        remove_sides(outer, kept_sides, device, mode)
+        self._calls: list[Callable[..., Any]] = []  # with their hooks, which a block of another stage doesn't run
+        for index, module in enumerate(self._modules):
+            if index not in kept:
+                empty_block(module)
+            self._calls.append(cast("Any", module)._call_impl)
+            cast("Any", module)._call_impl = partial(self._in_block, index)
+        cast("Any", model).forward = _until_abandoned(model.forward)
+
+    def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
+        """Yield those of its blocks, and of what lies before or after all blocks, if that belongs to it."""
+        own = {id(parameter) for index in self._spans[stage] for parameter in self._modules[index].parameters()}
+        of_blocks = {
+            id(parameter)
+            for span in self._spans.values()
+            for index in span
+            for parameter in self._modules[index].parameters()
+        }
+        at_end = stage in (0, self.count - 1)
+        return (
+            parameter
+            for parameter in self.model.parameters()
+            if id(parameter) in own or (at_end and id(parameter) not in of_blocks)
+        )
+
+    def run(self, stage: int, activation: Tensor | None, inputs: Inputs) -> Any:
+        """Run a stage's part of a forward on a micro-batch.
+
+        Args:
+            activation: What the stage before has sent; None for the first.
+
+        Returns:
+            What is sent to the next stage; of the last, what the model returns.
+
+        Raises:
+            ConfigError: The model's blocks are no chain, and can't be separated here.
+        """
+        span, last = self._spans[stage], len(self._modules) - 1
+        passed: PassedThrough | None = None
+        others = ExitStack()  # what comes before the stage's own blocks is logged by another one
+
+        def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal passed
+            if index not in span:
+                passed = PassedThrough.of(first_argument(args, kwargs))
+                return in_form(self._returns, passed.value)
+            if index == span[0] and index > 0:
+                if passed is None or not passed.is_unchanged(first_argument(args, kwargs)):  # training may do more
+                    raise something_between(self._names[index - 1], self._names[index])
+                received = cast("Tensor", cast("Any", _Received).apply(activation))
+                args, kwargs = _with_first(received, args, kwargs)
+                self._mode.refused_sides = ALL_SIDES
+                others.close()
+            output = self._calls[index](*args, **kwargs)
+            if index == span[-1] and index < last:
+                raise _Abandoned(self._to_send(output))
+            return output
+
+        with others, self._handling(handle, ALL_SIDES if stage == 0 else frozenset()):
+            if stage > 0:
+                others.enter_context(self._muted())
+            return call(self.model, inputs)
+
+    def activation_specs(self, inputs: Inputs) -> list[ActivationSpec]:
+        """Return the spec of what each stage receives of a micro-batch; the first stage's means nothing. No weights are
+        used for it, except in the first call; in the autocast of the run."""
+        key = tuple(
+            (tuple(parameter.shape), parameter.dtype)
+            for parameter in tree_leaves(inputs)
+            if isinstance(parameter, Tensor)
+        )
+        if key not in self._specs:
+            self._specs[key] = self._different_specs(inputs) if self._layer_shapes else self._equal_specs(inputs)
+        return self._specs[key]
+
+    def _different_specs(self, inputs: Inputs) -> list[ActivationSpec]:
+        assert self._layer_shapes is not None, "a Sequential has them"
+        outputs = self._layer_shapes.outputs(inputs)
+        specs = [_spec(output, name) for output, name in zip(outputs, self._names, strict=True)]
+        return [specs[max(0, first - 1)] for first in self._firsts]
+
+    def _equal_specs(self, inputs: Inputs) -> list[ActivationSpec]:
+        example = self._first_input(inputs)
+        if self._dtype is None:
+            self._run_one_block(inputs, example)
+            self._check_chain(inputs, example)
+        assert self._dtype is not None, "a block has run"
+        return [ActivationSpec(tuple(example.shape), self._dtype)] * self.count
+
+    # --- the check ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run_one_block(self, inputs: Inputs, example: Tensor) -> None:
+        """Find out what blocks return, by running one of this rank's on zeros."""
+        name, first = self.blocks[0], self._spans[self.own[0]][0]
+        returned: list[Any] = []
+
+        def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            zeros = torch.zeros(example.shape, dtype=example.dtype, device=self._device)
+            args, kwargs = _with_first(zeros, args, kwargs)
+            try:
+                returned.append(self._calls[first](*args, **kwargs))  # in the place of the model's first
+            except Failure:
+                raise
+            except Exception as error:  # whatever it runs into
+                why = f"{name} fails on what {self._names[0]} is given ({first_line(error)}): stages hand on one shape"
+                raise no_chain(why) from error
+            raise _Abandoned(None)
+
+        with self._without_effects(), self._handling(handle):
+            call(self.model, inputs)
+        self._returns = _form(returned[0], name)
+        output = _first_tensor(returned[0])
+        if output.shape != example.shape:
+            raise no_chain(f"{name} makes {list(output.shape)} of {list(example.shape)}: stages hand on one shape")
+        self._dtype = output.dtype
+
+    @torch.no_grad()
+    def _check_chain(self, inputs: Inputs, example: Tensor) -> None:
+        """Run the whole forward with placeholders for all weights, the same on every rank.
+
+        Raises:
+            ConfigError: The blocks are no chain where stages begin.
+        """
+        zeros = torch.zeros(example.shape, dtype=self._dtype, device=self._device)
+        check = ChainCheck(self._names, frozenset(self._firsts[1:]), self._returns, zeros, self._mode)
+        with self._without_effects(), self._without_weights(), self._handling(check.handle, frozenset(("after",))):
+            self._dry_forward(inputs)
+        check.end()
+
+    def _first_input(self, inputs: Inputs) -> Tensor:
+        """Return what the first block of all would take, in shape and precision."""
+
+        def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            raise _Abandoned(first_argument(args, kwargs))
+
+        with torch.no_grad(), self._without_effects(), self._without_weights(), self._handling(handle):
+            return cast("Tensor", self._dry_forward(inputs))
+
+    def _dry_forward(self, inputs: Inputs) -> object:
+        """Run a forward in which blocks return their inputs, or are left out.
+
+        Raises:
+            ConfigError: The model's own code needs more of blocks than what they return.
+        """
+        with entered_modules(self.model) as inside:
+            try:
+                return call_without_hooks(self.model, inputs)
+            except Failure:
+                raise
+            except Exception as error:  # whatever it runs into that looks into a block; on all ranks alike
+                where = inside[-1] if inside and inside[-1] else "the model"
+                raise no_chain(
+                    f"the forward of {where} fails where blocks lie on other ranks ({first_line(error)}): it needs "
+                    "more of them than the tensor that each hands on"
+                ) from error
+
+    @contextmanager
+    def _without_effects(self) -> Iterator[None]:
+        """Run forwards that don't count: nothing is drawn or logged, and no running mean, or anything else, changes."""
+        forked = torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
+        with self._muted(), unchanged(self.model), forked:
+            self.model.eval()
+            yield
+
+    def _without_weights(self) -> AbstractContextManager[None]:
+        """Compute outside of the blocks with placeholders: shapes alone come out."""
+        shared = {id(parameter) for name, parameter in self.model.named_parameters() if name in self.shared}
+        return shadowed(
+            (
+                module,
+                key,
+                placeholder(
+                    parameter,
+                    self._device,
+                    f"{name}.{key}".lstrip("."),
+                    None if id(parameter) in shared else side,
+                    self._mode,
+                ),
+            )
+            for name, module, side in self._outer
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        )
+
+    # --- blocks ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _handling(self, handler: Handler, refused: frozenset[Side | None] = frozenset()) -> Iterator[None]:
+        """Run a forward in which `handler` replaces each block's call."""
+        assert self._handler is None, "one forward runs at a time"
+        self._handler = handler
+        self._mode.refused_sides = refused
+        try:
+            yield
+        finally:
+            self._handler = None
+            self._mode.refused_sides = frozenset()
+
+    def _in_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        assert self._handler is not None, "a partitioned model runs by PartitionedModel.run alone"
+        return self._handler(index, args, kwargs)
+
+    def _to_send(self, output: Any) -> Tensor:
+        activation = _first_tensor(output)
+        if self._dtype is not None and activation.dtype != self._dtype:
+            raise no_chain(f"blocks return {activation.dtype} and {self._dtype}: stages hand on one precision")
+        return activation.contiguous()
+
+
+class _Received(torch.autograd.Function):
+    """Receives an activation; its gradient is sent, and so has to be contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor) -> Tensor:
+        return activation.view_as(activation)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+class _Abandoned(BaseException):
+    """Ends a forward after the stage's last block. No `Exception`, which a model might catch."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+def _until_abandoned(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except _Abandoned as abandoned:
+            return abandoned.output
+
+    return run
+
+
+# --- what blocks take and return ----------------------------------------------------------------------------------
+
+
+def _with_first(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a block's arguments with another first one."""
+    if args:
+        return (value, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): value}
+
+
+def _spec(output: object, name: str) -> ActivationSpec:
+    if not isinstance(output, Tensor):
+        raise no_chain(f"{name} returns a {type(output).__name__}, and stages hand on a tensor")
+    return ActivationSpec(tuple(output.shape), output.dtype)
+
+
+def _form(output: Any, name: str) -> str | int:
+    """Return "tensor", or the length of the tuple whose first item is the only tensor."""
+    if isinstance(output, Tensor):
+        return "tensor"
+    if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+        if any(isinstance(parameter, Tensor) for parameter in tree_leaves(output[1:])):
+            raise no_chain(f"{name} returns more than one tensor, and stages hand on one")
+        return len(output)
+    raise no_chain(f"{name} returns a {type(output).__name__}, and stages hand on a tensor")
+
+
+def _first_tensor(output: Any) -> Tensor:
+    return cast("Tensor", output if isinstance(output, Tensor) else output[0])

@@ -1,0 +1,127 @@
+"""What a strategy is built from, and what building it gives.
+
+    Builder.shard(context)    divides the parameters before they have memory, if the strategy does
+    Builder.build(context)    -> Sharding: the gradient step and the model state, on the rank's device
+
+A strategy names its builder as "module:NAME"; all builders have these signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import GradientStep, Optimizer
+    from lockstep.distributed.mesh_position import MeshPosition
+    from lockstep.distributed.process_group import World
+    from lockstep.plan.plan import Plan
+    from lockstep.sharding.model_state import ModelState
+    from lockstep.sharding.partition import ModelPartition
+
+SquaredNorm = Callable[[Sequence["Tensor"]], "Tensor"]
+"""Sum of the squares of all elements of all tensors, 0-dim."""
+
+
+class ElementwiseOptimizer(Protocol):
+    """A torch optimizer for a strategy that flattens all parameters and makes the step itself.
+
+    Attributes:
+        optimizer: The torch optimizer.
+        entries: Names of the state that it keeps for each element, such as exp_avg; zero at first.
+        counts: Whether it counts updates (`step`).
+    """
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def entries(self) -> Sequence[str]: ...
+
+    @property
+    def counts(self) -> bool: ...
+
+
+class OptimizerFactory(Protocol):
+    """The optimizer of the run, for the parameters that a strategy gives it."""
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is a user's, of which nothing is known: it may look at the shapes of parameters."""
+
+    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        """Return the optimizer of these parameters."""
+
+    def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> ElementwiseOptimizer:
+        """Return an optimizer that may see the parameters flattened, or raise ConfigError."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingContext:
+    """What a builder gets.
+
+    Attributes:
+        model: This rank's part of the model. For `shard` it may lie on the meta device; for `build` it has its values,
+            and lies on `world.device`.
+        blocks: Names of the repeated layers that this rank holds.
+        selective: Names of the modules that selective activation checkpointing computes again.
+        partition: Which rank holds which parts of the model.
+        optimizer: Makes the optimizer.
+        unused_remedy: What has to change before `find_unused_parameters` can be set ("leave x out and "); may be empty.
+    """
+
+    model: nn.Module
+    config: Config
+    plan: Plan
+    world: World
+    position: MeshPosition
+    blocks: Sequence[str]
+    selective: Sequence[str]
+    partition: ModelPartition
+    optimizer: OptimizerFactory
+    squared_norm: SquaredNorm
+    unused_remedy: str
+
+
+class Sharding(NamedTuple):
+    """A strategy at work on this rank.
+
+    Attributes:
+        loss_sum: Returns the update's sum of losses over all ranks, 0-dim, once the gradient is reduced, where the
+            strategy adds it up in an order of its own; None: the vote adds it up.
+        updates_in_backward: Whether parameters change while the backward runs.
+        rounds_to_fp16: Whether gradients pass through fp16 outside of autocast, so that they need a loss scale.
+    """
+
+    step: GradientStep
+    state: ModelState
+    loss_sum: Callable[[], Tensor] | None = None
+    updates_in_backward: bool = False
+    rounds_to_fp16: bool = False
+
+    def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradient summed over ranks, whole, on the CPU, of each parameter that has one, once the last
+        `sync_context` is closed. To be exhausted, by all ranks together.
+
+        Args:
+            wanted: False on a rank that only takes part in the gathering: it yields nothing.
+        """
+        return self.state.whole(self.step.gradients(), wanted=wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """The part of a strategy that needs torch.
+
+    Attributes:
+        build: Returns the strategy at work.
+        shard: Divides the parameters in place before they have memory; None: they are whole when they get it.
+    """
+
+    build: Callable[[ShardingContext], Sharding]
+    shard: Callable[[ShardingContext], None] | None = None

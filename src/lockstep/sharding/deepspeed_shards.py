@@ -1,0 +1,222 @@
+"""DeepSpeed's optimizer state by the names of parameters: which stretch of each parameter this rank holds, and where.
+
+parameter b [2, 3]                  0 1 2 3 4 5
+this rank's shard of it                 2 3 4 5         elements 2 to 6 of b
+its group's flat memory             a a b b b b c       where masters and moments of these elements lie
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.core.errors import RunFailed
+from lockstep.distributed.shard_boxes import FlatShard
+
+
+class ZeroShard:
+    """The stretch of one parameter's elements that this rank holds.
+
+    Attributes:
+        flat: Its fp32 values, those that are updated.
+        group: The flat memory that it lies in; None: the parameter is frozen.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, shape: Sequence[int], group: int | None, memory: Tensor, start: int, offset: int
+    ) -> None:
+        self.parameter = parameter
+        self.flat = FlatShard(memory, start, shape)
+        self.group = group
+        self._offset = offset
+
+    def section(self, flat: Tensor) -> Tensor:
+        """Return its section of another flat memory like its own."""
+        return flat.detach().reshape(-1)[self._offset : self._offset + self.flat.memory.numel()]
+
+    def as_shard(self, value: Tensor) -> Any:
+        """Return optimizer state as a shard of the whole's; what isn't kept for each element, as it is."""
+        return FlatShard(value, self.flat.start, self.flat.shape) if value.ndim else value
+
+    def as_local(self, value: Tensor) -> Tensor:
+        """Return its elements of a whole tensor; anything else as it is."""
+        return self.flat.of(value) if value.shape == self.flat.shape else value
+
+
+class ZeroOptimizer:
+    """The optimizer inside DeepSpeed's engine, with state by the names of parameters.
+
+    Args:
+        engine: DeepSpeed's, of stage 1, 2 or 3.
+        entries: What the optimizer keeps for each element (`exp_avg`, ...), zero at first.
+        counts: Whether it also counts updates (`step`).
+
+    Attributes:
+        flats: What this rank updates: one flat tensor for each group of parameters.
+        shards: This rank's shards by the names of parameters.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module, entries: Sequence[str], *, counts: bool) -> None:
+        self.stage = int(engine.zero_optimization_stage())
+        self._zero = engine.optimizer
+        self._torch: torch.optim.Optimizer = engine.optimizer.optimizer
+        self._entries = tuple(entries)
+        self._counts = counts
+        zero = self._zero
+        self.flats = list(
+            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        )
+        self.shards = dict(self._shards(model))
+        self._make_state()
+
+    @property
+    def groups(self) -> list[dict[str, object]]:
+        """torch's parameter groups."""
+        return self._torch.param_groups
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        """Never called: DeepSpeed's engine updates."""
+        raise AssertionError("DeepSpeed's engine updates")
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's part of the averaged gradient; padding of a partition is zero."""
+        return [part for group in range(len(self.flats)) for part in self.gradients_of(group)]
+
+    def gradients_of(self, group: int) -> list[Tensor]:
+        """Return the same of one group."""
+        offloads = self._zero.offload_optimizer if self.stage == 3 else self._zero.cpu_offload
+        if offloads:
+            return [cast("Tensor", self.flats[group].grad)]
+        return list(self._zero.averaged_gradients[group])
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state by the names of parameters. Settings are the config's: there are no groups."""
+        parameters: dict[str, dict[str, Any]] = {}
+        for name, shard in self.shards.items():
+            if shard.group is not None:
+                state = self._torch.state[self.flats[shard.group]]
+                parameters[name] = {entry: shard.section(state[entry]) for entry in self._entries}
+                if self._counts:
+                    parameters[name]["step"] = state["step"]
+        return {"parameters": parameters, "groups": []}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Set the state by the names of parameters; a parameter without any has never been updated.
+
+        Raises:
+            RunFailed: It is another optimizer's, or parameters of one group have had different numbers of updates.
+        """
+        saved = cast("dict[str, dict[str, Any]]", state["parameters"])
+        steps: dict[int, float] = {}
+        for name, shard in self.shards.items():
+            if shard.group is None:
+                continue
+            entries = saved.get(name, {})
+            of_group = self._torch.state[self.flats[shard.group]]
+            for entry in self._entries:
+                shard.section(of_group[entry]).copy_(_entry(entries, entry, name, shard))
+            if self._counts:
+                step = float(entries.get("step", 0.0))
+                if steps.setdefault(shard.group, step) != step:
+                    raise RunFailed(
+                        f"{name} has had {step:g} updates, and others beside it {steps[shard.group]:g}: DeepSpeed "
+                        "counts for all parameters of a group together; resume under ddp or fsdp"
+                    )
+        for group, step in steps.items():
+            self._torch.state[self.flats[group]]["step"].fill_(step)
+
+    @torch.no_grad()
+    def copy_parameters(self) -> None:
+        """Make the parameters of the forward and the fp32 masters the same, after either was set."""
+        if self.stage < 3:
+            for shard in self.shards.values():
+                shard.flat.memory.copy_(shard.as_local(shard.parameter.detach()))
+            return
+        zero = self._zero
+        zero._partition_all_parameters()
+        for group in range(len(self.flats)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def _make_state(self) -> None:
+        """Make the state at once, so that it can be restored before a first update, and saved."""
+        flats = {id(flat) for flat in self.flats}
+        for whole in [parameter for parameter in self._torch.state if id(parameter) not in flats]:
+            del self._torch.state[whole]  # an optimizer may have made it for the parameters that were divided since
+        for flat in self.flats:
+            state = self._torch.state[flat]
+            for entry in self._entries:
+                state.setdefault(entry, torch.zeros_like(flat, requires_grad=False))
+            if self._counts:
+                state.setdefault("step", torch.zeros((), device=flat.device))
+
+    def _shards(self, model: nn.Module) -> Iterator[tuple[str, ZeroShard]]:
+        for name, parameter in model.named_parameters():
+            if self.stage == 3:
+                yield name, self._shard_of_parameter(parameter)
+            elif parameter.requires_grad:
+                yield name, self._shard_of_group(parameter)
+
+    def _shard_of_parameter(self, parameter: Any) -> ZeroShard:
+        """Stage 3: all ranks have as many elements, and the last ones perhaps padding."""
+        length = parameter.partition_numel()
+        start = min(dist.get_rank() * length, parameter.ds_numel)
+        own = min(length, parameter.ds_numel - start)
+        if not parameter.requires_grad:
+            return ZeroShard(parameter, parameter.ds_shape, None, parameter.ds_tensor.detach()[:own], start, 0)
+        group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        memory = self.flats[group].detach()[offset : offset + own]
+        return ZeroShard(parameter, parameter.ds_shape, group, memory, start, offset)
+
+    def _shard_of_group(self, parameter: Any) -> ZeroShard:
+        """Stages 1 and 2: a parameter may lie in one partition, in several, or in none of this rank's."""
+        groups = enumerate(self._zero.bit16_groups)
+        group = next(number for number, members in groups if any(member is parameter for member in members))
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return ZeroShard(parameter, parameter.shape, group, self.flats[group].detach()[:0], 0, 0)
+        offset, start = mapping.hp_fragment_address.start, mapping.lp_fragment_address.start
+        memory = self.flats[group].detach()[offset : offset + mapping.hp_fragment_address.numel]
+        return ZeroShard(parameter, parameter.shape, group, memory, start, offset)
+
+
+def _entry(entries: dict[str, Any], entry: str, name: str, shard: ZeroShard) -> Tensor:
+    """Return this rank's part of a saved entry; zero if the parameter has never been updated."""
+    if entry not in entries:
+        if any(isinstance(value, Tensor) for value in entries.values()):
+            raise RunFailed(f"the saved optimizer state of {name} has no {entry}: it is another optimizer's")
+        return torch.zeros(())
+    value = cast("Tensor", entries[entry])
+    if value.shape != shard.flat.memory.shape:
+        key = f"optimizer.{entry}.{name}"
+        raise RunFailed(f"{key} is {list(shard.flat.shape)} here, but {list(value.shape)} in the saved state")
+    return value
+
+
+class ReachedParameters:
+    """The parameters that a gradient has reached in the first update: DeepSpeed takes gradients away, and gives zeros
+    to parameters that have none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._seen: set[int] = set()
+        self._hooks = [
+            cast("Any", parameter).register_post_accumulate_grad_hook(lambda reached: self._seen.add(id(reached)))
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+
+    def missing(self) -> list[str]:
+        """Return the names of the parameters that none has reached."""
+        return [name for key, name in self._names.items() if key not in self._seen]
+
+    def stop(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,201 @@
+"""The state of model and optimizer as named tensors, and back; the same under every strategy.
+
+    model.layers.0.weight                 parameters and saved buffers, tied ones once
+    optimizer.exp_avg.layers.0.weight     state entry, then the parameter it belongs to
+    values: {"optimizer": {PARAMETER: {ENTRY: number}}, "groups": [...], "tied": {NAME: NAME}}
+
+A tensor is plain where this rank holds it whole, and otherwise a DTensor or a `FlatShard`, which know their place in
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import RunFailed
+from lockstep.core.records import TrainingState
+from lockstep.distributed.shard_boxes import full_tensor, is_sharded, local_tensor, shard_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lockstep.core.protocols import Optimizer
+    from lockstep.sharding.buffers import SyncedBuffers
+    from lockstep.sharding.partition import ModelPartition
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class StateShard(Protocol):
+    """How optimizer state of one parameter lies on this rank."""
+
+    def as_shard(self, value: Tensor) -> Any:
+        """Return what the optimizer holds as a shard of the whole tensor."""
+
+    def as_local(self, value: Tensor) -> Tensor:
+        """Return what the optimizer holds, of a saved tensor that may be whole."""
+
+
+class ModelState:
+    """The parameters, saved buffers and optimizer state that this rank holds.
+
+    Args:
+        model: The module without wrappers; parameters have the model's own names.
+        optimizer: Its state is saved by the names of parameters.
+        buffers: Buffers that are copied from the first rank before they are saved; None: ranks have the same ones.
+        partition: Which rank holds which parts of the model; None: this rank holds the whole model.
+        shards: How optimizer state lies, by parameter; of parameters that aren't named it is whole.
+        flat: Parameters that are divided element by element, by name.
+        before_read: Called before parameters are read.
+        after_restore: Called after parameters and optimizer state have been restored.
+
+    Attributes:
+        model: The module without wrappers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        buffers: SyncedBuffers | None = None,
+        partition: ModelPartition | None = None,
+        shards: Mapping[str, StateShard] | None = None,
+        flat: Mapping[str, Any] | None = None,
+        before_read: Callable[[], None] | None = None,
+        after_restore: Callable[[], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._buffers = buffers
+        self._partition = partition
+        self._shards = shards or {}
+        self._flat = flat or {}
+        self._before_read = before_read
+        self._after_restore = after_restore
+
+    def synchronize(self) -> None:
+        """Copy the first rank's buffers (running means) to all ranks, whose forwards may have changed their own. All
+        ranks together."""
+        if self._buffers is not None:
+            self._buffers.synchronize()
+
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and saved buffers, whole, on the CPU, under the model's own names, tied ones once under
+        their first; gathered one after the other. To be exhausted, by all ranks together.
+
+        Args:
+            wanted: False on a rank that only takes part in the gathering: it yields nothing.
+        """
+        return self.whole(self._tensors()[0].items(), wanted=wanted)
+
+    @torch.no_grad()
+    def whole(self, pairs: Iterable[tuple[str, Tensor]], *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield named tensors of this rank, such as `GradientStep.gradients`, as `weights` does."""
+        if self._partition is None or not self._partition.is_divided:
+            return _gathered(pairs, wanted)
+        return self._partition.whole(dict(_gathered(pairs, wanted=True)), wanted)
+
+    def live_state(self) -> TrainingState:
+        """Return the live state of model and optimizer. All ranks together.
+
+        Raises:
+            RunFailed: Something keeps state that is neither a tensor nor plain.
+        """
+        if self._before_read is not None:
+            self._before_read()
+        tensors, tied = self._tensors()
+        parameters = {name for name, _ in self.model.named_parameters()}
+        changing = frozenset(f"{_MODEL}{name}" for name in tensors if name not in parameters)
+        entries = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+        saved = cast("Any", self.optimizer.state_dict())
+        numbers: dict[str, dict[str, Any]] = {}
+        for name, of_parameter in saved["parameters"].items():
+            shard = self._shards.get(name)
+            for entry, value in of_parameter.items():
+                if isinstance(value, Tensor):
+                    entries[f"{_OPTIMIZER}{entry}.{name}"] = value if shard is None else shard.as_shard(value)
+                else:
+                    numbers.setdefault(name, {})[entry] = _plain(f"the optimizer's {entry} of {name}", value)
+        groups = [
+            {key: _plain(f"the optimizer's {key}", value) for key, value in group.items()} for group in saved["groups"]
+        ]
+        state = TrainingState(entries, {"optimizer": numbers, "groups": groups, "tied": tied}, changing)
+        return state if self._partition is None else self._partition.gather_state(state)
+
+    @torch.no_grad()
+    def restore(self, state: TrainingState) -> None:
+        """Set model and optimizer to `state`: whole tensors on the CPU, or this rank's shards of sharded ones.
+
+        Raises:
+            RunFailed: It belongs to another model or optimizer.
+        """
+        if self._partition is not None:
+            state = self._partition.own_state(state)
+        for name, tensor in self._tensors()[0].items():
+            local_tensor(tensor).copy_(_saved(state, name, tensor))
+        entries: dict[str, dict[str, Any]] = {
+            name: dict(numbers) for name, numbers in state.values["optimizer"].items()
+        }
+        for key, value in state.tensors.items():
+            if key.startswith(_OPTIMIZER):
+                entry, _, name = key.removeprefix(_OPTIMIZER).partition(".")
+                shard = self._shards.get(name)
+                entries.setdefault(name, {})[entry] = value if shard is None else shard.as_local(value)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                entries.setdefault(name, {})
+        self.optimizer.load_state_dict({"parameters": entries, "groups": list(state.values["groups"])})
+        if self._after_restore is not None:
+            self._after_restore()
+
+    def _tensors(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return parameters and saved buffers, each once under its first name; and the other names of tied ones."""
+        tensors: dict[str, Any] = {}
+        tied: dict[str, str] = {}
+        first_names: dict[int, str] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise RunFailed(f"the model's {name} is a {type(value).__name__}: only tensors can be saved")
+            first = first_names.setdefault(id(value), name)
+            if first == name:
+                tensors[name] = self._flat.get(name, value)
+            else:
+                tied[name] = first
+        return tensors, tied
+
+
+def _gathered(pairs: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
+    with torch.no_grad():
+        for name, tensor in pairs:
+            whole = full_tensor(tensor) if is_sharded(tensor) else tensor  # every rank receives a sharded one
+            if wanted:
+                yield name, whole.detach().cpu()
+
+
+def _saved(state: TrainingState, name: str, tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a saved tensor."""
+    if f"{_MODEL}{name}" not in state.tensors:
+        raise RunFailed(f"the saved state has no {name}")
+    value = cast("Tensor", state.tensors[f"{_MODEL}{name}"])
+    if value.shape == local_tensor(tensor).shape:
+        return value
+    if value.shape != torch.Size(tensor.shape):
+        raise RunFailed(f"{name} is {list(tensor.shape)} here, but {list(value.shape)} in the saved state")
+    return shard_of(tensor, value)
+
+
+def _plain(what: str, value: object) -> object:
+    """Return a value as JSON has it."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(what, item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(what, item) for key, item in value.items()}
+    raise RunFailed(f"{what} is a {type(value).__name__}: it can't be saved; tensors, numbers and texts can")

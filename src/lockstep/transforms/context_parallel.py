@@ -1,0 +1,183 @@
+"""Context parallelism of a model: its attention becomes ring attention while sequences are divided.
+
+sequences whole      F.scaled_dot_product_attention, or the attention that a transformers config names
+sequences divided    ring attention, over the ranks that have the other positions
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.protocols import Transform
+from lockstep.distributed.forward_mode import ForwardMode
+from lockstep.distributed.sequences import SequencePartition, current, set_current
+from lockstep.transforms.ring_attention import ring_attention
+
+_KEY = "parallel.context"
+_NAME = "lockstep_ring"
+
+
+class ContextParallel(Transform):
+    """Prepares a model for divided sequences.
+
+    Args:
+        degree: Ranks over which sequences are divided.
+        mode: The model's, in which the division is set.
+        allow_untested: Whether GPUs, which were never tested, may be used.
+
+    Attributes:
+        takes_mask: Whether the model passes its mask of padding on to its attention, which asks the division instead.
+        takes_positions: Whether its forward takes the positions of tokens, as those of the transformers library do.
+    """
+
+    name = _KEY
+    after = ("parallel.pipeline",)
+
+    def __init__(self, degree: int, mode: ForwardMode, *, allow_untested: bool) -> None:
+        self.takes_mask = False
+        self.takes_positions = False
+        self._degree = degree
+        self._mode = mode
+        self._allow_untested = allow_untested
+        self._configs: list[Any] = []
+        self._usual: list[str] = []
+
+    def refuses(self, model: nn.Module, device: torch.device) -> str | None:
+        if device.type == "cuda" and not self._allow_untested:
+            return f"{self._degree} was never tested on GPUs; --allow-untested tries it"
+        return None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        self._configs = _attention_configs(model)
+        self._usual = [config._attn_implementation for config in self._configs]
+        if self._configs:
+            from transformers import AttentionInterface
+
+            AttentionInterface.register(_NAME, _transformers_attention)
+        self.takes_mask = bool(self._configs)
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        return model
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let `divide` take effect while the block runs; afterwards sequences are whole, however it ends."""
+        with _RingForAttention(self._mode):
+            try:
+                yield
+            finally:
+                self._set(None)
+
+    def divide(self, division: SequencePartition) -> None:
+        """Divide the sequences of the forwards and backwards that follow, inside `active`."""
+        self._set(division)
+
+    def _set(self, division: SequencePartition | None) -> None:
+        self._mode.sequences = division
+        set_current(None if division is None else self._mode)
+        for config, usual in zip(self._configs, self._usual, strict=True):
+            config._attn_implementation = usual if division is None else _NAME
+
+
+class _RingForAttention(TorchFunctionMode):
+    """Computes `F.scaled_dot_product_attention` by ring attention where sequences are divided."""
+
+    def __init__(self, mode: ForwardMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and self._mode.sequences is not None:
+            return _torch_attention(self._mode.sequences, *args, **(kwargs or {}))
+        if func is Tensor.backward:  # blocks that are computed again in it need the mode, too
+            with self:
+                return _backward(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _backward(loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+    """Run what `Tensor.backward` runs."""
+    torch.autograd.backward(loss, gradient, **options)
+
+
+def _torch_attention(
+    division: SequencePartition,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Replace F.scaled_dot_product_attention."""
+    if attn_mask is not None:
+        raise _unsupported("makes a mask of its own for its attention", "attention that is causal, or sees everything")
+    _refuse_dropout(dropout_p)
+    return ring_attention(query, key, value, division, causal=is_causal, scale=scale)
+
+
+def _transformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Replace an attention function of the transformers library."""
+    if attention_mask is not None:
+        raise _unsupported("makes a mask of its own for its attention", "attention that is causal, or sees everything")
+    division = current()
+    assert division is not None, "sequences are divided"
+    window = options.get("sliding_window")
+    if window is not None and window < division.length:
+        raise _unsupported(
+            f"lets tokens see {window} tokens back (sliding_window)", "attention that sees everything before"
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise _unsupported(f"gives its attention {name}", "plain attention")
+    _refuse_dropout(dropout)
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    output = ring_attention(query, key, value, division, causal=causal, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_dropout(share: float) -> None:
+    if share:
+        why = (
+            f"the model drops {share:g} of its attention, whose weights no rank has together; set that dropout to 0 "
+            "(of a model of the transformers library: model.architecture.attention_dropout, attn_pdrop, or "
+            "attention_probs_dropout_prob)"
+        )
+        raise ConfigError(Problem("", _KEY, why))
+
+
+def _unsupported(does: str, takes: str) -> ConfigError:
+    why = f"the model {does}, and ring attention is for {takes}; leave parallel.context out"
+    return ConfigError(Problem("", _KEY, why))
+
+
+def _attention_configs(model: nn.Module) -> list[Any]:
+    """Return each config of the transformers library in the model that states which attention to take."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
+    return list(configs.values())

@@ -1,0 +1,204 @@
+"""Attention over sequences that are divided: keys and values go around a ring of ranks once, queries stay.
+
+    round 0    rank 0: own keys, causal              rank 1: own keys, causal
+    round 1    rank 0: last chunk's queries see      rank 1: all queries see the front chunk of rank 0's keys
+                       all of rank 1's keys
+    each round is joined with those before by its sum of exponentials, and the next keys arrive while it runs
+
+(Liu et al. 2023, ring attention, arXiv:2310.01889; the order of chunks is that of Brandon et al. 2023, striped
+attention's balance with whole chunks, arXiv:2311.09431.) Backward: keys and values go around again with their
+gradients, which are home after the last round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import RunFailed
+from lockstep.distributed.sequences import SequencePartition, chunks_of
+from lockstep.transforms.attention_kernels import (
+    AttentionOutput,
+    Visibility,
+    attend,
+    attend_backward,
+    causal_mask,
+    masked_score,
+)
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    division: SequencePartition,
+    *,
+    causal: bool,
+    scale: float | None = None,
+) -> Tensor:
+    """Return softmax(q k' scale) v over whole sequences, for this rank's positions.
+
+    Args:
+        query: [B, H, own, D].
+        key: [B, K, own, D], K a divisor of H; as `value`.
+        division: How the sequences are divided.
+        scale: 1 / sqrt(D), if it isn't given.
+
+    Raises:
+        RunFailed: Queries or keys aren't this rank's positions.
+    """
+    for what, tensor in (("queries", query), ("keys", key)):
+        if tensor.dim() != 4 or tensor.shape[2] != division.own:
+            raise RunFailed(
+                f"parallel.context: attention has {what} {list(tensor.shape)}, and this rank has {division.own} "
+                "positions of each sequence: attention of another kind, such as to a second sequence, can't be divided"
+            )
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (
+            tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in (query, key, value)
+        )
+    with torch.autocast(kind, enabled=False):
+        shape = _AttentionShape(
+            query.shape[-1] ** -0.5 if scale is None else scale, causal, query.shape[1] // key.shape[1]
+        )
+        return _RingAttention.apply(query, key, value, division, shape)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionShape:
+    """What attention computes, whoever has which keys.
+
+    Attributes:
+        group: Queries that share a key.
+    """
+
+    scale: float
+    causal: bool
+    group: int
+
+
+class _Round(NamedTuple):
+    """What one round computes.
+
+    Attributes:
+        first_query: The first of this rank's queries that takes part.
+        num_keys: How many of the received keys take part, from the first.
+    """
+
+    first_query: int
+    num_keys: int
+    visibility: Visibility
+
+
+def _round(division: SequencePartition, shape: _AttentionShape, source: int, dtype: torch.dtype) -> _Round:
+    """Return the round with the keys that belong to rank `source`.
+
+    Later chunks see earlier ones: of a rank before this one, the front chunk is before both of ours and the other one
+    after both; of one after this, both are between ours.
+    """
+    rank, chunk = division.ring.rank, division.chunk
+    first_query, num_keys = 0, 2 * chunk
+    if shape.causal and source < rank:
+        num_keys = chunk
+    if shape.causal and source > rank:
+        first_query = chunk
+    needs_mask = division.real is not None and not (shape.causal and division.unreal_last)
+    own = shape.causal and source == rank
+    if not needs_mask:
+        return _Round(first_query, num_keys, Visibility(shape.scale, causal=own))
+    mask = _mask(division, source, num_keys, dtype).expand(-1, -1, 2 * chunk - first_query, -1)
+    if own:
+        mask = torch.minimum(mask, causal_mask(2 * chunk, dtype, mask.device))
+    return _Round(first_query, num_keys, Visibility(shape.scale, mask=mask))
+
+
+def _mask(division: SequencePartition, source: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """Return [B, 1, 1, num_keys], of a rank's first keys."""
+    assert division.real is not None, "some positions aren't real"
+    chunk = division.chunk
+    parts = [
+        division.real[:, tensor * chunk : (tensor + 1) * chunk] for tensor in chunks_of(source, division.ring.size)
+    ]
+    real = torch.cat(parts, dim=1)[:, :num_keys]
+    mask = torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill_(~real, masked_score(dtype))
+    return mask[:, None, None, :]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, division: SequencePartition, shape: _AttentionShape
+    ) -> Tensor:
+        ring, joined = division.ring, None
+        held = [key.detach(), value.detach()]
+        for number in range(ring.size):
+            receive = ring.pass_on(held) if number + 1 < ring.size else None
+            at = _round(division, shape, (ring.rank - number) % ring.size, query.dtype)
+            keys, values = (_repeat_keys(tensor[:, :, : at.num_keys], shape.group) for tensor in held)
+            output = attend(query[:, :, at.first_query :], keys, values, at.visibility)
+            joined = output if joined is None else _join(joined, output, at.first_query)
+            if receive is not None:
+                held = receive()
+        assert joined is not None
+        values = joined.values.to(query.dtype)
+        ctx.save_for_backward(query, key, value, values, joined.lse)
+        ctx.division, ctx.shape = division, shape
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, values, lse = ctx.saved_tensors
+        division, shape = ctx.division, ctx.shape
+        ring, held = division.ring, [key, value]
+        grad_query = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
+        receive_grads: Callable[[], list[Tensor]] | None = None
+        for number in range(ring.size):
+            receive = ring.pass_on(held) if number + 1 < ring.size else None
+            at = _round(division, shape, (ring.rank - number) % ring.size, query.dtype)
+            keys, of_keys = (_repeat_keys(tensor[:, :, : at.num_keys], shape.group) for tensor in held)
+            rows = slice(at.first_query, None)
+            output = AttentionOutput(values[:, :, rows], lse[:, :, rows])
+            grads = attend_backward(gradient[:, :, rows], query[:, :, rows], keys, of_keys, output, at.visibility)
+            grad_query[:, :, rows] += grads.query
+            if receive_grads is None:
+                totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in held]
+            else:
+                totals = receive_grads()
+            for total, part in zip(totals, (grads.key, grads.value), strict=True):
+                total[:, :, : at.num_keys] += _sum_of_group(part, shape.group)
+            receive_grads = ring.pass_on(totals)  # home after the last round
+            if receive is not None:
+                held = receive()
+        assert receive_grads is not None
+        grad_key, grad_value = receive_grads()
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+
+
+def _join(tensor: AttentionOutput, other: AttentionOutput, first: int) -> AttentionOutput:
+    """Return attention to the keys of both; `other` is that of the queries from `first` on. In fp32."""
+    values, lse = tensor.values.to(tensor.lse.dtype, copy=False), tensor.lse
+    old, new = lse[:, :, first:], other.lse
+    total = torch.logaddexp(old, new)
+    joined = values[:, :, first:] * torch.exp(old - total)[..., None]
+    joined += other.values.to(lse.dtype) * torch.exp(new - total)[..., None]
+    if first == 0:
+        return AttentionOutput(joined, total)
+    return AttentionOutput(
+        torch.cat([values[:, :, :first], joined], dim=2), torch.cat([lse[:, :, :first], total], dim=2)
+    )
+
+
+def _repeat_keys(keys: Tensor, group: int) -> Tensor:
+    """Return [B, H, T, D] of [B, K, T, D]."""
+    return keys if group == 1 else keys.repeat_interleave(group, dim=1)
+
+
+def _sum_of_group(gradient: Tensor, group: int) -> Tensor:
+    """Return [B, K, T, D] of [B, H, T, D]: the sum over the queries that share a key."""
+    return gradient if group == 1 else gradient.view(len(gradient), -1, group, *gradient.shape[2:]).sum(dim=2)

@@ -1,0 +1,143 @@
+"""Where a model is partitioned, and what its stages compute without a pipeline around them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import ConfigError
+from lockstep.distributed.forward_mode import ForwardMode
+from lockstep.engine.partitioning import PartitionSpec, check_partition, first_blocks
+from lockstep.engine.placeholders import outer_modules
+from lockstep.engine.stages import PartitionedModel
+from lockstep.engine.usage import sides_of_use
+
+CPU = torch.device("cpu")
+INPUTS = {"tokens": torch.randint(16, (2, 6))}
+
+
+class Chain(nn.Module):
+    """Defines its last norm before its blocks, and may tie its head to its table."""
+
+    def __init__(self, blocks: int = 4, tied: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(blocks))
+        self.head = nn.Linear(8, 16, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def spec(rank: int, ranks: int = 2, stages_per_rank: int = 1, split: Any = None, schedule: Any = "1f1b") -> Any:
+    return PartitionSpec(rank, ranks, schedule, stages_per_rank, split)
+
+
+def names(model: nn.Module) -> list[str]:
+    return [f"blocks.{index}" for index in range(len(model.blocks))]
+
+
+def partitioned(rank: int, tied: bool = False, **how: Any) -> PartitionedModel:
+    torch.manual_seed(0)
+    model = Chain(tied=tied)
+    return PartitionedModel(model, names(model), spec(rank, **how), CPU, INPUTS, nullcontext, ForwardMode())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("how", [{}, {"stages_per_rank": 2, "schedule": "interleaved-1f1b"}, {"split": ["blocks.3"]}])
+def test_stages_one_after_the_other_are_the_model(how: dict[str, Any], tied: bool) -> None:
+    torch.manual_seed(0)
+    whole = Chain(tied=tied)
+    expected = whole(**INPUTS)
+    expected.square().sum().backward()
+    ranks = [partitioned(rank, tied, **how) for rank in range(2)]
+    activation: Any = None
+    for stage, rank in enumerate(ranks[0].owners):
+        received = ranks[rank].activation_specs(INPUTS)[stage]
+        assert stage == 0 or (received.shape, received.dtype) == (tuple(activation.shape), activation.dtype)
+        activation = ranks[rank].run(stage, activation, INPUTS)
+    torch.testing.assert_close(activation, expected, rtol=0, atol=0)
+    activation.square().sum().backward()
+    gradients: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, parameter in rank.model.named_parameters():
+            assert parameter.grad is not None, name
+            gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_each_parameter_belongs_to_one_stage_unless_it_is_tied() -> None:
+    for tied in (False, True):
+        ranks = [partitioned(rank, tied) for rank in range(2)]
+        held = [{name for name, _ in rank.model.named_parameters()} for rank in ranks]
+        assert held[0] | held[1] == {name for name, _ in Chain(tied=tied).named_parameters()}
+        assert held[0] & held[1] == ({"table.weight"} if tied else set())
+        assert ranks[0].shared == (["table.weight"] if tied else [])
+
+
+def test_a_side_is_where_weights_are_used_not_where_they_are_defined() -> None:
+    model = Chain()
+    used = sides_of_use(model, names(model), INPUTS)
+    assert (used["table.weight"], used["norm.weight"], used["head.weight"]) == ("before", "after", "after")
+    sides = {name: side for name, _, side in outer_modules(model, names(model), used)}
+    assert (sides["table"], sides["norm"], sides["head"]) == ("before", "after", "after")
+
+
+def test_the_last_stage_has_fewer_blocks_since_it_has_the_head() -> None:
+    model = Chain(blocks=6)  # a head of 128 weights weighs as much as two blocks of 72
+    used = sides_of_use(model, names(model), INPUTS)
+    assert first_blocks(model, names(model), spec(0, ranks=3), outer_modules(model, names(model), used)) == [0, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"ranks": 5}, "5 stages, but Chain has 4 blocks"),
+        ({"split": ["blocks.9"]}, "the model has no block 'blocks.9'"),
+        ({"split": ["blocks.1", "blocks.2"]}, "2 names make 3 stages, but there are 2"),
+        ({"split": ["blocks.0"]}, "names go in the model's order"),
+    ],
+)
+def test_a_partition_that_does_not_fit_is_refused(how: dict[str, Any], message: str) -> None:
+    model = Chain()
+    with pytest.raises(ConfigError, match=message):
+        check_partition(model, names(model), spec(0, **how))
+
+
+class Skipping(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class AfterTheTable(Chain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + first)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Skipping, "computes something between blocks"), (AfterTheTable, "with table.weight before the")],
+)
+def test_blocks_that_form_no_chain_are_refused_on_every_rank(kind: type[Chain], message: str) -> None:
+    for rank in range(2):
+        model = kind()
+        stages = PartitionedModel(model, names(model), spec(rank), CPU, INPUTS, nullcontext, ForwardMode())
+        with pytest.raises(ConfigError, match=message):
+            stages.activation_specs(INPUTS)

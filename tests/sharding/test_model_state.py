@@ -1,0 +1,141 @@
+"""State by the names of parameters, and the shards of it that a rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.small import in_group
+from kit.worlds import in_world
+from torch import Tensor, nn
+
+from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.records import TrainingState
+from lockstep.distributed.shard_boxes import FlatShard, full_tensor, shard_of
+from lockstep.sharding.buffers import BufferSnapshot
+from lockstep.sharding.deepspeed_shards import ZeroShard
+from lockstep.sharding.model_state import ModelState
+from lockstep.sharding.parameter_shards import parameter_shards
+from lockstep.sharding.single import unused_parameters
+from lockstep.sharding.wrapping import units
+
+
+class Momentum:
+    """The least that a state needs of an optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.entries: dict[str, Any] = {
+            name: {"momentum": torch.full_like(one, 2.0), "step": 3} for name, one in model.named_parameters()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parameters": self.entries, "groups": [{"lr_scale": 1.0}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entries = state["parameters"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.table.weight
+        self.mean = nn.Buffer(torch.ones(2))
+        self.scratch = nn.Buffer(torch.ones(2), persistent=False)
+
+
+def test_a_state_names_tensors_once_and_puts_them_back() -> None:
+    model = Tied()
+    optimizer: Any = Momentum(model)
+    state = ModelState(model, optimizer)
+    live = state.live_state()
+    assert set(live.tensors) == {"model.table.weight", "model.mean", "optimizer.momentum.table.weight"}
+    assert live.values["tied"] == {"head.weight": "table.weight"}
+    assert live.values["optimizer"] == {"table.weight": {"step": 3}}
+    assert live.changes_in_forward == {"model.mean"}
+    saved = TrainingState({name: one.detach().clone() + 1 for name, one in live.tensors.items()}, live.values)
+    before = model.table.weight.detach().clone()
+    state.restore(saved)
+    assert torch.equal(model.table.weight, before + 1)
+    assert optimizer.entries["table.weight"]["step"] == 3
+    assert torch.equal(optimizer.entries["table.weight"]["momentum"], torch.full((4, 3), 3.0))
+    assert [name for name, _ in state.weights()] == ["mean", "table.weight"]
+
+
+def test_another_models_state_is_refused() -> None:
+    state = ModelState(Tied(), Momentum(Tied()))  # type: ignore[arg-type]
+    live = state.live_state()
+    with pytest.raises(RunFailed, match=r"the saved state has no mean"):
+        state.restore(TrainingState({"model.table.weight": torch.ones(4, 3)}, live.values))
+    with pytest.raises(RunFailed, match=r"table\.weight is \[4, 3\] here, but \[3, 3\] in the saved state"):
+        state.restore(TrainingState({**live.tensors, "model.table.weight": torch.ones(3, 3)}, live.values))
+
+
+def test_a_shard_of_optimizer_state_is_cut_from_the_whole_and_back() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    shard = ZeroShard(nn.Parameter(whole), whole.shape, 0, torch.zeros(5), 3, 2)
+    assert shard.as_local(whole).tolist() == [3, 4, 5, 6, 7]
+    assert shard.section(torch.arange(10.0)).tolist() == [2, 3, 4, 5, 6]
+    assert isinstance(shard.as_shard(torch.ones(5)), FlatShard)
+    assert shard.as_shard(torch.tensor(7.0)) == 7
+
+
+def _shards() -> list[Any]:
+    """Of a parameter whose rows are divided unevenly over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with in_group():
+        mesh = init_device_mesh("cpu", (2,))
+        module = nn.Linear(2, 5, bias=False)
+        values = torch.arange(10.0).view(5, 2)
+        module.weight = nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+        (shard,) = parameter_shards(module)
+        moment = shard.as_shard(torch.ones_like(shard.local))
+        flat: Tensor = full_tensor(FlatShard(torch.full((5,), 1.0 + dist.get_rank()), 5 * dist.get_rank(), (5, 2)))
+        return [
+            shard.as_local(values).tolist(),
+            shard_of(module.weight, values).tolist(),
+            tuple(moment.shape),
+            full_tensor(shard.as_shard(shard.as_local(values))).tolist() == values.tolist(),
+            flat.flatten().tolist(),
+            float(shard.as_local(torch.tensor(4.0))),
+        ]
+
+
+def test_a_dtensors_shard_is_its_rows() -> None:
+    first, second = in_world(2, _shards)
+    assert first[:2] == [[[0, 1], [2, 3], [4, 5]]] * 2
+    assert second[:2] == [[[6, 7], [8, 9]]] * 2
+    assert first[2:] == second[2:] == [(5, 2), True, [1.0] * 5 + [2.0] * 5, 4.0]
+
+
+def test_units_that_share_a_parameter_with_the_outside_are_merged_into_what_is_around() -> None:
+    from lockstep.config.schema import FSDP
+
+    model = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3), "third": nn.Linear(3, 3)})
+    model["third"].weight = model["first"].weight
+    assert units(model, FSDP(wrap=("Linear",)), ()) == ["second"]
+    with pytest.raises(ConfigError, match="no module of class Liner; did you mean Linear"):
+        units(model, FSDP(wrap=("Liner",)), ())
+
+
+def test_a_snapshot_puts_buffers_back_that_forwards_have_changed() -> None:
+    model = nn.BatchNorm1d(2)
+    snapshot = BufferSnapshot(model)
+    snapshot.take()
+    model(torch.randn(4, 2))
+    snapshot.put_back()
+    assert snapshot.names == {"running_mean", "running_var", "num_batches_tracked"}
+    assert model.running_mean.tolist() == [0.0, 0.0]
+
+
+def test_unused_parameters_are_named_with_the_remedy() -> None:
+    message = str(unused_parameters([f"spare.{index}" for index in range(7)], remedy="leave x out and "))
+    assert message.startswith(
+        "model: spare.0, spare.1, spare.2, spare.3, spare.4 and 2 more: no gradient reaches them."
+    )
+    assert message.endswith("leave x out and set parallel.ddp.find_unused_parameters: true")
