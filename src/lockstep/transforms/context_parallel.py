@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -105,9 +106,18 @@ class _RingForAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _backward(loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-    """Run what `Tensor.backward` runs."""
-    torch.autograd.backward(loss, gradient, **options)
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Run what `Tensor.backward` runs, without leaving the mode: torch's public functions do (torch 2.13)."""
+    seed = torch.ones_like(loss) if gradient is None else gradient
+    keep = create_graph if retain_graph is None else retain_graph
+    reached = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    _engine_run_backward((loss,), (seed,), keep, create_graph, reached, allow_unreachable=True, accumulate_grad=True)
 
 
 def _torch_attention(
