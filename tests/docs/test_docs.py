@@ -103,6 +103,25 @@ def test_quoted_messages_are_said(
             assert capsys.readouterr().err == output
 
 
+def texts(tree: ast.AST) -> str:
+    """Return the strings of a module, with an ellipsis for each value that is put into them."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return "\n".join(found)
+
+
+def test_troubleshooting_has_messages_that_the_code_prints() -> None:
+    elsewhere = {"Watchdog caught collective operation timeout", "Cuda is not available", "Killed"}
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = {message for title in re.findall(r"^### (.*)$", page, re.MULTILINE) for message in INLINE.findall(title)}
+    source = "\n".join(texts(ast.parse(file.read_text())) for file in (ROOT / "src").rglob("*.py"))
+    assert sorted(message for message in quoted - elsewhere if message not in source) == []
+
+
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
