@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.core.records import DataFacts, ParameterFacts
-from lockstep.models.facts import describe_model
+from lockstep.models.build import describe_model
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.placement import Placement, State, placements, traffic
 from lockstep.strategies.record import RunLayout, Traffic, Volume

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from lockstep.core.errors import RunFailed as RunFailed
     from lockstep.core.errors import VerificationError as VerificationError
     from lockstep.core.protocols import Objective as Objective
+    from lockstep.core.protocols import Source as Source
     from lockstep.core.records import Batch as Batch
+    from lockstep.core.records import DataFacts as DataFacts
     from lockstep.core.records import EvaluationReport as EvaluationReport
     from lockstep.core.records import StepReport as StepReport
     from lockstep.distributed.generators import register_generator as register_generator
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.user_collectives import gather as gather
     from lockstep.distributed.user_collectives import print_once as print_once
     from lockstep.launch.torchrun import exit_with as exit_with
-    from lockstep.models.facts import count_parameters as count_parameters
+    from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
     from lockstep.proof.api import verify as verify
     from lockstep.training.activation_checkpointing import checkpoint_activations as checkpoint_activations
@@ -47,17 +49,19 @@ _HOMES = {
     "CollectiveTimeout": "lockstep.core.errors",
     "Config": "lockstep.config.schema",
     "ConfigError": "lockstep.core.errors",
+    "DataFacts": "lockstep.core.records",
     "EvaluationReport": "lockstep.core.records",
     "Failure": "lockstep.core.errors",
     "RunFailed": "lockstep.core.errors",
     "Objective": "lockstep.core.protocols",
     "Objects": "lockstep.training.user_objects",
     "Session": "lockstep.training.session",
+    "Source": "lockstep.core.protocols",
     "StepReport": "lockstep.core.records",
     "VerificationError": "lockstep.core.errors",
     "broadcast": "lockstep.distributed.user_collectives",
     "checkpoint_activations": "lockstep.training.activation_checkpointing",
-    "count_parameters": "lockstep.models.facts",
+    "count_parameters": "lockstep.models.build",
     "exit_with": "lockstep.launch.torchrun",
     "gather": "lockstep.distributed.user_collectives",
     "import_config": "lockstep.config.importing",

@@ -130,7 +130,7 @@ def test_data_prepare_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def test_data_fetch_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     room = SimpleNamespace(fetch=lambda config: iter([f"model {config.model.pretrained}"]))
-    monkeypatch.setitem(sys.modules, "lockstep.data.fetch", room)
+    monkeypatch.setitem(sys.modules, "lockstep.data.hub", room)
     assert main(["data", "fetch", "bert-imdb"]) == 0
     assert capsys.readouterr().out == "model bert-base-uncased\n"
 

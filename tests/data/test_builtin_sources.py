@@ -9,7 +9,7 @@ from lockstep.config.schema import Digits, StdlibFunctions, StdlibText
 from lockstep.core.errors import ConfigError
 from lockstep.data import noise
 from lockstep.data.sources import open_source
-from lockstep.data.stdlib_text import stdlib_files
+from lockstep.data.stdlib import stdlib_files
 
 
 def opened(section, task=None):

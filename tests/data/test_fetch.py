@@ -3,7 +3,7 @@ import pytest
 from lockstep.config.schema import Config
 from lockstep.core import hub
 from lockstep.core.errors import ConfigError
-from lockstep.data.fetch import fetch
+from lockstep.data.hub import fetch
 
 
 def config(data: dict, **model) -> Config:

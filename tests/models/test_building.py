@@ -13,9 +13,8 @@ from lockstep.config.schema import CustomModel, GivenModel, TextClassifierModel,
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.models.blocks import repeated_blocks
-from lockstep.models.build import build_model
-from lockstep.models.facts import describe_model, parameter_facts
-from lockstep.models.freezing import freeze
+from lockstep.models.build import build_model, describe_model, parameter_facts
+from lockstep.models.parameters import freeze
 
 FACTS = DataFacts(100, 16, vocabulary=30, classes=3)
 SMALL = {"layers": 2, "width": 16, "heads": 2}
@@ -126,7 +125,7 @@ def test_facts_count_a_tied_parameter_once(tied):
 
 def test_planning_imports_little():
     code = (
-        "import sys; from lockstep.models.facts import describe_model; from lockstep.core.records import DataFacts; "
+        "import sys; from lockstep.models.build import describe_model; from lockstep.core.records import DataFacts; "
         "from lockstep.config.schema import TransformerModel; before = len(sys.modules); "
         "describe_model(TransformerModel(kind='transformer'), DataFacts(1, 1, vocabulary=9)); "
         "print(len(sys.modules) - before)"

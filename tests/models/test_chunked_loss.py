@@ -21,7 +21,7 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.measuring.peak import peak_of
 from lockstep.models.build import build_model
 from lockstep.models.building_objectives import FunctionObjective
-from lockstep.models.chunked_loss import ChunkedHeadLoss, LossShape, chunk_head_loss, chunked_cross_entropy
+from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss, chunked_cross_entropy
 from lockstep.models.objectives import TargetLoss, cross_entropy_sum
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_it_is_the_cross_entropy_of_all_at_once(smoothing: float, biased: bool, 
     targets = torch.randint(0, 50, (37,), generator=draws).index_fill_(0, torch.tensor([0, 9, 36]), -100)
     logits = F.linear(hidden, weight, bias)
     expected = cross_entropy_sum(logits, targets, smoothing)
-    found = chunked_cross_entropy(hidden, weight, bias, targets, LossShape(chunk, smoothing))
+    found = chunked_cross_entropy(hidden, weight, bias, targets, chunk, smoothing)
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert found.plain.item() == pytest.approx(cross_entropy_sum(logits, targets).item(), rel=1e-6)
     assert found.right.item() == (logits.argmax(-1) == targets).sum().item()
@@ -51,7 +51,7 @@ def test_it_is_the_cross_entropy_of_all_at_once(smoothing: float, biased: bool, 
 
 def test_a_frozen_head_and_no_targets() -> None:
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
-    found = chunked_cross_entropy(hidden, weight, None, torch.full((6,), -100), LossShape(4, 0.0))
+    found = chunked_cross_entropy(hidden, weight, None, torch.full((6,), -100), 4, 0.0)
     found.loss.backward()
     assert found.loss.item() == 0.0
     assert hidden.grad is not None
@@ -134,7 +134,7 @@ def test_a_model_that_changes_its_logits_is_found_out(make: type[Scaling]) -> No
     batch = Batch({"tokens": tokens}, tokens, 2, 6)
     objective = chunk_head_loss(TargetLoss(language=True), model, 4)
     objective.show(batch)
-    with pytest.raises(lockstep.RunFailed, match=r"memory\.loss_chunk: the model makes something of its logits"):
+    with pytest.raises(lockstep.RunFailed, match=r"memory\.loss_chunk: the model computes with its logits"):
         objective.loss_sum(model(tokens), batch)
 
 
@@ -149,8 +149,12 @@ def test_logits_without_a_loss_are_logits() -> None:
     ("objective", "model", "said"),
     [
         (TargetLoss(language=False), model_of(9), "this objective is of one class a sample"),
-        (FunctionObjective(lambda batch: 1, lambda outputs, batch: outputs), model_of(9), "this objective is your own"),
-        (TargetLoss(language=True), nn.Linear(2, 2), "of a Linear it isn't known which linear makes the logits"),
+        (
+            FunctionObjective(lambda batch: 1, lambda outputs, batch: outputs),
+            model_of(9),
+            "this objective is a custom one",
+        ),
+        (TargetLoss(language=True), nn.Linear(2, 2), "the linear that makes the logits of a Linear is not known"),
     ],
 )
 def test_what_it_is_not_for_is_refused(objective: Any, model: nn.Module, said: str) -> None:

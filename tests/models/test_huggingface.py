@@ -13,9 +13,8 @@ from lockstep.config.schema import HuggingFaceModel, ObjectiveConfig
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.models.blocks import repeated_blocks
-from lockstep.models.build import build_model
+from lockstep.models.build import build_model, describe_model, parameter_facts
 from lockstep.models.building_objectives import build_objective, coupling
-from lockstep.models.facts import describe_model, parameter_facts
 from lockstep.models.heads import head_of, preparation
 
 FACTS = DataFacts(100, 16, vocabulary=60, classes=3)

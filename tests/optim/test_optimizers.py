@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.config.schema import Optim, ParameterRule
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.optim import discard, fused, stepping
+from lockstep.optim import fused, stepping
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
 
@@ -211,9 +211,9 @@ def test_a_step_is_undone_on_the_device():
         tensors[0].fill_(float("nan"))
         tensors[1].add_(1)
 
-    discard.step_if(torch.tensor(False), tensors, step)
+    stepping.step_if(torch.tensor(False), tensors, step)
     assert_same(tensors, [torch.ones(3), torch.zeros(())])
-    discard.step_if(torch.tensor(True), tensors, step)
+    stepping.step_if(torch.tensor(True), tensors, step)
     assert_same(tensors, [torch.full((3,), float("nan")), torch.ones(())])
 
 
@@ -389,5 +389,5 @@ def test_muon_without_a_matrix_is_refused():
 def test_a_model_over_two_devices_is_refused():
     model = make_model()
     model[2].to("meta")
-    with pytest.raises(ConfigError, match="lie on cpu and meta; a rank trains on one device"):
+    with pytest.raises(ConfigError, match="are on cpu and meta; a rank trains on one device"):
         build(model, OPTIMS["adamw"])

@@ -18,8 +18,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import by_step, read_manifest
 from lockstep.core.errors import VerificationError
 from lockstep.core.progress import Progress
-from lockstep.data.digests import MODULUS, digest
-from lockstep.data.order import SampleOrder
+from lockstep.data.order import MODULUS, SampleOrder, digest
 from lockstep.training.audit import Audit, audit, expected_digest
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.ledger import Ledger, OrderFacts

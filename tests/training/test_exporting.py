@@ -27,11 +27,10 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.finished_run import loaded_config, run_config
 from lockstep.training.importing_weights import import_weights
-from lockstep.training.publishing import whole_file, whole_folder
 from lockstep.training.session import components_of
 from lockstep.training.sources import make_model, open_sources
 from lockstep.training.user_objects import UserObjects
-from lockstep.training.weights import load_weights, save_weights, tensors_of, to_rebuild
+from lockstep.training.weights import load_weights, save_weights, tensors_of, to_rebuild, whole_file, whole_folder
 
 LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
 
@@ -155,7 +154,7 @@ def test_one_checkpoint_without_its_run(run: Path, tmp_path: Path) -> None:
     alone = tmp_path / "elsewhere" / "step-00000004"
     alone.parent.mkdir()
     alone.symlink_to(run / "checkpoints" / "step-00000004")
-    with pytest.raises(ConfigError, match="say with --to where to"):
+    with pytest.raises(ConfigError, match="give the target with --to"):
         export(alone, ExportArguments())
     made = export(alone, ExportArguments(to=tmp_path / "four.safetensors"))
     assert made.step == 4
@@ -293,9 +292,7 @@ def test_places_that_are_no_runs(tmp_path: Path) -> None:
 
 def test_best_without_a_metric(tmp_path: Path) -> None:
     folder = _with_checkpoint(tmp_path, {"model.inner.bias": torch.ones(2)}, ranks=1)
-    with pytest.raises(
-        ConfigError, match=r"--best: this run's config doesn't say by which metric \(checkpoint\.best\)"
-    ):
+    with pytest.raises(ConfigError, match=r"--best: this run's config names no metric \(checkpoint\.best\)"):
         export(folder, ExportArguments(best=True))
 
 

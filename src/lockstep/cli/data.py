@@ -20,7 +20,7 @@ def _fetch(words: Sequence[str]) -> int:
     args, overrides = parser.parse(words)
     loaded, _ = read_config(args.config, overrides)
 
-    from lockstep.data.fetch import fetch
+    from lockstep.data.hub import fetch
 
     for line in fetch(loaded.config):
         echo(line, flush=True)

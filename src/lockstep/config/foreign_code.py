@@ -1,6 +1,6 @@
 """What a config asks of whoever uses it: code to import, variables to set, folders to write to.
 
-model.target, objective.target, data...target, data...collate      imported, which runs it
+model.target, objective.target, optim.target, data...target, data...collate    imported, which runs it
 model.architecture: auto_map, ..._implementation with a /           transformers loads code by these
 launch.environment                                                  LD_PRELOAD and its like make a process run code
 """
@@ -43,6 +43,8 @@ def code_in(config: Config) -> Iterator[tuple[str, str]]:
         yield "model.target", config.model.target
     if config.objective.target is not None:
         yield "objective.target", config.objective.target
+    if config.optim.target is not None:
+        yield "optim.target", config.optim.target
     if ":" in config.parallel.strategy:
         yield "parallel.strategy", config.parallel.strategy
     yield from _of_data("data.train", config.data.train)

@@ -357,8 +357,14 @@ class ParameterRule(Section):
 class Optim(Section):
     """By which rule parameters are updated."""
 
-    name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "given"] = "adamw"
-    """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `given`: one handed over in Python."""
+    name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "custom", "given"] = "adamw"
+    """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `custom`: that of `target`; `given`:
+    one handed over in Python."""
+    target: PathText | None = None
+    """For `custom`: `package.module:Name`, `path/to/file.py:Name` or the registered name of a torch optimizer, which is
+    called with parameter groups."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for `target`."""
     lr: Annotated[float, Field(ge=0)] = 1e-3
     """Peak learning rate; the schedule scales it."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -384,6 +390,8 @@ class Optim(Section):
 
     @model_validator(mode="after")
     def _fits_the_rule(self) -> Optim:
+        if (self.name == "custom") != (self.target is not None):
+            raise ValueError("`target` and `name: custom` belong together: give both or neither")
         if self.in_backward and self.clip_norm is not None:
             raise ValueError(
                 f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} "

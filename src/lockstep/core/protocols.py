@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+@runtime_checkable
 class Source(Protocol):
     """A data set that can be asked for any of its samples, in any order."""
 

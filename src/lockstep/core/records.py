@@ -42,7 +42,7 @@ class GlobalBatch:
         epoch: of its samples, from 0.
         cursor: samples consumed by the run once this update is done.
         step: the update it belongs to, from 0.
-        digest: of which samples this rank's share has (`data.digests`).
+        digest: of which samples this rank's share has (`data.order`).
     """
 
     micro_batches: tuple[Batch, ...]
@@ -126,7 +126,7 @@ class Request(Enum):
 class Tally(Enum):
     """What each rank adds up in the vote besides its losses."""
 
-    DIGEST = 0  # of the samples of this update, see `data.digests`; a sum is known modulo 2^40
+    DIGEST = 0  # of the samples of this update, see `data.order`; a sum is known modulo 2^40
     SETTLED = 1  # saves that this rank has written, or failed to
     FAILED = 2  # of these
 

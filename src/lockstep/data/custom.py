@@ -1,4 +1,4 @@
-"""A user's own Dataset and collate function as a source.
+"""A user's own data as a source: a map-style Dataset with a collate function, or an object that is a source already.
 
     item of the dataset       inputs of the model                   targets
     mapping                   all other keys, by name               its label, labels, target or targets
@@ -34,11 +34,15 @@ from lockstep.data.windows import fingerprint
 Collate = Callable[[list[Any]], Any]
 
 _TARGETS = ("labels", "label", "targets", "target")
-_ROWS_TO_KNOW_BY = 16  # items that a fingerprint looks at
+_FINGERPRINT_ITEMS = 16
 
 
 def open_custom(section: CustomData) -> Source:
-    """Raises ConfigError: what the section names can't be imported or called, or is no map-style Dataset."""
+    """Return the source that the section names.
+
+    Raises:
+        ConfigError: it can't be imported or called, or is neither a map-style Dataset nor a source.
+    """
     dataset = construct("sources", section.target, section.arguments)
     collate = import_target(section.collate) if section.collate else None
     if collate is not None and not callable(collate):
@@ -47,15 +51,19 @@ def open_custom(section: CustomData) -> Source:
 
 
 def adapt_dataset(dataset: Any, collate: Collate | None = None) -> Source:
-    """A source from a map-style Dataset: anything with `__len__` and `__getitem__`, a list too.
+    """Return a source for a map-style Dataset: anything with `__len__` and `__getitem__`, a list too.
 
     Args:
-        dataset: `__getitems__` is used where its class defines it.
+        dataset: `__getitems__` is used where its class defines it; a `Source` is returned as it is.
         collate: items -> batch; None: torch's.
 
     Raises:
         ConfigError: it has no length or can't be indexed.
     """
+    if isinstance(dataset, Source):
+        if collate is not None:
+            raise ConfigError(f"{type(dataset).__name__} is a source, whose fetch collates; leave collate out")
+        return dataset
     _check(dataset)
     if type(dataset) is TensorDataset and collate is None:
         return TensorSource(dataset.tensors)
@@ -84,7 +92,7 @@ def _check(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"{kind.__name__} is an IterableDataset; Lockstep needs any sample at any time, so that a run can stop and "
-            "go on under any number of ranks: give a map-style Dataset, with __len__ and __getitem__"
+            "resume under any number of ranks: give a map-style Dataset, with __len__ and __getitem__"
         )
     missing = [name for name in ("__len__", "__getitem__") if getattr(kind, name, None) is None]
     if missing and callable(getattr(kind, "train_dataloader", None)):
@@ -102,80 +110,69 @@ class TensorSource:
     draws = False
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        *self._inputs, self._targets = [tensor.detach().cpu() for tensor in tensors]
-        self._alone = not self._inputs
-        samples = len(self._targets)
+        self._tensors = [tensor.detach().cpu() for tensor in tensors]
+        samples = len(self._tensors[-1])
         self.facts = DataFacts(samples, None)
         known = torch.from_numpy(_spread(samples))
-        self.fingerprint = fingerprint(
-            "tensors", samples, *[_contents(tensor[known]) for tensor in (*self._inputs, self._targets)]
-        )
+        self.fingerprint = fingerprint("tensors", samples, *[_contents(tensor[known]) for tensor in self._tensors])
 
     def fetch(self, indices: Indices) -> Batch:
-        chosen = torch.from_numpy(indices)
-        targets = self._targets.index_select(0, chosen)
-        if self._alone:
-            return Batch((targets,), None, len(indices), len(indices))
-        inputs = tuple([tensor.index_select(0, chosen) for tensor in self._inputs])
-        return Batch(inputs, targets, len(indices), len(indices))
+        chosen, samples = torch.from_numpy(indices), len(indices)
+        rows = [tensor.index_select(0, chosen) for tensor in self._tensors]
+        if len(rows) == 1:
+            return Batch((rows[0],), None, samples, samples)
+        return Batch(tuple(rows[:-1]), rows[-1], samples, samples)
 
 
 class ItemSource:
-    """Items one by one, or a list of them where the dataset can. It may draw random numbers: nobody knows."""
+    """Items one by one, or a list of them where the dataset can. It may draw random numbers, which is unknown."""
 
     draws = True
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self._dataset = dataset
         self._collate = collate or collate_values
-        self._whole = _fetches_lists(type(dataset))
+        # torch's Subset inherits nothing from what it wraps, so a class that defines `__getitems__` means it
+        self._fetches_lists = callable(getattr(type(dataset), "__getitems__", None))
         self.facts = DataFacts(len(dataset), None)
-        self.fingerprint = self._fingerprint(collate)
+        sources = [_source(thing) for thing in (dataset, collate) if thing is not None]
+        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+        with noise.keyed_generators(0):  # items that are drawn are drawn alike each time
+            contents = read_or_explain(
+                lambda indices: [_contents(dataset[index]) for index in indices.tolist()], _spread(len(dataset))
+            )
+        self.fingerprint = fingerprint(kind, len(dataset), sources, contents)
 
     def fetch(self, indices: Indices) -> Batch:
         wanted = indices.tolist()
-        items = self._dataset.__getitems__(wanted) if self._whole else [self._dataset[index] for index in wanted]
+        if self._fetches_lists:
+            items = self._dataset.__getitems__(wanted)
+        else:
+            items = [self._dataset[index] for index in wanted]
         return as_batch(self._collate(items), len(wanted))
-
-    def _fingerprint(self, collate: Collate | None) -> str:
-        sources = [_source(thing) for thing in (self._dataset, collate) if thing is not None]
-        kind = f"{type(self._dataset).__module__}.{type(self._dataset).__qualname__}"
-        with noise.keyed_generators(0):  # items that are drawn are drawn alike each time
-            known = read_or_explain(self._known, _spread(len(self._dataset)))
-        return fingerprint(kind, len(self._dataset), sources, known)
-
-    def _known(self, indices: Indices) -> list[Any]:
-        return [_contents(self._dataset[index]) for index in indices.tolist()]
 
 
 def collate_values(items: list[Any]) -> Any:
-    """torch's collate function, to which lists of numbers are values: a data set's rows hold them, where torch would
-    take the items apart and make a batch of each position."""
+    """Return what torch's collate function does, with lists of numbers as values: a data set's rows hold them, where
+    torch would take the items apart and make a batch of each position."""
     return default_collate([_with_tensors(item) for item in items])
 
 
 def _with_tensors(item: Any) -> Any:
     if isinstance(item, Mapping):
         return {name: _as_tensor(value) for name, value in item.items()}
-    if type(item) is tuple:
-        return tuple(map(_as_tensor, item))
-    return item
+    return tuple(map(_as_tensor, item)) if type(item) is tuple else item
 
 
 def _as_tensor(value: Any) -> Any:
-    return torch.tensor(value) if isinstance(value, list) and _of_numbers(value) else value
-
-
-def _of_numbers(values: list[Any]) -> bool:
-    """Of the same depth everywhere, as far as the first tell."""
-    first: Any = values
-    while isinstance(first, list) and first:
+    first = value
+    while isinstance(first, list) and first:  # lists of one depth everywhere, as far as the first show
         first = first[0]
-    return isinstance(first, int | float)
+    return torch.tensor(value) if isinstance(value, list) and isinstance(first, int | float) else value
 
 
 def as_batch(collated: Any, samples: int) -> Batch:
-    """What a collate function returned, split into inputs and targets."""
+    """Return what a collate function returned, split into inputs and targets."""
     if isinstance(collated, Batch):
         return collated
     if isinstance(collated, Mapping):
@@ -184,7 +181,7 @@ def as_batch(collated: Any, samples: int) -> Batch:
         if len(named) > 1:
             raise RunFailed(f"a batch has {' and '.join(named)}; only one of them can be the targets")
         targets = inputs.pop(named[0]) if named else None
-        return Batch(inputs, targets, samples, _tokens(inputs, samples))
+        return Batch(inputs, targets, samples, _num_tokens(inputs, samples))
     if isinstance(collated, tuple | list):
         if len(collated) < 2:
             raise RunFailed(f"a batch of {len(collated)} parts can't be split into inputs and targets")
@@ -192,24 +189,19 @@ def as_batch(collated: Any, samples: int) -> Batch:
     return Batch((collated,), None, samples, samples)
 
 
-def _tokens(inputs: Mapping[str, Any], samples: int) -> int:
-    """Of text as transformers' tokenizers make it: those that are no padding; otherwise the samples."""
+def _num_tokens(inputs: Mapping[str, Any], samples: int) -> int:
+    """Return the tokens that are no padding, of text as transformers' tokenizers make it; otherwise the samples."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if isinstance(mask, Tensor):
         return int(mask.sum())
     return ids.numel() if isinstance(ids, Tensor) else samples
 
 
-def _fetches_lists(kind: type) -> bool:
-    """torch's Subset inherits nothing from what it wraps, so a class that defines `__getitems__` means it."""
-    return callable(getattr(kind, "__getitems__", None))
-
-
 def _spread(samples: int) -> Indices:
-    """Up to so many indices, from the first to the last."""
+    """Return up to 16 indices, from the first to the last."""
     if samples == 0:
         return np.zeros(0, np.int64)
-    return np.unique(np.linspace(0, samples - 1, _ROWS_TO_KNOW_BY).astype(np.int64))
+    return np.unique(np.linspace(0, samples - 1, _FINGERPRINT_ITEMS).astype(np.int64))
 
 
 def _source(thing: Any) -> str:
@@ -218,7 +210,7 @@ def _source(thing: Any) -> str:
 
 
 def _contents(item: Any) -> Any:
-    """What a fingerprint sees of an item: values, no addresses."""
+    """Return what a fingerprint covers of an item: values, no addresses."""
     if isinstance(item, Tensor):
         return fingerprint(item.detach().cpu().contiguous().view(torch.uint8).numpy() if item.dim() else item.item())
     if isinstance(item, np.ndarray):

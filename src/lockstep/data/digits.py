@@ -41,7 +41,7 @@ class DigitsSource:
         return Batch({"images": torch.from_numpy(images).unsqueeze(1)}, targets, len(indices), len(indices))
 
     def _moved(self, indices: Indices) -> NDArray[np.float32]:
-        """Each image seen through a window of 8 x 8 in its padded self, at a place of its own: one gather."""
+        """Return each image through a window of 8 x 8 in its padded self, at a drawn place: one gather."""
         corners = (noise.uniform(indices, 2) * (2 * self._shift + 1)).astype(np.int64)
         rows = corners[:, :1] + np.arange(_SIDE)
         columns = corners[:, 1:] + np.arange(_SIDE)
@@ -50,7 +50,7 @@ class DigitsSource:
 
 
 def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """[images, 8, 8] in [0, 1], and the digit of each."""
+    """Return images [images, 8, 8] in [0, 1], and the digit of each."""
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ConfigError(

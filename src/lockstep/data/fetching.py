@@ -1,12 +1,12 @@
-"""Requests become micro-batches, here or in worker processes, with the same bits.
+"""Fetches micro-batches, in this process or in worker processes, with the same bits.
 
     requests --> workers = 0: source.fetch, in this process       --> batches, in the same order
              \\-> workers > 0: torch's DataLoader, one request each -/
 
-A signal to the process group is the rank's to handle: workers take no notice of it, go on fetching for the updates that
-are left, and end with the rank, also when that is killed.
+A signal to the process group is handled by the rank: workers ignore it, continue to fetch for the updates that are
+left, and end with the rank, also when that is killed.
 
-torch's DataLoader brings workers, shared memory, page-locked memory and prefetch; its sampler yields our requests and
+torch's DataLoader brings workers, shared memory, page-locked memory and prefetch; its sampler yields requests and
 its dataset answers a whole request at once, so nothing is collated sample by sample.
 """
 
@@ -42,17 +42,17 @@ from lockstep.data import noise
 from lockstep.data.order import Indices
 from lockstep.data.unreadable import explained, named
 
-_UNTIL_HEARD_S = 1.0
+_SIGCHLD_WAIT_S = 1.0
 
 
 class FetchRequest(NamedTuple):
-    """One micro-batch to fetch.
+    """A micro-batch to fetch.
 
     Attributes:
         indices: [samples] of the source.
         filler: whether the batch has no weight.
         epoch_key: of the noise that belongs to each sample.
-        generator_key: what the process' generators are seeded with; None for sources that don't draw.
+        generator_key: seed of the process' generators; None for sources that don't draw.
     """
 
     indices: Indices
@@ -63,8 +63,14 @@ class FetchRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How many processes fetch, how many batches each holds ready, whether into page-locked memory, and the key of
-    their generators."""
+    """The worker processes of a loader.
+
+    Attributes:
+        number: of processes; 0: the rank fetches itself.
+        prefetch: batches that each holds ready.
+        pin: batches are put into page-locked memory.
+        key: seed of their generators.
+    """
 
     number: int
     prefetch: int
@@ -73,7 +79,7 @@ class Workers:
 
 
 def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
-    """A batch for each request.
+    """Return a batch for each request.
 
     Raises:
         RunFailed: the source raised, or a worker died; names the samples.
@@ -84,18 +90,15 @@ def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers
 
 
 def fetch(source: Source, request: FetchRequest) -> Batch:
-    """The batch that `request` asks for."""
+    """Return the batch that `request` asks for."""
     try:
         batch = _fetch(source, request)
     except Failure:
         raise
     except Exception as error:
-        raise explained(partial(_fetch_some, source, request), request.indices, error) from error
+        read = lambda indices: _fetch(source, request._replace(indices=indices))  # noqa: E731
+        raise explained(read, request.indices, error) from error
     return replace(batch, samples=0, tokens=0) if request.filler else batch
-
-
-def _fetch_some(source: Source, request: FetchRequest, indices: Indices) -> Batch:
-    return _fetch(source, request._replace(indices=indices))
 
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
@@ -110,17 +113,23 @@ def _fetch(source: Source, request: FetchRequest) -> Batch:
 
 
 def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
-    asked: deque[FetchRequest] = deque()
-    answerer = _Answers(source, workers.number)
+    pending: deque[FetchRequest] = deque()  # taken by the DataLoader, which runs ahead of what it delivers
+    worker_dataset = _WorkerDataset(source, workers.number)
+
+    def taken() -> Iterator[FetchRequest]:
+        for request in requests:
+            pending.append(request)
+            yield request
+
     loader = DataLoader(
-        answerer,
-        batch_sampler=_remembered(requests, asked),  # type: ignore[arg-type]  # any iterable will do
-        collate_fn=_as_it_is,
+        worker_dataset,
+        batch_sampler=taken(),  # type: ignore[arg-type]  # any iterable will do
+        collate_fn=_identity,
         num_workers=workers.number,
         prefetch_factor=workers.prefetch,
         pin_memory=workers.pin,
-        multiprocessing_context=_context(),
-        worker_init_fn=partial(_leave_signals_to, os.getpid(), _in_main_thread()),
+        multiprocessing_context=_killable_context(),
+        worker_init_fn=partial(_ignore_signals, os.getpid(), _in_main_thread()),
         # its own generator, or it would draw from the process' and change what the model draws
         generator=torch.Generator().manual_seed(workers.key),
     )
@@ -128,45 +137,45 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
     forks = multiprocessing.get_start_method() == "fork"
     with nullcontext() if forks else safe_interpreters(), blocked_signals(forks=forks):
         answers = iter(loader)
-    with _deaths_are_named(_AtWork(lambda: answerer.busy_with(asked), before)):
+    with _naming_deaths(_WorkerSet(lambda: worker_dataset.busy_with(pending), before)):
         while True:
             try:
                 answer = next(answers, None)
             except RuntimeError as error:  # what torch raises when a worker has died
-                raise _death(error, answerer.busy_with(asked), before) from error
+                raise _death(error, worker_dataset.busy_with(pending), before) from error
             except (OSError, EOFError) as error:  # its end of a pipe is gone
-                time.sleep(_UNTIL_HEARD_S)  # SIGCHLD comes after that, and says more
-                raise _death(error, answerer.busy_with(asked), before) from error
+                time.sleep(_SIGCHLD_WAIT_S)  # SIGCHLD comes after that, and says more
+                raise _death(error, worker_dataset.busy_with(pending), before) from error
             if answer is None:
                 return
-            asked.popleft()
-            yield _unwrapped(answer)
+            pending.popleft()
+            yield _batch_of(answer)
 
 
 # --- signals ----------------------------------------------------------------------------------------------------
 
-_LEFT_TO_THE_RANK = (*STOP_SIGNALS, SAVE_SIGNAL)
+_RANK_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _leave_signals_to(rank: int, from_main_thread: bool, worker: int) -> None:
-    """Called in a worker, before it fetches."""
+def _ignore_signals(rank: int, from_main_thread: bool, worker: int) -> None:
+    """Leave signals to the rank; called in a worker, before it fetches."""
     if os.getppid() == rank and from_main_thread:
         end_with(rank)
     else:  # a fork server started it, or a thread, whose end would count as the rank's
         end_with_other(rank)
-    for number in _LEFT_TO_THE_RANK:
+    for number in _RANK_SIGNALS:
         # not SIG_IGN, which a program that the data set starts would inherit; system calls go on where they were
         signal.signal(number, no_effect)
         signal.siginterrupt(number, False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RANK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RANK_SIGNALS)
 
 
 class _Killable:
-    """A worker that takes no notice of SIGTERM.
+    """A worker that ignores SIGTERM and can be killed.
 
     Torch terminates one that doesn't end by itself, and Python, at its exit, those that are left.
     """
@@ -192,8 +201,8 @@ class _ForkServerWorker(_Killable, ForkServerProcess):
 _WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}
 
 
-def _context() -> BaseContext:
-    """This process's own way to start others, with workers that can be terminated."""
+def _killable_context() -> BaseContext:
+    """Return this process's way to start others, with workers that can be terminated."""
     method = multiprocessing.get_start_method()
     context = copy.copy(multiprocessing.get_context(method))
     context.Process = _WORKERS[method]  # type: ignore[attr-defined]
@@ -203,82 +212,77 @@ def _context() -> BaseContext:
 # --- requests and answers ---------------------------------------------------------------------------------------
 
 
-def _remembered(requests: Iterable[FetchRequest], asked: deque[FetchRequest]) -> Iterator[FetchRequest]:
-    """The DataLoader takes requests ahead of what it delivers; in between they are in `asked`."""
-    for request in requests:
-        asked.append(request)
-        yield request
-
-
 def _death(error: Exception, busy: Sequence[FetchRequest], before: Kills) -> RunFailed:
-    """
+    """Return the failure that names what dead workers were fetching.
+
     Args:
-        before: what the kernel had counted when the workers were started.
+        before: the kernel's counts when the workers were started.
     """
-    if isinstance(error.__cause__, RunFailed):  # named when it was heard of
+    if isinstance(error.__cause__, RunFailed):  # named in the handler of SIGCHLD
         return error.__cause__
     samples = f" while samples {' or '.join(named(request.indices) for request in busy)} were fetched" if busy else ""
-    said = str(error).strip(" .")
-    if said.endswith("signal: Killed"):
+    message = str(error).strip(" .")
+    if message.endswith("signal: Killed"):
         reason = f". Reason: {why_killed(before, kernel_kills(), _FEWER)}"
-    elif "killed by signal" in said:  # another one, such as a segmentation fault
+    elif "killed by signal" in message:  # another one, such as a segmentation fault
         reason = ""
     else:
         reason = f". If it was killed: {why_killed(before, kernel_kills(), _FEWER)}"
     return RunFailed(
-        f"a data worker died{samples}: {said}{reason}. With data.loader.workers: 0 the rank fetches itself and shows "
-        "what happens"
+        f"a data worker died{samples}: {message}{reason}. With data.loader.workers: 0 the rank fetches itself and "
+        "shows what happens"
     )
 
 
 _FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
 
 
-class _AtWork(NamedTuple):
-    """A set of workers: what it is busy with, and what the kernel had counted when it was started."""
+class _WorkerSet(NamedTuple):
+    """A set of workers: the requests that it is busy with, and the kernel's counts when it was started."""
 
     busy: Callable[[], list[FetchRequest]]
     before: Kills
 
 
-_at_work: list[_AtWork] = []
+_running: list[_WorkerSet] = []
 
 
 @contextmanager
-def _deaths_are_named(workers: _AtWork) -> Iterator[None]:
-    """While the block runs, wherever the main thread happens to be: there torch raises, in its handler of SIGCHLD."""
-    heard = signal.getsignal(signal.SIGCHLD)
-    if callable(heard) and not isinstance(heard, _Named) and _in_main_thread():
-        signal.signal(signal.SIGCHLD, _Named(heard))
-    _at_work.append(workers)
+def _naming_deaths(workers: _WorkerSet) -> Iterator[None]:
+    """Name the samples of a death while the block runs, wherever the main thread is: torch's handler of SIGCHLD raises
+    there."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if callable(handler) and not isinstance(handler, _ChildHandler) and _in_main_thread():
+        signal.signal(signal.SIGCHLD, _ChildHandler(handler))
+    _running.append(workers)
     try:
         yield
     finally:
-        _at_work.remove(workers)
+        _running.remove(workers)
 
 
-class _Named:
-    """torch's handler, which torch sets once for all loaders of a process."""
+class _ChildHandler:
+    """Torch's handler of SIGCHLD, which torch sets once for all loaders of a process."""
 
-    def __init__(self, heard: Callable[[int, FrameType | None], Any]) -> None:
-        self._heard = heard
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         try:
-            self._heard(number, frame)
+            self._handler(number, frame)
         except RuntimeError as error:
-            if not _at_work:  # a user's own workers
+            if not _running:  # a user's own workers
                 raise
-            asked = [request for workers in _at_work for request in workers.busy()]
-            raise _death(error, asked, _at_work[0].before) from error
+            busy = [request for workers in _running for request in workers.busy()]
+            raise _death(error, busy, _running[0].before) from error
 
 
-class _Answers(Dataset[Any]):
-    """What a worker holds. It answers a request with a mapping, which torch can pin; a failure is an answer too."""
+class _WorkerDataset(Dataset[Any]):
+    """The data set of a worker. It answers a request with a mapping, which torch can pin; failures too."""
 
     def __init__(self, source: Source, workers: int) -> None:
         self._source = source
-        # the first index of what each worker is at, in memory that outlives the worker; -1: nothing
+        # the first index of what each worker fetches, in memory that outlives the worker; -1: nothing
         self._busy = torch.full((workers,), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getitems__(self, request: FetchRequest) -> Mapping[str, Any]:
@@ -287,7 +291,7 @@ class _Answers(Dataset[Any]):
         self._busy[worker.id] = int(request.indices[0])
         try:
             batch = fetch(self._source, request)
-        except Exception as failure:  # one of ours, or memory ran out
+        except Exception as failure:  # a `RunFailed`, or memory ran out
             return {"failure": failure, "traceback": traceback.format_exc()}
         finally:
             self._busy[worker.id] = -1
@@ -296,20 +300,20 @@ class _Answers(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("requests are answered whole")
 
-    def busy_with(self, asked: Iterable[FetchRequest]) -> list[FetchRequest]:
+    def busy_with(self, pending: Iterable[FetchRequest]) -> list[FetchRequest]:
         firsts = set(self._busy.tolist())
-        return [request for request in asked if int(request.indices[0]) in firsts]
+        return [request for request in pending if int(request.indices[0]) in firsts]
 
 
 class InWorker(Exception):
-    """What a failure was raised from, as the data worker's traceback has it: tracebacks themselves can't be sent."""
+    """The text of a data worker's traceback, as a failure's cause: tracebacks themselves can't be sent."""
 
 
-def _as_it_is(answer: Any) -> Any:
+def _identity(answer: Any) -> Any:
     return answer
 
 
-def _unwrapped(answer: Mapping[str, Any]) -> Batch:
+def _batch_of(answer: Mapping[str, Any]) -> Batch:
     if "failure" in answer:
         raise answer["failure"] from InWorker(answer["traceback"])
     inputs = answer["inputs"]

@@ -1,4 +1,4 @@
-"""From a cursor to the batches that follow it.
+"""The batches that follow a cursor.
 
     cursor --> epoch, position --> the update's samples --> this rank's share --> micro-batches
                divmod              order (keyed)            plan/batch            fetched, moved to the device
@@ -6,17 +6,25 @@
     update 7 of rank 1:   [ . . . . | x x x | . . . ]      positions k*G .. (k+1)*G of the epoch's order
                                       x x | x              its micro-batches
 
-Nothing is remembered but the number of samples consumed; where the run stands decides what comes next.
+The only state is the number of samples consumed.
+
+On a GPU the copy of the next item runs on a separate stream beside the computation:
+
+    host      fetch k+1, pin, queue its copy | yield k | fetch k+2 ...
+    copies          ............ k+1 .........
+    compute   ... k-1 ...        |    ... k ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import tee
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError
@@ -24,10 +32,8 @@ from lockstep.core.keys import key
 from lockstep.core.progress import Progress
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, GlobalBatch
-from lockstep.data.digests import digests
 from lockstep.data.fetching import FetchRequest, Workers, fetch, fetch_all
-from lockstep.data.order import SampleOrder
-from lockstep.data.transfer import to_device
+from lockstep.data.order import SampleOrder, digests
 from lockstep.plan.batch import BatchPlan, micro_ranges
 
 _BLOCK = 4096  # positions whose order is computed at a time: 0.04 us each; a batch of 8 alone would cost 8 us each
@@ -35,7 +41,7 @@ _BLOCK = 4096  # positions whose order is computed at a time: 0.04 us each; a ba
 
 @dataclass(slots=True)
 class _Share:
-    """This rank's part of an update, before it is fetched."""
+    """The part of an update that this rank fetches."""
 
     requests: list[FetchRequest]
     samples: int
@@ -48,8 +54,14 @@ class _Share:
 class TrainingLoader:
     """The endless stream of updates of one rank of the data axis.
 
+    Args:
+        count: micro-batch on the CPU -> its valid targets.
+
     Attributes:
         epoch_samples: samples of an epoch; with `drop_last`, those that fill global batches.
+
+    Raises:
+        ConfigError: no samples, or none left with `drop_last`.
     """
 
     def __init__(
@@ -65,11 +77,6 @@ class TrainingLoader:
         device: torch.device,
         count: Callable[[Batch], float],
     ) -> None:
-        """`count` tells the valid targets of a micro-batch, on the CPU.
-
-        Raises:
-            ConfigError: no samples, or none left with `drop_last`.
-        """
         samples = source.facts.samples
         self.epoch_samples = _epoch_samples(samples, batch.global_size, drop_last)
         self._source = source
@@ -84,41 +91,39 @@ class TrainingLoader:
         self._running: Generator[GlobalBatch, None, None] | None = None
 
     def updates(self, progress: Progress) -> Iterator[GlobalBatch]:
-        """What the run does after `progress`, without end; whatever `updates` was at before is over.
+        """Yield the updates after `progress`, without end; an iterator returned before ends.
 
-        Raises, while it is read:
-            RunFailed: a sample can't be read, or a worker died.
+        Raises:
+            RunFailed: while it is read; a sample can't be read, or a worker died.
         """
         self.close()
         self._running = self._epochs(progress)
         return self._running
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         if self._running is not None:
             self._running.close()
             self._running = None
 
     def _epochs(self, progress: Progress) -> Generator[GlobalBatch, None, None]:
-        """One set of workers for all epochs, unless `persistent_workers` is off."""
+        """Yield updates from one set of workers for all epochs, unless `persistent_workers` is off."""
         steps, cursor = progress.steps, progress.samples
         while True:
             stop = None
             if self._options.workers and not self._options.persistent_workers:
                 stop = (cursor // self.epoch_samples + 1) * self.epoch_samples
-            for update in self._fetched(self._shares(steps, cursor, stop)):
+            shares = self._shares(steps, cursor, stop)
+            updates = self._from_workers(shares) if self._workers.number else self._in_process(shares)
+            for update in to_device(updates, self._device, self._workers.pin):
                 yield update
                 steps, cursor = update.step + 1, update.cursor
 
-    def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
-        updates = self._here(shares) if self._workers.number == 0 else self._by_workers(shares)
-        return to_device(updates, self._device, self._workers.pin)
-
-    def _here(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+    def _in_process(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         for share in shares:
             yield self._update(share, [fetch(self._source, request) for request in share.requests])
 
-    def _by_workers(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+    def _from_workers(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         ahead, shares = tee(shares)  # workers are asked ahead of what is delivered
         requests = (request for share in ahead for request in share.requests)
         batches = fetch_all(self._source, requests, self._workers)
@@ -136,7 +141,7 @@ class TrainingLoader:
         )
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
-        """From `cursor` on, in blocks of equal updates; up to the cursor `stop`."""
+        """Yield the shares from `cursor` on, in blocks of equal updates; up to the cursor `stop`."""
         while cursor != stop:
             epoch, position = divmod(cursor, self.epoch_samples)
             left = self.epoch_samples - position
@@ -146,7 +151,7 @@ class TrainingLoader:
                 step, cursor = share.step + 1, share.cursor
 
     def _block(self, epoch: int, position: int, size: int, most: int, step: int, cursor: int) -> Iterator[_Share]:
-        """Updates of `size` samples each from `position` on: `most` of them, or as many as make a block."""
+        """Yield updates of `size` samples each from `position` on: `most` of them, or as many as make a block."""
         ranges = self._batch.ranges(size, self._rank)
         # filler is the update's first sample: every rank has one at hand, and it is real data
         offsets = np.concatenate(
@@ -154,7 +159,7 @@ class TrainingLoader:
         )
         firsts = position + size * np.arange(max(1, min(most, _BLOCK // len(offsets))))
         indices = self._order.indices(epoch, firsts[:, None] + offsets)
-        cuts = _cuts(ranges)
+        slices = _slices(ranges)
         owner, first = (0, self._batch.share(size, self._rank).first) if self._batch.fixed else (self._rank, 0)
         epoch_key = key(self._seed, "noise", epoch)
         own = np.concatenate([np.full(max(stop - start, 1), stop > start) for start, stop in ranges])
@@ -162,21 +167,25 @@ class TrainingLoader:
             cursor += size
             requests = [
                 FetchRequest(row[start:stop], filler, epoch_key, self._generator_key(step, owner, first + micro))
-                for micro, (start, stop, filler) in enumerate(cuts)
+                for micro, (start, stop, filler) in enumerate(slices)
             ]
             yield _Share(requests, size, epoch, cursor, step, digest)
             step += 1
 
     def _generator_key(self, step: int, owner: int, micro: int) -> int | None:
-        """`owner` is the rank; of micro-batches that are the same on any ranks, 0."""
+        """Return the seed of a micro-batch's generators.
+
+        Args:
+            owner: the rank; 0 for micro-batches that are the same on any number of ranks.
+        """
         return key(self._seed, "augmentation", step, owner, micro) if self._source.draws else None
 
 
 def evaluation_batches(
     source: Source, micro_size: int, rank: int, ranks: int, options: Loader, device: torch.device
 ) -> Iterator[Batch]:
-    """This rank's part of the whole set: every sample once over all ranks, as many batches on each; filler where a
-    rank has run out. What is drawn is the same in every evaluation.
+    """Yield this rank's part of the whole set: every sample once over all ranks, as many batches on each; filler where
+    a rank has run out. The draws are the same in every evaluation.
 
     Raises:
         ConfigError: the set is empty.
@@ -209,14 +218,14 @@ def _epoch_samples(samples: int, global_size: int, drop_last: bool) -> int:
     return samples // global_size * global_size
 
 
-def _cuts(ranges: list[tuple[int, int]]) -> list[tuple[int, int, bool]]:
-    """Where each micro-batch lies in the rank's row of indices, and whether it is filler."""
-    cuts, first = [], 0
+def _slices(ranges: list[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+    """Return the place of each micro-batch in the rank's row of indices, and whether it is filler."""
+    slices, first = [], 0
     for start, stop in ranges:
         width = max(1, stop - start)
-        cuts.append((first, first + width, stop == start))
+        slices.append((first, first + width, stop == start))
         first += width
-    return cuts
+    return slices
 
 
 def _workers(options: Loader, device: torch.device, workers_key: int) -> Workers:
@@ -226,3 +235,62 @@ def _workers(options: Loader, device: torch.device, workers_key: int) -> Workers
             f"data.loader.pin_memory makes copies to a GPU faster, but this rank computes on {device}; auto does right"
         )
     return Workers(options.workers, options.prefetch, options.pin_memory is not False and on_gpu, workers_key)
+
+
+Item = TypeVar("Item", Batch, GlobalBatch)
+
+
+def to_device(items: Iterator[Item], device: torch.device, pin: bool) -> Iterator[Item]:
+    """Yield the items with their tensors on `device`."""
+    if device.type == "cpu":
+        return items
+    if device.type == "cuda":
+        return _overlapped(items, device, pin)
+    return (map_tensors(item, lambda tensor: tensor.to(device)) for item in items)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `function` applied to each tensor in it: in records, mappings, tuples and lists."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, GlobalBatch):
+        return replace(value, micro_batches=map_tensors(value.micro_batches, function))
+    if isinstance(value, Batch):
+        return replace(value, inputs=map_tensors(value.inputs, function), targets=map_tensors(value.targets, function))
+    if isinstance(value, Mapping):
+        return {name: map_tensors(part, function) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [map_tensors(part, function) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
+
+
+def _overlapped(items: Iterator[Item], device: torch.device, pin: bool) -> Iterator[Item]:
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copied(tensor: Tensor) -> Tensor:
+        host = tensor.pin_memory() if pin and not tensor.is_pinned() else tensor
+        return host.to(device, non_blocking=True)
+
+    def start(item: Item) -> tuple[Item, torch.cuda.Event]:
+        with torch.cuda.stream(copies):
+            return map_tensors(item, copied), copies.record_event()
+
+    def arrived(item: Item, event: torch.cuda.Event) -> Item:
+        compute = torch.cuda.current_stream(device)
+        compute.wait_event(event)
+
+        def used_by_compute(tensor: Tensor) -> Tensor:  # its memory is not given to a later copy before that is done
+            tensor.record_stream(compute)
+            return tensor
+
+        return map_tensors(item, used_by_compute)  # type: ignore[no-any-return]
+
+    ahead: tuple[Item, torch.cuda.Event] | None = None
+    for item in items:
+        following = start(item)
+        if ahead is not None:
+            yield arrived(*ahead)
+        ahead = following
+    if ahead is not None:
+        yield arrived(*ahead)

@@ -1,12 +1,12 @@
-"""What a fetch draws, and from which key.
+"""The random numbers that a fetch draws, and their keys.
 
     noise of a sample       (key of the epoch, index of the sample, which draw)     uniform(indices, draws)
     a user's own code       Python's, NumPy's and torch's generators, seeded        keyed_generators(key)
                             for each micro-batch and given back as they were
 
-The first is a function of the sample, so that augmentation and masking are the same however an update is cut into
-ranks and micro-batches; Lockstep's own sources draw so. Code that we didn't write draws from the process' generators:
-its draws depend on the cut, but never on what was drawn before, nor on which process fetches.
+The first is a function of the sample, so that augmentation and masking are the same however an update is split into
+ranks and micro-batches; Lockstep's own sources draw so. User code draws from the process' generators:
+its draws depend on the split, but never on what was drawn before, nor on which process fetches.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _epoch_key = 0
 
 
 def use_epoch(key: int) -> None:
-    """From now on this process draws the noise of the epoch that `key` stands for."""
+    """Make this process draw the noise of the epoch that `key` stands for."""
     global _epoch_key
     _epoch_key = key
 
 
 def uniform(indices: Indices, draws: int) -> NDArray[np.float64]:
-    """[samples, draws] in [0, 1), a function of the epoch's key and each sample's index alone."""
+    """Return [samples, draws] in [0, 1), a function of the epoch's key and each sample's index alone."""
     streams = mix(indices.astype(np.uint64) * _GOLDEN + np.uint64(_epoch_key))
     counters = np.arange(1, draws + 1, dtype=np.uint64) * _GOLDEN
     bits = mix(streams[:, None] + counters)
@@ -42,8 +42,8 @@ def uniform(indices: Indices, draws: int) -> NDArray[np.float64]:
 
 @contextmanager
 def keyed_generators(key: int) -> Iterator[None]:
-    """Within, the process' CPU generators start from `key`; afterwards they are as they were before."""
-    python, numpy, own = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    """Start the process' CPU generators from `key` within the block; afterwards they are as they were before."""
+    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     random.seed(key)
     np.random.seed([key & 0xFFFFFFFF, key >> 32])
     torch.default_generator.manual_seed(key)
@@ -52,4 +52,4 @@ def keyed_generators(key: int) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.random.set_rng_state(own)
+        torch.random.set_rng_state(pytorch)

@@ -21,7 +21,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Which piece of the stream lies in which sample.
+    """The pieces of the stream that lie in each sample.
 
     Attributes:
         starts: [pieces] where each piece begins in the stream of tokens, ordered by sample.
@@ -41,14 +41,15 @@ class Packing:
 
     @property
     def padding(self) -> float:
-        """Share of all places that stay empty."""
+        """The share of all places that stay empty."""
         return 1 - int(self.lengths.sum()) / max(1, self.samples * self.capacity)
 
 
 def pack(offsets: Integers, capacity: int) -> Packing:
-    """Packs the documents that lie between `offsets` [documents + 1] of a stream."""
+    """Pack the documents that lie between `offsets` [documents + 1] of a stream."""
     starts, lengths = _cut(offsets, capacity)
-    longest_first = np.argsort(_narrow(capacity - lengths, capacity), kind="stable")  # few bits: a radix sort
+    keys = (capacity - lengths).astype(np.min_scalar_type(capacity))  # few bits: a radix sort
+    longest_first = np.argsort(keys, kind="stable")
     samples = _place(np.bincount(lengths, minlength=capacity + 1), capacity)
     by_sample = np.argsort(samples, kind="stable")
     pieces = longest_first[by_sample]
@@ -57,7 +58,7 @@ def pack(offsets: Integers, capacity: int) -> Packing:
 
 
 def _cut(offsets: Integers, capacity: int) -> tuple[Integers, Integers]:
-    """Start and length of each piece: documents, those longer than a sample in pieces of a sample's length."""
+    """Return start and length of each piece: documents, those longer than a sample in pieces of its length."""
     lengths = np.diff(offsets)
     pieces = -(-lengths // capacity)
     if len(pieces) == 0 or pieces.max() <= 1:
@@ -69,12 +70,8 @@ def _cut(offsets: Integers, capacity: int) -> tuple[Integers, Integers]:
     return starts, np.minimum(capacity, offsets[documents + 1] - starts)
 
 
-def _narrow(values: Integers, largest: int) -> NDArray[np.unsignedinteger]:
-    return values.astype(np.min_scalar_type(largest))
-
-
 def _place(counts: Integers, capacity: int) -> Integers:
-    """The sample of each piece, longest first, given how many pieces there are of each length."""
+    """Return the sample of each piece, longest first, given how many pieces there are of each length."""
     placed: list[Integers] = []
     open_samples: dict[int, list[Integers]] = {}  # room left -> samples with just that room
     rooms: list[int] = []  # the keys, sorted
@@ -89,7 +86,7 @@ def _place(counts: Integers, capacity: int) -> Integers:
                 new += fresh
             else:
                 room = rooms.pop(fit)
-                samples = _joined(open_samples.pop(room))
+                samples = np.concatenate(open_samples.pop(room))
             left -= _fill(samples, room, length, left, placed, open_samples, rooms)
     return np.concatenate(placed) if placed else np.zeros(0, np.int64)
 
@@ -103,7 +100,7 @@ def _fill(
     open_samples: dict[int, list[Integers]],
     rooms: list[int],
 ) -> int:
-    """Puts up to `left` pieces into the samples, each filled before the next; returns how many."""
+    """Put up to `left` pieces into the samples, each filled before the next; return how many."""
 
     def reopen(some: Integers, space: int) -> None:
         if len(some) == 0 or space == 0:
@@ -125,7 +122,3 @@ def _fill(
         rest = rest[1:]
     reopen(rest, room)
     return full * each + extra
-
-
-def _joined(parts: list[Integers]) -> Integers:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)

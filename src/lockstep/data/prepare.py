@@ -1,4 +1,4 @@
-"""`lockstep data prepare`: text is tokenised once and written where any number of runs can map it.
+"""`lockstep data prepare`: text is tokenized once and written where any number of runs can map it.
 
     files, globs, data sets --> documents --> tokenizer, end token --> FOLDER/train.tokens, .documents, .json
                                     \\-- every n-th document --------> FOLDER/held-out.tokens, ...
@@ -22,18 +22,17 @@ import numpy as np
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.local_paths import local_path
-from lockstep.data.rows import check_columns, load_rows
-from lockstep.data.tokenizers import load_tokenizer
+from lockstep.data.hub import check_columns, end_token, load_rows, load_tokenizer
 from lockstep.data.tokens import FORMAT, Header, write_header
 
 _ROWS = {".csv", ".parquet", ".json"}  # files of rows, read by the datasets library
-_BATCH = 1000  # documents tokenised at a time
+_BATCH = 1000  # documents tokenized at a time
 _BYTE_END = 256  # the end token of `bytes`
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizer:
-    """`encode` turns texts into ids, without special tokens."""
+    """What turns texts into ids, without special tokens."""
 
     name: str
     vocabulary: int
@@ -51,7 +50,7 @@ def prepare(
     configuration: str | None = None,
     held_out: int | None = None,
 ) -> dict[str, Header]:
-    """Writes token files into the folder `output`.
+    """Write token files into the folder `output`.
 
     Args:
         inputs: text files or globs (one document a file), .jsonl, .json, .csv and .parquet files (one document a
@@ -61,7 +60,7 @@ def prepare(
         split: of data sets of the datasets library, with slices; token files are called after its first word.
         column: with the text.
         configuration: of a data set.
-        held_out: every so many-th document goes to the split `held-out`; None: none does.
+        held_out: every n-th document goes to the split `held-out`; None: none does.
 
     Returns:
         The header of each split written.
@@ -71,14 +70,13 @@ def prepare(
     """
     if held_out is not None and held_out < 2:
         raise ConfigError(f"held_out {held_out} would hold out every document; every 20th is usual")
-    tool = _tokenizer(tokenizer)
-    name = split.partition("[")[0]
-    names = [name] if held_out is None else [name, "held-out"]
+    loaded = _tokenizer(tokenizer)
+    names = [split.partition("[")[0], *(["held-out"] if held_out is not None else [])]
     if len(set(names)) < len(names):
         raise ConfigError("held_out writes a split called held-out, which is what split is called already")
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
-    writers = [_Writer(output, each, tool) for each in names]
+    writers = [_SplitWriter(output, name, loaded) for name in names]
     try:
         for number, document in enumerate(_documents(inputs, split, column, configuration)):
             held = held_out is not None and number % held_out == held_out - 1
@@ -87,49 +85,41 @@ def prepare(
     finally:
         for writer in writers:
             writer.discard()
-        _remove_empty(missing)
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """From the innermost out, as far as nothing was written."""
-    with suppress(OSError):  # it isn't empty
-        for folder in folders:
-            folder.rmdir()
+        with suppress(OSError):  # from the innermost out, until one isn't empty
+            for folder in missing:
+                folder.rmdir()
 
 
 # --- documents --------------------------------------------------------------------------------------------------
 
 
 def _documents(inputs: Sequence[str], split: str, column: str, configuration: str | None) -> Iterator[str]:
-    for given in inputs:
-        path = local_path(given).expanduser()
+    for name in inputs:
+        path = local_path(name).expanduser()
         if path.is_dir():
-            yield from _rows(given, configuration, split, column)
-        elif files := ([path] if path.is_file() else sorted(Path(found) for found in glob.glob(given, recursive=True))):
+            yield from _rows(name, configuration, split, column)
+        elif files := [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True))):
             for file in files:
                 if file.is_file():
-                    yield from _of_file(file, column)
-        elif any(sign in given for sign in "*?["):
-            raise ConfigError(f"no file matches {given}")
+                    yield from _file_documents(file, column)
+        elif any(sign in name for sign in "*?["):
+            raise ConfigError(f"no file matches {name}")
         elif path.suffix:
-            raise ConfigError(f"there is no file {given}")
+            raise ConfigError(f"there is no file {name}")
         else:
-            yield from _rows(given, configuration, split, column)
+            yield from _rows(name, configuration, split, column)
 
 
-def _of_file(path: Path, column: str) -> Iterator[str]:
-    if path.suffix == ".jsonl":
-        yield from _of_lines(path, column)
-    elif path.suffix in _ROWS:
+def _file_documents(path: Path, column: str) -> Iterator[str]:
+    if path.suffix in _ROWS:
         yield from _rows(str(path), None, "train", column)
-    else:
+        return
+    if path.suffix != ".jsonl":
         try:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
-
-
-def _of_lines(path: Path, column: str) -> Iterator[str]:
+        return
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -154,7 +144,7 @@ def _tokenizer(name: str) -> _Tokenizer:
     if name == "bytes":
         return _Tokenizer("bytes", _BYTE_END + 1, _BYTE_END, _as_bytes)
     loaded = load_tokenizer(name)
-    end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.sep_token_id
+    end = end_token(loaded)
     if end is None:
         raise ConfigError(f"tokenizer {name} has no token (eos or sep) to end a document with")
 
@@ -172,27 +162,27 @@ def _as_bytes(texts: list[str]) -> list[np.ndarray[tuple[int], np.dtype[np.uint3
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-class _Writer:
-    """One split, in the making."""
+class _SplitWriter:
+    """The files of a split, written beside their names."""
 
     def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
         self.name = name
         self._folder = folder
         self._tokenizer = tokenizer
         self._dtype = np.dtype(np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32)
-        self._waiting: list[str] = []
+        self._pending: list[str] = []
         self._offsets = [0]
         self._text_bytes = 0
         self._digest = hashlib.blake2b(digest_size=16)
         self._file: BinaryIO = self._draft("tokens").open("wb")
 
     def add(self, document: str) -> None:
-        self._waiting.append(document)
-        if len(self._waiting) == _BATCH:
+        self._pending.append(document)
+        if len(self._pending) == _BATCH:
             self._flush()
 
     def finish(self) -> Header:
-        """The split exists from here on."""
+        """Move the files to their names, from when on the split exists; return its header."""
         self._flush()
         if len(self._offsets) == 1:
             raise ConfigError(f"there is not one document for split {self.name}")
@@ -202,34 +192,8 @@ class _Writer:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        header = self._header()
-        (self._folder / f"{self.name}.json").unlink(missing_ok=True)  # until the new files are all in place
-        for part in ("tokens", "documents"):
-            os.replace(self._draft(part), self._folder / f"{self.name}.{part}")
-        write_header(self._folder, self.name, header)
-        return header
-
-    def discard(self) -> None:
-        """What is left of an unfinished split."""
-        self._file.close()
-        for part in ("tokens", "documents"):
-            self._draft(part).unlink(missing_ok=True)
-
-    def _draft(self, part: str) -> Path:
-        return self._folder / f"{self.name}.{part}.part"
-
-    def _flush(self) -> None:
-        for text, ids in zip(self._waiting, self._tokenizer.encode(self._waiting), strict=True):
-            block = np.append(ids, np.uint32(self._tokenizer.end)).astype(self._dtype)
-            self._file.write(block.data)
-            self._digest.update(block.data)
-            self._offsets.append(self._offsets[-1] + len(block))
-            self._text_bytes += len(text.encode())
-        self._waiting.clear()
-
-    def _header(self) -> Header:
         tokens = self._offsets[-1]
-        return Header(
+        header = Header(
             format=FORMAT,
             dtype=self._dtype.name,
             tokens=tokens,
@@ -240,3 +204,26 @@ class _Writer:
             bytes_per_token=self._text_bytes / tokens,
             fingerprint=self._digest.hexdigest(),
         )
+        (self._folder / f"{self.name}.json").unlink(missing_ok=True)  # until the new files are all in place
+        for part in ("tokens", "documents"):
+            os.replace(self._draft(part), self._folder / f"{self.name}.{part}")
+        write_header(self._folder, self.name, header)
+        return header
+
+    def discard(self) -> None:
+        """Remove what is left of an unfinished split."""
+        self._file.close()
+        for part in ("tokens", "documents"):
+            self._draft(part).unlink(missing_ok=True)
+
+    def _draft(self, part: str) -> Path:
+        return self._folder / f"{self.name}.{part}.part"
+
+    def _flush(self) -> None:
+        for text, ids in zip(self._pending, self._tokenizer.encode(self._pending), strict=True):
+            block = np.append(ids, np.uint32(self._tokenizer.end)).astype(self._dtype)
+            self._file.write(block.data)
+            self._digest.update(block.data)
+            self._offsets.append(self._offsets[-1] + len(block))
+            self._text_bytes += len(text.encode())
+        self._pending.clear()

@@ -1,6 +1,9 @@
-"""From the config's words to a source: the one place that knows all kinds."""
+"""The data source that a section of a config describes, and sources whose batches are changed for a model's forward."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from lockstep.config.schema import (
     CustomData,
@@ -11,30 +14,43 @@ from lockstep.config.schema import (
     StdlibText,
     Tokens,
 )
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Source
-from lockstep.data.tasks import OWN, refuse_task
+from lockstep.core.records import Batch
+from lockstep.data.order import Indices
+
+LANGUAGE_MODEL = "language-model"
+"""The task of Lockstep's own language models."""
+_TASKS = {
+    "stdlib-text": ("causal-lm",),
+    "stdlib-functions": ("sequence-classification",),
+    "digits": (),
+    "tokens": ("causal-lm",),
+    "huggingface": ("causal-lm", "masked-lm", "sequence-classification", "seq2seq"),
+}
+"""Tasks of transformers models that a kind of data has batches for."""
 
 
 def open_source(section: DataSource, *, task: str | None, tokenizer: str | None) -> Source:
-    """The data that `section` describes.
+    """Return the data that `section` describes.
 
     Args:
-        task: of a model of the transformers library, which then names the inputs (`input_ids`); `tasks.OWN` for
-            a language model of ours; None for any other.
+        task: of a transformers model, which then defines the inputs' names (`input_ids`); `LANGUAGE_MODEL` for a
+            language model of Lockstep's; None for any other.
         tokenizer: the model's, for sections that name none.
 
     Raises:
         ConfigError: there is no such data here, or it doesn't suit the task.
     """
-    refuse_task(section, task)
-    aligned = task not in (None, OWN)
-    match section:
+    _refuse_task(section, task)
+    aligned = task not in (None, LANGUAGE_MODEL)
+    match section:  # what a kind of data needs is imported for that kind alone
         case StdlibText():
-            from lockstep.data.stdlib_text import StdlibTextSource
+            from lockstep.data.stdlib import open_stdlib_text
 
-            return StdlibTextSource(section, aligned=aligned)
+            return open_stdlib_text(section, aligned=aligned)
         case StdlibFunctions():
-            from lockstep.data.stdlib_functions import StdlibFunctionsSource
+            from lockstep.data.stdlib import StdlibFunctionsSource
 
             return StdlibFunctionsSource(section, aligned=aligned)
         case Digits():
@@ -54,3 +70,51 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
 
             return open_custom(section)
     raise AssertionError(f"{section.kind}: data handed over in Python is not opened but adapted")
+
+
+def _refuse_task(section: DataSource, task: str | None) -> None:
+    tasks = _TASKS.get(section.kind)
+    if task in (None, LANGUAGE_MODEL) or tasks is None or task in tasks:
+        return
+    known = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
+    raise ConfigError(
+        f"data of kind {section.kind} has batches {known}, and this model is made for {task}; take a data set of your "
+        "own (kind: custom), whose items have the keys that the model's forward takes"
+    )
+
+
+class PreparedSource:
+    """A source whose batches are completed or renamed for a model's forward.
+
+    Args:
+        prepare: batch -> batch, on the CPU; it changes no samples, so that the fingerprint stays.
+    """
+
+    def __init__(self, source: Source, prepare: Callable[[Batch], Batch]) -> None:
+        self._source = source
+        self._prepare = prepare
+        self.facts = source.facts
+        self.fingerprint = source.fingerprint
+        self.draws = source.draws
+
+    def fetch(self, indices: Indices) -> Batch:
+        return self._prepare(self._source.fetch(indices))
+
+
+def renamed_inputs(names: Mapping[str, str | None], batch: Batch) -> Batch:
+    """Return the batch with its inputs under the names that the model's forward has.
+
+    Args:
+        names: the data's names to the forward's; None: the input is left out.
+
+    Raises:
+        ConfigError: the data has no such input.
+    """
+    if isinstance(batch.inputs, tuple):
+        raise ConfigError(Problem("", "model.inputs", "the data's inputs have an order and no names; leave it out"))
+    lacking = ", ".join(name for name in names if name not in batch.inputs)
+    if lacking:
+        why = f"the data has no input {lacking}; it has {', '.join(batch.inputs)}"
+        raise ConfigError(Problem("", "model.inputs", why))
+    renamed = {names.get(name, name): value for name, value in batch.inputs.items()}
+    return replace(batch, inputs={name: value for name, value in renamed.items() if name is not None})

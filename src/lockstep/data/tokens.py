@@ -1,4 +1,4 @@
-"""Token ids in a memory-mapped file: tokenised once, read by any number of runs and ranks.
+"""Token ids in a memory-mapped file: tokenized once, read by any number of runs and ranks.
 
 FOLDER/train.json         header, written last: the split exists when it does
       /train.tokens       ids of all documents, one after the other, uint16 or uint32
@@ -30,12 +30,12 @@ from lockstep.data.packing import pack
 
 FORMAT = 1
 _PREPARE = "make it with `lockstep data prepare`"
-_NO_TARGET = -100
+_IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a split says of itself.
+    """The header of a split.
 
     Attributes:
         format: of the files.
@@ -60,36 +60,29 @@ class Header:
 
 
 def open_tokens(section: Tokens, *, aligned: bool) -> Source:
-    """`aligned`: as in `windows.next_token_batch`."""
-    folder = Path(section.folder).expanduser()
+    """Return the source of a split.
+
+    Args:
+        aligned: as of `windows.WindowSource`.
+    """
+    folder, length = Path(section.folder).expanduser(), section.length
     header = read_header(folder, section.split)
     tokens = _mapped(folder / f"{section.split}.tokens", header.dtype, header.tokens)
     if section.documents == "joined":
-        return JoinedTokens(tokens, header, section.length, aligned=aligned)
+        return windows.WindowSource(
+            windows.cut_windows(tokens, length, "the token file"),
+            windows.fingerprint("joined", header.fingerprint, length),
+            aligned=aligned,
+            vocabulary=header.vocabulary,
+            bytes_per_token=header.bytes_per_token,
+        )
     documents = _mapped(folder / f"{section.split}.documents", "int64", header.documents + 1)
-    return WholeDocuments(tokens, np.array(documents), header, section.length, aligned=aligned)
+    return WholeDocuments(tokens, np.array(documents), header, length, aligned=aligned)
 
 
 def tokenizer_name(folder: Path, split: str) -> str:
-    """With which tokenizer the ids were made: folder or hub name, or `bytes`."""
+    """Return the tokenizer that the ids were made with: folder or hub name, or `bytes`."""
     return read_header(folder.expanduser(), split).tokenizer
-
-
-class JoinedTokens:
-    """Windows of the stream."""
-
-    draws = False
-
-    def __init__(self, tokens: windows.Tokens, header: Header, length: int, *, aligned: bool) -> None:
-        self._windows = windows.cut_windows(tokens, length, "the token file")
-        self._aligned = aligned
-        self.facts = DataFacts(
-            len(self._windows), length, vocabulary=header.vocabulary, bytes_per_token=header.bytes_per_token
-        )
-        self.fingerprint = windows.fingerprint("joined", header.fingerprint, length)
-
-    def fetch(self, indices: Indices) -> Batch:
-        return windows.next_token_batch(self._windows, indices, aligned=self._aligned)
 
 
 class WholeDocuments:
@@ -105,7 +98,6 @@ class WholeDocuments:
         self._length = length
         self._aligned = aligned
         self._packing = pack(documents, length)
-        self.padding = self._packing.padding
         self.facts = DataFacts(
             self._packing.samples, None, vocabulary=header.vocabulary, bytes_per_token=header.bytes_per_token
         )
@@ -122,24 +114,24 @@ class WholeDocuments:
         places = np.arange(self._length) < filled[:, None]
         inputs = np.full(places.shape, self._end, dtype=np.int64)
         inputs[places] = text
-        targets = np.full(places.shape, _NO_TARGET, dtype=np.int64)
+        targets = np.full(places.shape, _IGNORED, dtype=np.int64)
         targets[places] = self._targets(text, ends - lengths, ends)
         name = "input_ids" if self._aligned else "tokens"
         return Batch({name: torch.from_numpy(inputs)}, torch.from_numpy(targets), len(indices), int(ends[-1]))
 
     def _targets(self, text: windows.Tokens, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[tokens]: of each token, itself or the next in its piece."""
+        """Return for each of the [tokens] itself or, if not aligned, the next in its piece."""
         targets: NDArray[np.int64] = text.astype(np.int64)
         if self._aligned:
-            targets[starts] = _NO_TARGET  # after the shift, the target of the piece before
+            targets[starts] = _IGNORED  # after the shift, the target of the piece before
             return targets
         targets[:-1] = targets[1:]
-        targets[ends - 1] = _NO_TARGET
+        targets[ends - 1] = _IGNORED
         return targets
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """starts[0] .. starts[0] + lengths[0], then starts[1] .., without a loop."""
+    """Return starts[0] .. starts[0] + lengths[0], then starts[1] .., without a loop."""
     ends = np.cumsum(lengths)
     positions: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
     return positions
@@ -149,7 +141,11 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 
 
 def read_header(folder: Path, split: str) -> Header:
-    """Raises ConfigError that says what there is instead."""
+    """Return a split's header.
+
+    Raises:
+        ConfigError: there is none, or of another format; it states what there is instead.
+    """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder.absolute()}; {_PREPARE}")
     path = folder / f"{split}.json"
@@ -157,8 +153,8 @@ def read_header(folder: Path, split: str) -> Header:
         there = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
         raise ConfigError(f"{folder} has no split {split}; " + (f"it has {', '.join(there)}" if there else _PREPARE))
     try:
-        said = json.loads(read_bounded(path, MOST_JSON))
-        header = Header(**{field.name: said[field.name] for field in fields(Header)})
+        values = json.loads(read_bounded(path, MOST_JSON))
+        header = Header(**{field.name: values[field.name] for field in fields(Header)})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error
     if header.format != FORMAT:
@@ -167,7 +163,7 @@ def read_header(folder: Path, split: str) -> Header:
 
 
 def write_header(folder: Path, split: str, header: Header) -> None:
-    """At once or not at all."""
+    """Write a split's header, at once or not at all."""
     draft = folder / f"{split}.json.part"
     draft.write_text(json.dumps(asdict(header), indent=2) + "\n")
     os.replace(draft, folder / f"{split}.json")

@@ -1,10 +1,10 @@
-"""Names the sample that can't be read, or what else kept samples from being read.
+"""Failures that name the sample that can't be read, or what else kept samples from being read.
 
 read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            one raises            "sample 7 can't be read"
                            none, read([4, 7, 9]) raises again     "... but not put into one batch"
                                                  works now        "reading samples 4, 7, 9 failed once"
-                       --> memory ran out: nothing is read again, and nothing is said of the samples
+                       --> memory ran out: nothing is read again
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
-    """What `read(indices)` returns. Raises RunFailed: it raised; names the sample."""
+    """Return what `read(indices)` returns; raise RunFailed, which names the sample, if it raises."""
     try:
         return read(indices)
     except Failure:
@@ -31,20 +31,20 @@ def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
 
 
 def explained(read: Callable[[Indices], object], indices: Indices, error: Exception) -> RunFailed:
-    """The failure to raise in place of `error`, which `read(indices)` has raised; reads the samples again to find it.
+    """Return the failure to raise in place of `error`, which `read(indices)` raised; read the samples again to find it.
 
     Raises:
-        The error itself: memory ran out; it is marked with the samples.
+        Exception: the error itself, marked with the samples: memory ran out.
     """
     _pass_on_memory(error, indices)
     for index in indices:
-        alone = _error_of(read, indices[indices == index])
-        if alone is not None:
-            return RunFailed(f"sample {index} can't be read: {describe(alone)}")
-    together = _error_of(read, indices)
-    if together is not None:
-        remedy = "; a collate function of yours can pad them" if "equal size" in str(together) else ""
-        why = f"{describe(together)}{remedy}"
+        sample_error = _error_of(read, indices[indices == index])
+        if sample_error is not None:
+            return RunFailed(f"sample {index} can't be read: {describe(sample_error)}")
+    batch_error = _error_of(read, indices)
+    if batch_error is not None:
+        remedy = "; a custom collate function can pad them" if "equal size" in str(batch_error) else ""
+        why = f"{describe(batch_error)}{remedy}"
         return RunFailed(f"samples {named(indices)} can each be read, but not put into one batch: {why}")
     return RunFailed(
         f"reading samples {named(indices)} failed once, and succeeded when it was tried again: {describe(error)}. If "
@@ -54,14 +54,14 @@ def explained(read: Callable[[Indices], object], indices: Indices, error: Except
 
 
 def describe(error: Exception) -> str:
-    """The error and the line that raised it."""
+    """Return the error and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
 
 
 def named(indices: Indices) -> str:
-    """Eight of them at most."""
+    """Return the indices as text, eight of them at most."""
     shown = ", ".join(str(index) for index in indices[:8])
     return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
 
@@ -69,7 +69,7 @@ def named(indices: Indices) -> str:
 def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception | None:
     try:
         read(indices)
-    except Failure:  # a sentence of its own, or somebody has asked the run to stop
+    except Failure:  # it has its own message, or the run is to stop
         raise
     except Exception as error:
         _pass_on_memory(error, indices)

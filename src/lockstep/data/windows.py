@@ -15,17 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
-from lockstep.core.records import Batch
+from lockstep.core.records import Batch, DataFacts
 from lockstep.data.order import Indices
 
 Tokens = NDArray[Any]  # of an unsigned integer type
 
 
 def cut_windows(tokens: Tokens, length: int, name: str) -> Tokens:
-    """[samples, length + 1], a view of the stream [tokens]; what doesn't fill a window at the end is left out.
+    """Return a view [samples, length + 1] of the stream [tokens], without what doesn't fill a window at the end.
 
     Raises:
-        ConfigError: not one window in the stream.
+        ConfigError: the stream has not one window.
     """
     if len(tokens) <= length:
         raise ConfigError(
@@ -37,24 +37,41 @@ def cut_windows(tokens: Tokens, length: int, name: str) -> Tokens:
     return np.lib.stride_tricks.as_strided(tokens, (samples, length + 1), (length * step, step), writeable=False)
 
 
-def next_token_batch(windows: Tokens, indices: Indices, *, aligned: bool = False) -> Batch:
-    """Inputs and targets, both [samples, length] int64: one gather, widened twice, so that both are contiguous.
+class WindowSource:
+    """Windows of a stream; inputs and targets are both [samples, length] int64.
 
     Args:
+        windows: [samples, length + 1], of `cut_windows`.
+        fingerprint: of the data.
         aligned: for models of the transformers library: the inputs are `input_ids` and the targets are the inputs
             themselves, which the objective shifts; otherwise `tokens`, and the targets are the tokens that follow.
+        vocabulary: number of token ids.
+        bytes_per_token: mean length of the text behind a token.
     """
-    rows = windows[indices]
-    samples, width = rows.shape
-    inputs = torch.from_numpy(rows[:, :-1].astype(np.int64))
-    if aligned:
-        return Batch({"input_ids": inputs}, inputs, samples, samples * (width - 1))
-    targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
-    return Batch({"tokens": inputs}, targets, samples, samples * (width - 1))
+
+    draws = False
+
+    def __init__(
+        self, windows: Tokens, fingerprint: str, *, aligned: bool, vocabulary: int, bytes_per_token: float
+    ) -> None:
+        self._windows = windows
+        self._aligned = aligned
+        samples, width = windows.shape
+        self.facts = DataFacts(samples, width - 1, vocabulary=vocabulary, bytes_per_token=bytes_per_token)
+        self.fingerprint = fingerprint
+
+    def fetch(self, indices: Indices) -> Batch:
+        rows = self._windows[indices]  # one gather, widened twice, so that inputs and targets are contiguous
+        samples, width = rows.shape
+        inputs = torch.from_numpy(rows[:, :-1].astype(np.int64))
+        if self._aligned:
+            return Batch({"input_ids": inputs}, inputs, samples, samples * (width - 1))
+        targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
+        return Batch({"tokens": inputs}, targets, samples, samples * (width - 1))
 
 
 def fingerprint(*parts: object) -> str:
-    """BLAKE2b over what defines a data set's content: arrays by their bytes, anything else by its repr."""
+    """Return the BLAKE2b of what defines a data set's content: arrays by their bytes, anything else by its repr."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, np.ndarray):

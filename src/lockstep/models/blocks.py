@@ -1,9 +1,9 @@
-"""The repeated layers of any module: where it can be cut, sharded or recomputed.
+"""The repeated layers of any module: where it can be partitioned, sharded or recomputed.
 
 Transformer
 ├── embedding
 ├── blocks          <- a list of modules of one class, outermost: blocks.0, blocks.1, ...
-│   ├── 0           <- (lists inside of these, such as experts, are not looked at)
+│   ├── 0           <- (lists inside of these, such as experts, are skipped)
 │   └── 1
 └── head
 """
@@ -16,11 +16,11 @@ from torch import nn
 
 
 def repeated_blocks(module: nn.Module) -> list[str]:
-    """Qualified names of the repeated layers, in the order of the module; empty if nothing repeats.
+    """Return the qualified names of the repeated layers, in the order of the module; empty if nothing repeats.
 
     A ModuleList or Sequential counts if it holds at least two modules and no more than half as many classes (layers
-    that alternate between two kinds repeat too); lists in a list, such as stages, count as one. Layers with children of
-    their own come before bare ones.
+    that alternate between two kinds repeat too); lists in a list, such as stages, count as one. Layers with children
+    come before those without.
     """
     lists = list(_outermost_lists("", module))
     composite = [children for children in lists if any(True for child in children.values() for _ in child.children())]
@@ -28,8 +28,8 @@ def repeated_blocks(module: nn.Module) -> list[str]:
 
 
 def blocks_in_line(module: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
-    """Where a forward can be cut: the children of a Sequential, whatever they are; the layers that a model of the
-    transformers library names in its own plan for pipelines; otherwise the repeated `blocks`."""
+    """Return where a forward can be partitioned: the children of a Sequential, whatever they are; the layers that a
+    model of the transformers library names in its own plan for pipelines; otherwise the repeated `blocks`."""
     if type(module) is nn.Sequential:
         return [name for name, _ in module.named_children()]
     plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
@@ -52,7 +52,7 @@ def _outermost_lists(name: str, module: nn.Module) -> Iterator[dict[str, nn.Modu
 
 
 def _children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """With those of the lists in a list, which have no forward that could be called."""
+    """Yield the children, with those of the lists in a list, which have no forward that could be called."""
     for key, child in module.named_children():
         full = f"{name}.{key}" if name else key
         if isinstance(module, nn.ModuleList) and isinstance(child, nn.ModuleList):

@@ -1,17 +1,16 @@
-"""Cross-entropy over a model's last linear, a few positions at a time: all logits are never there at once.
+"""Cross-entropy over a model's last linear, a few positions at a time: the logits are never in memory at once.
 
     hidden [N, W]   -->  chunk [n, W]  -->  logits [n, V]  -->  log-sum-exp [n], loss      forward keeps hidden, lse
                          chunk again   -->  logits again   -->  softmax - target --> gradients of chunk and weight
 
-The loss is computed where the logits would be, inside of the head's own forward: what FSDP and ZeRO gather for it is
-there, in the backward too. Beforehand the objective tells the head the targets; the model hands on a number in place of
-logits, and the objective makes sure that it is that very number.
+The loss is computed where the logits would be, inside the head's forward: what FSDP and ZeRO gather for it is
+there, in the backward too. Beforehand the objective gives the head the targets; the model returns a number in place of
+logits, and the objective makes sure that it is this very number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +29,7 @@ _KEY = "memory.loss_chunk"
 
 
 class Sums(NamedTuple):
-    """Over the valid targets of a micro-batch: 0-dim.
+    """Sums over the valid targets of a micro-batch, 0-dim.
 
     Attributes:
         loss: with label smoothing, fp32.
@@ -43,55 +42,46 @@ class Sums(NamedTuple):
     right: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LossShape:
-    """How a loss is computed.
-
-    Attributes:
-        chunk: positions at a time.
-        smoothing: of labels, as `objectives.cross_entropy_sum` has it.
-    """
-
-    chunk: int
-    smoothing: float
-
-
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: LossShape
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, smoothing: float
 ) -> Sums:
-    """What `cross_entropy_sum(hidden weight' + bias, targets)` is. hidden [N, W], weight [V, W], targets [N].
+    """Return the sums of `cross_entropy_sum(hidden weight' + bias, targets)`, losses in fp32, products in autocast's
+    precision where it is on.
 
-    Products are made in autocast's precision where it is on, losses in fp32.
+    Args:
+        hidden, weight, targets: [N, W], [V, W], [N].
+        chunk: positions at a time.
+        smoothing: of labels, as of `objectives.cross_entropy_sum`.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
-        return Sums(*_Chunked.apply(hidden, weight, bias, targets, shape))  # type: ignore[no-untyped-call]
+        return Sums(*_Chunked.apply(hidden, weight, bias, targets, chunk, smoothing))  # type: ignore[no-untyped-call]
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: LossShape
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, smoothing: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         zero = torch.zeros((), device=hidden.device)
         loss, plain, right = zero.clone(), zero.clone(), torch.zeros((), dtype=torch.int64, device=hidden.device)
         lse = torch.empty(hidden.shape[0], device=hidden.device)
-        for part in _parts(hidden, shape.chunk):
+        for part in _chunks(hidden, chunk):
             logits, chosen = F.linear(hidden[part], weight, bias).float(), targets[part]
             valid = chosen != IGNORED
             lse[part] = torch.logsumexp(logits, dim=-1)
             own = logits.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
             missed = ((lse[part] - own) * valid).sum()
             plain += missed
-            loss += (1 - shape.smoothing) * missed
-            if shape.smoothing:
-                loss += shape.smoothing * ((lse[part] - logits.mean(dim=-1)) * valid).sum()
+            loss += (1 - smoothing) * missed
+            if smoothing:
+                loss += smoothing * ((lse[part] - logits.mean(dim=-1)) * valid).sum()
             right += ((logits.argmax(dim=-1) == chosen) & valid).sum()
         ctx.save_for_backward(hidden, weight, bias, targets, lse)
-        ctx.shape = shape
+        ctx.chunk, ctx.smoothing = chunk, smoothing
         ctx.mark_non_differentiable(plain, right)
         return loss, plain, right
 
@@ -102,9 +92,9 @@ class _Chunked(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros(weight.shape, device=weight.device) if wants_weight else None
         of_bias = torch.zeros(bias.shape, device=bias.device) if wants_bias else None
-        for part in _parts(hidden, ctx.shape.chunk):
+        for part in _chunks(hidden, ctx.chunk):
             logits = F.linear(hidden[part], weight, bias).float()
-            gradient = _of_logits(logits, lse[part], targets[part], ctx.shape.smoothing).mul_(seed)
+            gradient = _logit_gradient(logits, lse[part], targets[part], ctx.smoothing).mul_(seed)
             if of_bias is not None:
                 of_bias += gradient.sum(dim=0)
             gradient = gradient.to(hidden.dtype)
@@ -112,15 +102,15 @@ class _Chunked(torch.autograd.Function):
                 torch.mm(gradient, weight, out=of_hidden[part])
             if of_weight is not None:
                 _add_product(of_weight, gradient.T, hidden[part])
-        return of_hidden, _cast(of_weight, weight), _cast(of_bias, bias), None, None
+        return of_hidden, _cast(of_weight, weight), _cast(of_bias, bias), None, None, None
 
 
-def _parts(hidden: Tensor, chunk: int) -> Iterator[slice]:
+def _chunks(hidden: Tensor, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, hidden.shape[0], chunk))
 
 
-def _of_logits(logits: Tensor, lse: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """In place: softmax - (1 - e) x target - e / V, and zero where there is no target."""
+def _logit_gradient(logits: Tensor, lse: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """Return softmax - (1 - e) x target - e / V, in place, and zero where there is no target."""
     valid = (targets != IGNORED)[:, None]
     softmax = logits.sub_(lse[:, None]).exp_()
     softmax.scatter_add_(1, targets.clamp(min=0)[:, None], torch.full_like(softmax[:, :1], smoothing - 1))
@@ -144,17 +134,17 @@ def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 class ChunkedHeadLoss:
-    """A cross-entropy objective whose loss the model's head computes. Acts as the objective that it stands for.
+    """A cross-entropy objective whose loss the model's head computes.
 
     Args:
-        objective: what it stands for.
+        objective: whose sums it computes.
         head: the model's last linear; its forward is replaced.
         chunk: positions at a time.
     """
 
     def __init__(self, objective: TargetLoss, head: nn.Linear, chunk: int) -> None:
         self._objective = objective
-        self._shape = LossShape(chunk, objective.label_smoothing)
+        self._chunk = chunk
         self._targets: Tensor | None = None
         self._sums: Sums | None = None
         self._version = 0
@@ -164,29 +154,29 @@ class ChunkedHeadLoss:
         cast("Any", head).forward = partial(self._forward, head, head.forward)
 
     def show(self, batch: Batch) -> Batch:
-        """What the next forward is to be compared with; the batch stays as it is."""
+        """Set the targets of the next forward; the batch stays as it is."""
         self._targets, self._sums = self._objective.targets_of(batch), None
         return batch
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Raises RunFailed: the model made something else of its logits than to return them."""
-        sums, found = self._sums, logits_of(outputs)
-        if sums is None or found.data_ptr() != sums.loss.data_ptr() or sums.loss._version != self._version:
+        """Return the head's sum; raise RunFailed if the model doesn't return its logits as they are."""
+        sums, returned = self._sums, logits_of(outputs)
+        if sums is None or returned.data_ptr() != sums.loss.data_ptr() or sums.loss._version != self._version:
             raise RunFailed(
-                f"{_KEY}: the model makes something of its logits (it scales or caps them, or calls its head more than "
+                f"{_KEY}: the model computes with its logits (it scales or caps them, or calls its head more than "
                 "once), and here there are none; leave it out"
             )
-        return found
+        return returned
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        """As the objective's own."""
+        """Return the sums that the objective would."""
         assert self._sums is not None, "loss_sum() comes first"
         sums = {"right": self._sums.right}
-        return {**sums, "plain_loss": self._sums.plain} if self._shape.smoothing else sums
+        return {**sums, "plain_loss": self._sums.plain} if self._objective.label_smoothing else sums
 
     def _forward(self, head: nn.Linear, forward: Any, hidden: Tensor) -> Tensor:
         targets, self._targets = self._targets, None
-        if targets is None:  # nobody wants a loss: a text is generated
+        if targets is None:  # no loss is wanted: a text is generated
             return cast("Tensor", forward(hidden))
         if hidden.shape[:-1] != targets.shape:
             raise RunFailed(
@@ -194,14 +184,19 @@ class ChunkedHeadLoss:
                 f"{list(targets.shape)}; leave it out"
             )
         self._sums = chunked_cross_entropy(
-            hidden.flatten(0, -2), head.weight, head.bias, targets.flatten(), self._shape
+            hidden.flatten(0, -2),
+            head.weight,
+            head.bias,
+            targets.flatten(),
+            self._chunk,
+            self._objective.label_smoothing,
         )
         self._version = self._sums.loss._version
         return self._sums.loss
 
 
 def chunk_head_loss(objective: EvaluatedObjective, model: nn.Module, chunk: int) -> ChunkedHeadLoss:
-    """Moves the loss into the model's head.
+    """Move the loss into the model's head.
 
     Raises:
         ConfigError: the objective is no cross-entropy of tokens, or the model has no head that is known.
@@ -211,23 +206,18 @@ def chunk_head_loss(objective: EvaluatedObjective, model: nn.Module, chunk: int)
             isinstance(objective, SpanLoss | ModelLoss),
             isinstance(objective, TargetLoss | ClassifierLoss),
         )
-        kind = "of one class a sample" if of_samples else "that of the model's head" if ours else "your own"
+        kind = "of one class a sample" if of_samples else "that of the model's head" if ours else "a custom one"
         raise _refused(
             f"computes a cross-entropy of tokens a few positions at a time, and this objective is {kind}; leave it out"
         )
-    head = model.head if isinstance(model, Transformer) else _output_embeddings(model)
+    getter = getattr(model, "get_output_embeddings", None)  # of the transformers library's models
+    head = model.head if isinstance(model, Transformer) else getter() if callable(getter) else None
     if not isinstance(head, nn.Linear):
         raise _refused(
-            f"of a {type(model).__name__} it isn't known which linear makes the logits; it is for kind transformer and "
-            "language models of the transformers library"
+            f"the linear that makes the logits of a {type(model).__name__} is not known; it is for kind transformer "
+            "and language models of the transformers library"
         )
     return ChunkedHeadLoss(objective, head, chunk)
-
-
-def _output_embeddings(model: nn.Module) -> object:
-    """Of the transformers library's models."""
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if callable(getter) else None
 
 
 def _refused(why: str) -> ConfigError:

@@ -1,11 +1,11 @@
-"""Keys of a transformers config, as the library takes them.
+"""The keys of a transformers config, as the library takes them.
 
     its own          hidden_size                              set
     older            rope_theta, partial_rotary_factor        set by what the library translates them to
     no longer read   task_specific_params, n_ctx              taken where the model is the same without them
     any other        hiden_size                               refused: the library would ignore it
 
-Which keys are older ones is seen by what they change: no list of them would be complete.
+Older keys are recognized by what they change: no list of them would be complete.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _Path = tuple[str, ...]
 
 
 def check_keys(config: Any, asked: Mapping[str, Any]) -> None:
-    """transformers takes any key and ignores those that it doesn't know.
+    """Raise for keys that transformers would ignore, as it does with all that it doesn't know.
 
     Args:
-        config: of the type, without the keys that are asked for.
+        config: of the type, without the keys of `asked`.
 
     Raises:
         ConfigError: some would be ignored.
@@ -78,37 +78,37 @@ def check_keys(config: Any, asked: Mapping[str, Any]) -> None:
 
 
 def taken(config: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that a config is made from or updated by; `check_keys` has let them pass."""
+    """Return the keys that a config is made from or updated by; they have passed `check_keys`."""
     known = _known(config)
     return {name: value for name, value in asked.items() if name in known or not _is_needless(name, value)}
 
 
 def override(config: Any, asked: Mapping[str, Any]) -> None:
-    """Changes a config that was read from a file. What an older key is translated to has new values; the rest of it,
+    """Change a config that was read from a file. What an older key is translated to has new values; the rest of it,
     such as the scaling beside a rotary base, stays."""
-    known = _known(_usual(config))  # a file may have kept an older key
+    known = _known(_default(config))  # a file may have kept an older key
     for name, value in taken(config, asked).items():
         paths = _changed_by(config, name, value) if name not in known or name == "rope_scaling" else []
         if not paths:
             config.update({name: value})
             continue
         fresh = type(config)(**{name: value}).to_dict()
-        others = {key: one for key, one in config.to_dict().items() if key not in {path[0] for path in paths}}
+        others = {key: old for key, old in config.to_dict().items() if key not in {path[0] for path in paths}}
         rebuilt = type(config).from_dict({**others, name: value}).to_dict()  # such as a kind for each layer
         for path in paths:
             _put(config, path, _at(fresh if len(path) > 1 else rebuilt, path))
 
 
 def _known(config: Any) -> set[str]:
-    """Keys that are set as they are."""
+    """Return the keys that are set as they are."""
     kind = type(config)
     settable = {name for name in dir(kind) if getattr(getattr(kind, name, None), "fset", None) is not None}
     declared = {name for name in (*vars(config), *config.to_dict()) if not name.startswith("_")}
     return declared | settable | set(config.attribute_map) | _UNDECLARED
 
 
-def _usual(config: Any) -> Any:
-    """Of the same type, without keys."""
+def _default(config: Any) -> Any:
+    """Return a config of the same type, without keys."""
     try:
         return type(config)()
     except Exception:  # a class that comes with weights may need some
@@ -116,8 +116,8 @@ def _usual(config: Any) -> Any:
 
 
 def _is_needless(name: str, value: object) -> bool:
-    usual = _NO_LONGER_READ.get(name, _MISSING)
-    return usual is _ANY or usual == value
+    harmless = _NO_LONGER_READ.get(name, _MISSING)
+    return harmless is _ANY or harmless == value
 
 
 def _is_translated(config: Any, name: str, value: object) -> bool:
@@ -128,8 +128,8 @@ def _is_translated(config: Any, name: str, value: object) -> bool:
 
 
 def _changed_by(config: Any, name: str, value: object) -> list[_Path]:
-    """What a key changes besides itself, in a config of the type. Another value is tried, too: this one may be what
-    is there anyway."""
+    """Return what a key changes besides itself, in a config of the type. Another value is tried, too: this one may be
+    the default."""
     before = dict(_leaves(type(config)().to_dict()))
     paths: dict[_Path, None] = {}
     for tried in (value, *_others(value)):
@@ -167,16 +167,16 @@ def _put(config: Any, path: _Path, value: Any) -> None:
     if len(path) == 1:
         setattr(config, path[0], value)
         return
-    held = dict(getattr(config, path[0]) or {})
-    inner = held
+    outermost = dict(getattr(config, path[0]) or {})
+    inner = outermost
     for key in path[1:-1]:
         inner[key] = dict(inner.get(key) or {})
         inner = inner[key]
     inner[path[-1]] = value
-    setattr(config, path[0], held)
+    setattr(config, path[0], outermost)
 
 
 def _hint(name: str, known: set[str]) -> str:
-    alike = {one for names in _OTHER_NAMES if name in names for one in names if one in known}
+    alike = {other for names in _OTHER_NAMES if name in names for other in names if other in known}
     near = next(iter(difflib.get_close_matches(name, alike or known, n=1, cutoff=0.0 if alike else 0.6)), None)
     return f"; did you mean {near}?" if near else ""

@@ -2,7 +2,7 @@
 
     prompt -> model -> logits of the last position -> temperature -> top k -> draw -> append -> model -> ...
 
-The last `context` tokens are run anew for each token: no cache that could disagree with the forward of training.
+The last `context` tokens are run again for each token: there is no cache that could disagree with training.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ def generate(
     generator: torch.Generator | None = None,
     context: int = 256,
 ) -> Iterator[int]:
-    """Yields `tokens` further ids after the prompt.
+    """Yield `tokens` further ids after the prompt.
 
     Args:
         model: tokens (or input_ids) [1, T] -> logits [1, T, V]. It is in evaluation mode while it runs.
         prompt_ids: at least one.
         temperature: 0 takes the likeliest token always.
         top_k: draw among the likeliest k alone; None: among all.
-        generator: on the CPU, where the draws are made.
+        generator: on the CPU, where tokens are drawn.
         context: tokens that the model sees at most; what it was trained on.
 
     Raises:
-        RunFailed: what the model says is not finite.
+        RunFailed: the logits are not finite.
     """
     if not prompt_ids:
-        raise ValueError("the prompt is empty; give the model at least one token to go on from")
+        raise ValueError("the prompt is empty; give the model at least one token to continue from")
     device = next(model.parameters()).device
     name = "input_ids" if "input_ids" in signature(model.forward).parameters else "tokens"
-    context = min(context, _positions(model) or context)
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)  # of the transformers library
+    context = min(context, int(limit or context))
     ids = list(prompt_ids)
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]], device=device)
@@ -53,14 +54,8 @@ def generate(
         yield ids[-1]
 
 
-def _positions(model: nn.Module) -> int | None:
-    """How many a model of the transformers library has, where that is limited."""
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return int(limit) if limit else None
-
-
 def _last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """[V] fp32 on the CPU. The mode is put back before anybody else sees the model again."""
+    """Return [V] fp32 on the CPU; the training mode is put back before the caller can see the model."""
     was_training = model.training
     model.eval()
     try:

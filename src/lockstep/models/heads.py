@@ -1,4 +1,4 @@
-"""What a model of the transformers library is made for, and what its own forward would make of a batch's labels.
+"""The heads of transformers models: what they are made for, and how their forward uses a batch's labels.
 
 class of the model              kind                    labels, as `model(**batch).loss` takes them
 ...ForCausalLM                  next-token              the input ids, which the loss shifts; a few don't shift
@@ -52,7 +52,7 @@ _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("masked-lm", ("MASKED_LM",)),
     ("next-token", ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")),
 )
-"""Kinds and the library's registries of classes, in the order in which they are asked: a class may be in several."""
+"""Kinds and the library's registries of classes, in the order of look-up: a class may be in several."""
 
 _UNSHIFTED = frozenset(
     (
@@ -71,15 +71,15 @@ _UNSHIFTED = frozenset(
         "XLNetLMHeadModel",
     )
 )
-"""Language models whose own loss takes labels at their own positions, where all others shift them."""
+"""Language models whose loss takes labels at their own positions, where all others shift them."""
 
-_LOSS_OF_ITS_OWN = frozenset(("ProphetNetForConditionalGeneration", "ProphetNetForCausalLM"))
+_OWN_LOSS = frozenset(("ProphetNetForConditionalGeneration", "ProphetNetForCausalLM"))
 """Models that are in a registry, but whose loss is more than a cross-entropy of their logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a model of the transformers library is made for.
+    """The head of a transformers model.
 
     Attributes:
         kind: `model`: the loss is what its forward returns.
@@ -98,29 +98,29 @@ class Head:
 
     @property
     def summed(self) -> bool:
-        """Whether the loss that the forward returns is the sum of its samples' losses, not their mean."""
+        """True if the loss that the forward returns is the sum of its samples' losses, not their mean."""
         return _named(self.model, ("CTC",)) and getattr(self.config, "ctc_loss_reduction", "mean") == "sum"
 
     @property
     def by_samples(self) -> bool:
-        """Whether the loss that the forward returns is a mean over samples."""
+        """True if the loss that the forward returns is a mean over samples."""
         return _named(self.model, ("CTC",))
 
 
 def head_of(module: nn.Module | None) -> Head | None:
-    """None: it is no model of the transformers library."""
+    """Return the head of a transformers model; None for any other model."""
     if module is None or not is_transformers_model(module):
         return None
     model: Any = module
     labels = _kind(model)
-    several = bool(getattr(model.config, "output_router_logits", False))  # experts are balanced by a loss of their own
-    own = several or any(name in _LOSS_OF_ITS_OWN for name in _names(model))
+    balanced = bool(getattr(model.config, "output_router_logits", False))  # experts have a loss of their own
+    own = balanced or any(name in _OWN_LOSS for name in _names(model))
     shifts = labels == "next-token" and not any(name in _UNSHIFTED for name in _names(model))
     return Head(model, "model" if own else labels, labels, shifts)
 
 
 def preparation(head: Head, *, with_labels: bool) -> Prepare | None:
-    """What gives the model's forward what it makes of labels by itself; None: nothing.
+    """Return what gives the model's forward the labels, or what it derives from them; None if it needs neither.
 
     Args:
         with_labels: the forward is to compute the loss.

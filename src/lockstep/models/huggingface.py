@@ -21,7 +21,7 @@
 Models are in fp32 and keep no cache of keys and values. A hub name is looked up in the local cache where there is no
 network (`lockstep data fetch` fills it).
 
-What the head of a model makes of a batch's labels is in `heads`.
+How the head of a model uses a batch's labels is in `heads`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *, trust_remote_code: bool) -> nn.Module:
-    """The model on the CPU, in fp32, with its values.
+    """Return the model on the CPU, in fp32, with its values.
 
     Raises:
         ConfigError: an unknown key or type, weights that are not on this machine, code that isn't trusted, or a model
@@ -92,13 +92,14 @@ def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *,
             model, absent = _from_pretrained(section, config, trust_remote_code)
             _reset(model, seed, absent)
             _fit_vocabulary(model, facts, seed)
-    return _ready(model)
+    module: nn.Module = model.train()
+    return module
 
 
 def build_meta_huggingface(
     section: HuggingFaceModel, facts: DataFacts, seed: int, *, trust_remote_code: bool
 ) -> MetaModel | None:
-    """The same model, whose values come part by part; None where only all of them can be had at once.
+    """Return the same model without values, which come block by block; None where only all can be had at once.
 
     Raises:
         ConfigError: as `build_huggingface`.
@@ -112,15 +113,15 @@ def build_meta_huggingface(
             return None
     construct = partial(_constructed, section, config, seed, trust_remote_code)
     if section.pretrained is None:
-        return MetaModel(_ready(model), partial(_drawn, sketch, seed, list(_parameters(sketch)), construct))
+        return MetaModel(model.train(), partial(_drawn, sketch, seed, list(_parameters(sketch)), construct))
     weights = _weights_by_name(section.pretrained, sketch, facts)
-    return None if weights is None else MetaModel(_ready(model), partial(_read, sketch, weights, seed, construct))
+    return None if weights is None else MetaModel(model.train(), partial(_read, sketch, weights, seed, construct))
 
 
 def _drawn(
     sketch: Any, seed: int, names: Collection[str], construct: Callable[[], Mapping[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The named values, by transformers' own rules; those that have none (a weight norm's) are the constructor's."""
+    """Yield the named values, by transformers' rules; those without a rule (a weight norm's) are the constructor's."""
     constructed: Mapping[str, Tensor] | None = None
     wanted = set(names)
     for name, value in reset_by_block(sketch, seed, _resets(sketch, names), repeated_blocks(sketch)):
@@ -133,7 +134,7 @@ def _drawn(
 
 
 def _constructed(section: HuggingFaceModel, config: Any, seed: int, trust_remote_code: bool) -> Mapping[str, Tensor]:
-    """What a constructor makes of all parameters."""
+    """Return the values that a constructor gives all parameters."""
     with generators_keyed(seed, "construction"), _quiet():
         model = _from_config(section, copy.deepcopy(config), trust_remote_code)
     return {name: parameter.detach() for name, parameter in _parameters(model).items()}
@@ -142,7 +143,7 @@ def _constructed(section: HuggingFaceModel, config: Any, seed: int, trust_remote
 def _read(
     sketch: Any, weights: Mapping[str, Tensor], seed: int, construct: Callable[[], Mapping[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights there are; what they lack is drawn."""
+    """Yield the weights there are; what they lack is drawn."""
     yield from weights.items()
     absent = [name for name in _parameters(sketch) if name not in weights]
     if absent:
@@ -150,7 +151,7 @@ def _read(
 
 
 def _weights_by_name(place: str, sketch: Any, facts: DataFacts) -> Mapping[str, Tensor] | None:
-    """Parameters and buffers as they lie in the files; None where the library renames, joins or resizes as it loads."""
+    """Return parameters and buffers as they are in the files; None where the library changes them while it loads."""
     from transformers.utils import cached_file
 
     folder = Path(place)
@@ -163,11 +164,11 @@ def _weights_by_name(place: str, sketch: Any, facts: DataFacts) -> Mapping[str, 
     rows = sketch.get_input_embeddings().weight.shape[0]
     if fit.reshaped or (fit.left and fit.missing) or (facts.vocabulary or 0) > rows:
         return None
-    return {slot.name: found for slot, found in fit.pairs}
+    return {slot.name: tensor for slot, tensor in fit.pairs}
 
 
 def sketch_huggingface(section: HuggingFaceModel, facts: DataFacts, *, trust_remote_code: bool) -> nn.Module:
-    """The same module without values, for the meta device. No weights are read.
+    """Return the same module without values, for the meta device. No weights are read.
 
     Raises:
         ConfigError: as `build_huggingface`.
@@ -184,15 +185,15 @@ def sketch_huggingface(section: HuggingFaceModel, facts: DataFacts, *, trust_rem
 
 
 def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool) -> Any:
-    """transformers' config: what was asked, and what the data says."""
+    """Return transformers' config: what was configured, and what the data has."""
     from transformers import AutoConfig
 
     asked = dict(section.architecture or {})
     kind = asked.pop("model_type", None)
     if section.pretrained is None:
-        usual = AutoConfig.for_model(kind)
-        check_keys(usual, asked)
-        config = AutoConfig.for_model(kind, **taken(usual, asked))
+        default = AutoConfig.for_model(kind)
+        check_keys(default, asked)
+        config = AutoConfig.for_model(kind, **taken(default, asked))
         _adopt_vocabulary(config, asked, facts)
     else:
         config = AutoConfig.from_pretrained(section.pretrained, trust_remote_code=trust_remote_code)
@@ -211,7 +212,7 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
 
 
 def _adopt_vocabulary(config: Any, asked: Collection[str], facts: DataFacts) -> None:
-    """Random weights: as many tokens as the data has, unless more were asked for."""
+    """Give random weights as many tokens as the data has, unless more were configured."""
     if facts.vocabulary is None:
         return
     if "vocab_size" in asked and config.vocab_size < facts.vocabulary:
@@ -221,7 +222,7 @@ def _adopt_vocabulary(config: Any, asked: Collection[str], facts: DataFacts) -> 
         )
     if "vocab_size" not in asked:
         config.vocab_size = facts.vocabulary
-    for name in _SPECIAL_TOKENS:  # the type's defaults belong to its own tokenizer
+    for name in _SPECIAL_TOKENS:  # the type's defaults belong to its tokenizer
         token = getattr(config, name, None)
         if name not in asked and isinstance(token, int) and token >= config.vocab_size:
             setattr(config, name, None)
@@ -260,10 +261,13 @@ def _from_config(section: HuggingFaceModel, config: Any, trust_remote_code: bool
 
 
 def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> tuple[Any, list[str]]:
-    """The model, and the names of the parameters that the weights lack."""
-    if section.pretrained is not None:
-        _refuse_damaged(section.pretrained)
-    model, found = _auto_class(section).from_pretrained(
+    """Return the model, and the names of the parameters that the weights lack."""
+    assert section.pretrained is not None
+    try:
+        refuse_damaged(Path(section.pretrained))
+    except RunFailed as error:
+        raise _problem("pretrained", str(error)) from error
+    model, report = _auto_class(section).from_pretrained(
         section.pretrained,
         config=config,
         dtype=torch.float32,
@@ -271,29 +275,22 @@ def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: 
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    mismatched = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
-    absent = sorted({*found["missing_keys"], *mismatched} & set(_parameters(model)))
+    mismatched = [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]
+    absent = sorted({*report["missing_keys"], *mismatched} & set(_parameters(model)))
     if absent:
         _LOG.warning("%s lacks %s, which start at random values", section.pretrained, _listed(absent))
     return model, absent
 
 
-def _refuse_damaged(place: str) -> None:
-    try:
-        refuse_damaged(Path(place))
-    except RunFailed as error:
-        raise _problem("pretrained", str(error)) from error
-
-
 def _reset(model: Any, seed: int, names: Collection[str]) -> None:
-    """Draws the named parameters anew, by transformers' own rules, each module under its own key."""
+    """Draw the named parameters anew, by transformers' rules, each module under its key."""
     wanted = set(names)
     kept = {parameter for name, parameter in _parameters(model).items() if name not in wanted}
     reset_modules(model, seed, _resets(model, names), keep=kept)
 
 
 def _resets(model: Any, names: Collection[str]) -> dict[str, Callable[[], object]]:
-    """transformers' rules for the modules that own the named parameters."""
+    """Return transformers' rules for the modules that own the named parameters."""
     from transformers import PreTrainedModel
 
     parameters, wanted = _parameters(model), set(names)
@@ -308,27 +305,22 @@ def _resets(model: Any, names: Collection[str]) -> dict[str, Callable[[], object
 
 
 def _nearest(model: nn.Module, name: str, kind: type) -> Any:
-    """The module of that kind at or above `name`."""
-    found, module = model, model
+    """Return the module of that kind at or above `name`."""
+    nearest, module = model, model
     for part in name.split(".") if name else ():
         module = module.get_submodule(part)
-        found = module if isinstance(module, kind) else found
-    return found
+        nearest = module if isinstance(module, kind) else nearest
+    return nearest
 
 
 def _fit_vocabulary(model: Any, facts: DataFacts, seed: int) -> None:
-    """A tokenizer with more tokens than the weights know (a padding token was added, say) gets rows for them."""
+    """Add rows for the tokens that the weights lack (a padding token was added to the tokenizer, say)."""
     rows = model.get_input_embeddings().weight.shape[0]
     if facts.vocabulary is None or facts.vocabulary <= rows:
         return
     _LOG.warning("the data has %d token ids, the weights %d: embedding resized", facts.vocabulary, rows)
     with generators_keyed(seed, "new tokens"):
         model.resize_token_embeddings(facts.vocabulary, mean_resizing=False)
-
-
-def _ready(model: Any) -> nn.Module:
-    module: nn.Module = model.train()
-    return module
 
 
 def _auto_class(section: HuggingFaceModel) -> Any:
@@ -341,12 +333,12 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-# --- what transformers says -------------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers, if it is there, and silent."""
+    """Mute transformers within the block; raise ConfigError if it isn't installed."""
     try:
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
@@ -359,7 +351,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _refusals_as_config_errors(section: HuggingFaceModel) -> Iterator[None]:
-    """What transformers raises while it builds a model is about what was asked."""
+    """Raise what transformers raises within the block as errors of the config."""
     if section.pretrained is not None and not Path(section.pretrained).is_dir():
         needs_hub()
     try:
@@ -380,7 +372,7 @@ def _explained(section: HuggingFaceModel, error: Exception) -> ConfigError:
     if "trust_remote_code" in text:
         return _problem(
             "pretrained",
-            f"{section.pretrained} brings Python code of its own, which is not run unless --trust-remote-code is given",
+            f"{section.pretrained} brings Python code, which is not run unless --trust-remote-code is given",
         )
     if text.startswith("Unrecognized model identifier"):
         from transformers import CONFIG_MAPPING

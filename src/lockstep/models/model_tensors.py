@@ -43,10 +43,10 @@ class ModelTensors:
         return {**tensors, **{other: tensors[first] for other, first in self.tied.items()}}
 
     def refuse_missing_names(self, names: Collection[str], what: str) -> None:
-        """Raises RunFailed: `names` lack some of the model's tensors.
+        """Raise RunFailed if `names` lack some of the model's tensors.
 
         Args:
-            what: has these names.
+            what: names their origin in the message.
         """
         missing = [name for name in self.shapes if name not in names]
         if missing:
@@ -55,12 +55,12 @@ class ModelTensors:
             )
 
     def refuse_incomplete(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        """Raises RunFailed: `tensors` lack some of the model's, or have a parameter in another shape."""
+        """Raise RunFailed if `tensors` lack some of the model's, or have a parameter in another shape."""
         self.refuse_missing_names(tensors, what)
         self._refuse_reshaped({name: tuple(tensor.shape) for name, tensor in tensors.items()}, what)
 
     def refuse_incomplete_file(self, shapes: Mapping[str, Shape], left_out: Collection[str], what: str) -> None:
-        """Raises RunFailed: a published file lacks tensors of the model.
+        """Raise RunFailed if a published file lacks tensors of the model.
 
         The library that writes it may have renamed, split or joined tensors; then their elements must add up.
 
@@ -71,12 +71,15 @@ class ModelTensors:
         names = {first: {first} for first in self.shapes}
         for other, first in self.tied.items():
             names[first].add(other)
-        missing = [first for first, every in names.items() if not every & shapes.keys() and not every & {*left_out}]
+        missing = [first for first, tied in names.items() if not tied & {*shapes, *left_out}]
         renamed = [name for name in shapes if name not in self.shapes and name not in self.tied]
         self._refuse_reshaped(shapes, what)
-        lost, found = _elements(self.shapes[name] for name in missing), _elements(shapes[name] for name in renamed)
-        if missing and lost != found:
-            others = f", and {found:,} elements under other names" if renamed else ""
+        lost, others_have = (
+            _elements(self.shapes[name] for name in missing),
+            _elements(shapes[name] for name in renamed),
+        )
+        if missing and lost != others_have:
+            others = f", and {others_have:,} elements under other names" if renamed else ""
             raise RunFailed(
                 f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors ({lost:,} elements{others}): "
                 f"{_listed(missing)}{_REPORT}"
@@ -88,13 +91,13 @@ class ModelTensors:
                 raise RunFailed(f"{what} have {name} as {list(shapes[name])}, not {list(self.shapes[name])}{_REPORT}")
 
 
-_REPORT = ". This is an error in Lockstep or in the model's own code"
+_REPORT = ". This is an error in Lockstep or in the model's code"
 
 
 def model_tensors(model: nn.Module) -> ModelTensors:
     """Return the list of a whole model; its tensors need no memory."""
     slots = slots_of(model)
-    parameters = {id(one) for one in model.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()}
     return ModelTensors(
         shapes={slot.name: tuple(slot.tensor.shape) for slot in slots},
         tied={other: slot.name for slot in slots for other in slot.names[1:]},

@@ -1,6 +1,10 @@
-"""Parameters that can't be trained here, named before anything is trained."""
+"""Parameters that are not trained: frozen ones, and those that can't be trained here, refused before training."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -8,8 +12,44 @@ from torch.nn.parameter import UninitializedParameter
 from lockstep.core.errors import ConfigError, Problem
 
 
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose qualified names match one of the patterns (`*`, `?`, `[...]`; `*` crosses dots).
+
+    A tied parameter has several names; each of them freezes it.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    if not patterns:
+        return
+    named = dict(module.named_parameters(remove_duplicate=False))
+    problems = [_no_match(pattern, list(named)) for pattern in patterns if not _matching(pattern, named)]
+    if problems:
+        raise ConfigError(problems)
+    for pattern in patterns:
+        for name in _matching(pattern, named):
+            named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ConfigError(Problem("", "model.freeze", f"{list(patterns)} freeze every parameter: nothing is left"))
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def _no_match(pattern: str, names: list[str]) -> Problem:
+    """Return the problem, with the pattern that would match a whole module, if one was named, or the closest names."""
+    if whole := _matching(f"{pattern}.*", names):
+        hint = f"did you mean {pattern + '.*'!r} ({len(whole)} parameters)?"
+    elif near := difflib.get_close_matches(pattern, names, n=3, cutoff=0.3):
+        hint = f"the nearest names: {', '.join(near)}"
+    else:
+        hint = f"the names begin with {', '.join(sorted({name.partition('.')[0] for name in names})[:8])}"
+    return Problem("", "model.freeze", f"{pattern!r} matches none of the model's {len(names)} parameters; {hint}")
+
+
 def refuse_parameters(model: nn.Module) -> None:
-    """Raises ConfigError: a parameter has no shape yet, is complex, or gets sparse gradients."""
+    """Raise ConfigError if a parameter has no shape yet, is complex, or gets sparse gradients."""
     problems = [
         Problem("", "model", message)
         for path, module in model.named_modules()

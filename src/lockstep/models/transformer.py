@@ -8,7 +8,7 @@
 
 Shapes: B samples, T tokens, W width, H heads, K key-value heads, D width of a head, M width of the mlp, V vocabulary.
 
-Every projection is a Linear of its own (query, key, value, gate, up): tensor parallelism then cuts rows of whole
+Every projection is a separate Linear (query, key, value, gate, up): tensor parallelism then shards by whole
 heads, an optimizer of matrices sees matrices, and one fused product of them was not faster (230 and 233 ms a step at
 W 128, 4 layers, B 16, T 256, bf16, one core).
 """
@@ -28,9 +28,9 @@ from lockstep.distributed.sequences import current, positions
 from lockstep.models.initialization import Rule, constant, normal
 
 _SHORT = 512
-"""Tokens up to which plain bf16 products beat the CPU's flash kernel, whose bf16 backward is slow."""
+"""Most tokens for which plain bf16 products beat the CPU's flash kernel, whose bf16 backward is slow."""
 _QUERIES = 64
-"""That are looked at together there."""
+"""Queries of one such product."""
 
 TENSOR_PLAN = {
     "embedding": "rowwise",
@@ -45,7 +45,7 @@ TENSOR_PLAN = {
     "blocks.*.mlp.down": "rowwise",
     "head": "colwise_gather_output",
 }
-"""How its matrices are divided over ranks, in the words of `transforms.tensor_plans`: by whole heads."""
+"""The tensor-parallel plan of its matrices, in the styles of `transforms.tensor_plans`: by whole heads."""
 SEQUENCE_PLAN = {
     **TENSOR_PLAN,
     "embedding": "rowwise_sequence",
@@ -57,14 +57,11 @@ SEQUENCE_PLAN = {
     "blocks.*.mlp.down": "rowwise_sequence",
     "norm": "sequence",
 }
-"""The same, with each rank's own positions between them."""
+"""The same with sequence parallelism between the matrices."""
 
 
 class Transformer(nn.Module):
-    """Args:
-    section: its shape.
-    vocabulary: number of token ids.
-    """
+    """The model; `section` has its shape."""
 
     def __init__(self, section: TransformerModel, vocabulary: int) -> None:
         super().__init__()
@@ -79,7 +76,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [B, T] int64 -> logits [B, T, V]."""
+        """Return logits [B, T, V] for tokens [B, T] int64."""
         rotation = rotary_angles(positions(tokens.shape[1], tokens.device), self.head_width, self.rope_base)
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
@@ -89,7 +86,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """x [B, T, W] -> [B, T, W]."""
+    """A layer; x [B, T, W] -> [B, T, W]."""
 
     def __init__(self, section: TransformerModel) -> None:
         super().__init__()
@@ -123,13 +120,13 @@ class Attention(nn.Module):
         return mixed
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, T, heads * D] -> [B, heads, T, D]; however many heads this rank holds."""
+        """Return [B, T, heads * D] as [B, heads, T, D]; however many heads this rank holds."""
         samples, length, width = x.shape
         return x.view(samples, length, width // self.head_width, self.head_width).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The gated MLP, down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, mlp_width: int) -> None:
         super().__init__()
@@ -144,12 +141,13 @@ class SwiGLU(nn.Module):
 
 
 def default_mlp_width(width: int) -> int:
-    """8/3 of the width (as many weights as a plain MLP of 4 widths), rounded up to a multiple of 32."""
+    """Return 8/3 of the width (as many weights as a plain MLP of 4 widths), rounded up to a multiple of 32."""
     return math.ceil(8 * width / 3 / 32) * 32
 
 
 def rotary_angles(places: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, D], fp32, for `rotate`: position t turns pair i, (x[i], x[i + D/2]), by t * base^(-2i/D).
+    """Return cosines and sines [T, D], fp32, for `rotate`: position t turns pair i, (x[i], x[i + D/2]), by t *
+    base^(-2i/D).
 
     places: [T] int64, the positions.
 
@@ -162,14 +160,14 @@ def rotary_angles(places: Tensor, head_width: int, base: float) -> tuple[Tensor,
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the pairs of [B, heads, T, D], in fp32, back in the dtype of x."""
+    """Rotate the pairs of [B, heads, T, D] in fp32; return them in the dtype of x."""
     cos, sin = rotation
     turned: Tensor = x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
     return turned.to(x.dtype)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(query key' / sqrt(D)) value over the past and the present.
+    """Return softmax(query key' / sqrt(D)) value over the past and the present.
 
     query [B, H, T, D]; key and value [B, K, T, D], K a divisor of H -> [B, H, T, D].
     """
@@ -181,8 +179,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same by plain products, a few queries at a time with no keys but those that they see: 9 ms instead of 25,
-    forward and backward, for B 8, H 4, T 256, D 24 in bf16 on one core.
+    """Return the same by plain products, a few queries at a time with no keys but those that they see: 9 ms instead of
+    25, forward and backward, for B 8, H 4, T 256, D 24 in bf16 on one core.
 
     Queries of a group lie one behind the other, so that keys need no copies.
     """
@@ -208,8 +206,8 @@ def _short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def rule_of(layers: int, name: str, tensor: Tensor) -> Rule:
-    """Normal of std 0.02; what writes into the residual stream 1/sqrt(2 layers) of that, so that the stream's variance
-    does not grow with depth (Radford et al. 2019, GPT-2, section 2.3); norms one."""
+    """Return the initial values: normal of std 0.02; what writes into the residual stream 1/sqrt(2 layers) of that, so
+    that the stream's variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3); norms one."""
     if tensor.dim() < 2:
         return constant(1.0)
     if name.endswith((".out.weight", ".down.weight")):
@@ -218,8 +216,8 @@ def rule_of(layers: int, name: str, tensor: Tensor) -> Rule:
 
 
 def flops_per_token(module: nn.Module, facts: DataFacts) -> float | None:
-    """Floating-point operations of forward and backward for each token; None for what is no transformer of ours and no
-    text model of the transformers library, or has two sequences or experts.
+    """Return the floating-point operations of forward and backward for each token; None for a model that is neither a
+    `Transformer` nor a text model of the transformers library, or has two sequences or experts.
 
     6 N + 12 L W T (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B): N weights that are multiplied (tables
     that are only looked up don't count, an output head does, tied or not), L layers, W width, T tokens of a sample.
@@ -241,13 +239,13 @@ def _layers_and_width(module: nn.Module) -> tuple[int, int] | None:
     reads_text = getattr(module, "main_input_name", None) == "input_ids"
     if not reads_text or getattr(config, "is_encoder_decoder", True):
         return None
-    found = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    shape = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     sparse = any(name.endswith(".experts") for name, _ in module.named_modules())  # of which a token meets a few
-    whole = all(isinstance(one, int) for one in found) and not sparse
-    return cast("tuple[int, int]", found) if whole else None
+    known = all(isinstance(size, int) for size in shape) and not sparse
+    return cast("tuple[int, int]", shape) if known else None
 
 
 def _multiplied(module: nn.Module) -> set[nn.Parameter]:
-    """All parameters but those of tables."""
+    """Return all parameters but those of tables."""
     others = (child for child in module.modules() if not isinstance(child, nn.Embedding))
     return {parameter for child in others for parameter in child.parameters(recurse=False)}

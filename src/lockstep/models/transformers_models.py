@@ -1,4 +1,4 @@
-"""The names that files of the transformers library have, where they aren't those of its modules.
+"""Models of the transformers library: the names in its files, where these aren't those of its modules.
 
     model.layers.0.block_sparse_moe.experts.0.w1.weight  --.
     model.layers.0.block_sparse_moe.experts.1.w1.weight  --+-->  model.layers.0.mlp.experts.gate_up_proj
@@ -21,7 +21,7 @@ from lockstep.models.initialization import generators_keyed
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether it is one of the library's models; told without importing it."""
+    """Return whether it is one of the library's models, without importing the library."""
     if "transformers.modeling_utils" not in sys.modules:
         return False
     from transformers import PreTrainedModel
@@ -30,36 +30,30 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def translated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The tensors under the names of the model's own `state_dict`; what it has no place for stays as it is.
+    """Return the tensors under the names of the model's `state_dict`; what it has no place for stays as it is.
 
-    None if the library can't make anything of them.
+    None if the library can't load them.
     """
     try:
-        loaded, found = _loaded(model, tensors)
+        with quiet(), generators_keyed(0, "names"):
+            loaded, report = type(model).from_pretrained(
+                None,
+                config=model.config,
+                state_dict=dict(tensors),
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except (RuntimeError, ValueError, KeyError):
         return None
-    absent = set(found["missing_keys"]) | {name for name, _, _ in found["mismatched_keys"]}
+    absent = set(report["missing_keys"]) | {name for name, _, _ in report["mismatched_keys"]}
     own = {name: tensor for name, tensor in loaded.state_dict().items() if name not in absent}
-    reshaped = {name: torch.empty(shape, device="meta") for name, shape, _ in found["mismatched_keys"]}
-    return {**own, **reshaped, **{name: tensors[name] for name in found["unexpected_keys"] if name in tensors}}
-
-
-def _loaded(model: Any, tensors: Mapping[str, Tensor]) -> tuple[nn.Module, Any]:
-    """Another model, and what the library says of it."""
-    with quiet(), generators_keyed(0, "names"):
-        loaded, found = type(model).from_pretrained(
-            None,
-            config=model.config,
-            state_dict=dict(tensors),
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    return loaded, found
+    reshaped = {name: torch.empty(shape, device="meta") for name, shape, _ in report["mismatched_keys"]}
+    return {**own, **reshaped, **{name: tensors[name] for name in report["unexpected_keys"] if name in tensors}}
 
 
 def never_written(model: Any) -> frozenset[str]:
-    """Names of tensors that the library leaves out of the files of such a model."""
+    """Return the names of tensors that the library leaves out of the files of such a model."""
     return frozenset(model._keys_to_ignore_on_save or ())
 
 
@@ -71,7 +65,9 @@ def own_classes(model: nn.Module) -> Iterator[None]:
     which tensors its files call otherwise.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrapped: list[Any] = [] if fsdp is None else [one for one in model.modules() if isinstance(one, fsdp.FSDPModule)]
+    wrapped: list[Any] = (
+        [] if fsdp is None else [child for child in model.modules() if isinstance(child, fsdp.FSDPModule)]
+    )
     classes = [type(module) for module in wrapped]
     for module, of_fsdp in zip(wrapped, classes, strict=True):
         _, module.__class__ = of_fsdp.__bases__
@@ -84,7 +80,7 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no reports: what matters is said by who asks."""
+    """Mute the library's progress bars and reports within the block."""
     from transformers.utils import logging as reports
 
     verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()

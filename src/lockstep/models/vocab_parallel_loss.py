@@ -1,4 +1,4 @@
-"""Cross entropy of logits that stay divided by the vocabulary: what ranks exchange is three numbers a target.
+"""Cross-entropy of logits sharded by the vocabulary: ranks exchange three numbers a target.
 
     rank 0    logits of tokens 0-31     maximum --.   sum of exp, own target's logit --.
     rank 1    logits of tokens 32-63    maximum --+-> sum of exp, own target's logit --+-> log sum exp - target's logit
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Columns(NamedTuple):
-    """Of the logits, which ones are here.
+    """The columns of the logits that this rank has.
 
     Attributes:
         first: token of the first.
@@ -35,24 +35,24 @@ class _Columns(NamedTuple):
 
 
 def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float, ignored: int) -> Tensor:
-    """As `objectives.cross_entropy_sum`, which see.
+    """Return what `objectives.cross_entropy_sum` returns.
 
     Args:
-        logits: [..., V], a DTensor whose last dim is divided over the ranks of its one axis.
+        logits: [..., V], a DTensor whose last dim is sharded over the ranks of its one axis.
         targets: [...], the same on all of them.
     """
-    divided = cast("DTensor", logits)
     boxes = local_shards(logits).boxes
     first = boxes[0].offsets[-1] if boxes else 0
-    columns = _Columns(first, logits.shape[-1], divided.device_mesh.get_group())
-    here = divided.to_local()
+    sharded = cast("DTensor", logits)
+    columns = _Columns(first, logits.shape[-1], sharded.device_mesh.get_group())
+    here = sharded.to_local()
     flat, wanted = here.reshape(-1, here.shape[-1]).float(), targets.reshape(-1)
     found: Tensor = _CrossEntropy.apply(flat, wanted, columns, label_smoothing, ignored)  # type: ignore[no-untyped-call]
     return found
 
 
 def full_logits(logits: Tensor) -> Tensor:
-    """Put together on each rank, if they are divided."""
+    """Return the logits gathered on each rank, if they are sharded."""
     return full_tensor(logits) if is_sharded(logits) else logits
 
 
@@ -83,9 +83,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Of target y, with label smoothing e: softmax - (1 - e) [v = y] - e / V."""
+        """Return, for target y with label smoothing e: softmax - (1 - e) [v = y] - e / V."""
         softmax, place, is_here, valid = context.saved_tensors
-        found = softmax - context.smoothing / context.vocabulary
-        if found.shape[1]:
-            found.scatter_add_(1, place, ((context.smoothing - 1) * is_here.to(found.dtype)).unsqueeze(1))
-        return found.mul_((gradient * valid).unsqueeze(1)), None, None, None, None
+        gradients = softmax - context.smoothing / context.vocabulary
+        if gradients.shape[1]:
+            gradients.scatter_add_(1, place, ((context.smoothing - 1) * is_here.to(gradients.dtype)).unsqueeze(1))
+        return gradients.mul_((gradient * valid).unsqueeze(1)), None, None, None, None

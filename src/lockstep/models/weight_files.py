@@ -20,7 +20,7 @@ import re
 import shlex
 import warnings
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -43,10 +43,10 @@ _IN_FOLDERS = (
 _INDEX = ".index.json"
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _NESTS = ("model_state_dict", "MODEL_STATE", "state_dict", "model")
-"""Keys under which training programs keep a model's tensors beside those of an optimizer."""
+"""Keys of a model's tensors in files that hold an optimizer's as well."""
 _DEEPEST = 4
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before a name."""
+"""Prefixes that DistributedDataParallel and torch.compile add to names."""
 _MOST_INDEX = 2**25  # bytes
 _MOST_HEADER = 2**24  # bytes, of a safetensors file
 _MOST_UNPACKED = 20  # times a compressed file's size
@@ -55,10 +55,12 @@ _SMALL = 2**25  # bytes that any file may unpack to
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Attributes:
-    place: the file or folder that was read.
-    tensors: on the CPU, dense, by name.
-    skipped: what else the files hold, by key.
+    """The tensors of a file or folder.
+
+    Attributes:
+        place: the file or folder that was read.
+        tensors: on the CPU, dense, by name.
+        skipped: keys of other values in the files.
     """
 
     place: Path
@@ -67,14 +69,14 @@ class Weights:
 
 
 def read_weights(place: Path) -> Weights:
-    """Reads a file, or all of a folder's.
+    """Read a file, or all of a folder's.
 
     Raises:
         ConfigError: nothing is there, it holds no tensors, or more than tensors would have to be unpickled.
-        RunFailed: a file's bytes are not those that were written.
+        RunFailed: a file differs from its hash.
     """
     try:
-        where = _found(place.expanduser())
+        where = _main_file(place.expanduser())
         tensors, skipped = _read_sharded(where) if where.name.endswith(_INDEX) else _read(where)
     except OSError as error:
         raise ConfigError(f"{place} can't be read: {error.strerror or error}") from error
@@ -82,26 +84,26 @@ def read_weights(place: Path) -> Weights:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Reads all files that its list of hashes names. Raises RunFailed: one's bytes are not those that were written."""
+    """Raise RunFailed if a file that the folder's list of hashes names differs from its hash."""
     for file in checksums.listed(folder):
         _refuse_damaged(file)
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether one of the usual files is in it."""
+    """Return whether one of the usual files is in it."""
     return any((folder / name).is_file() for name in _IN_FOLDERS)
 
 
 def readable(name: str) -> str:
-    """A name out of a file, which may hold anything, for a terminal."""
+    """Return a name from a file, which may hold anything, in a form that is safe on a terminal."""
     return name if name.isprintable() else repr(name)
 
 
 # --- the place ----------------------------------------------------------------------------------------------------
 
 
-def _found(place: Path) -> Path:
-    """The file to begin with."""
+def _main_file(place: Path) -> Path:
+    """Return the file that holds or indexes the weights."""
     if place.is_file():
         return place
     if not place.is_dir():
@@ -136,7 +138,7 @@ def _no_weights_in(folder: Path) -> str:
             f"`lockstep export {folder}` takes those of its newest checkpoint"
         )
     if (folder / "latest").is_file() or any(folder.glob("*_model_states.pt")):
-        return f"{folder} is a checkpoint of DeepSpeed's; `lockstep ckpt import {folder} WEIGHTS` makes weights of it"
+        return f"{folder} is a checkpoint of DeepSpeed; `lockstep ckpt import {folder} WEIGHTS` makes weights of it"
     files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *_OF_TORCH))
     holds = f"; it holds {', '.join(files[:4])}: give one of them by its name" if files else ""
     return f"{folder} has none of {', '.join(_IN_FOLDERS)}{holds}"
@@ -144,11 +146,11 @@ def _no_weights_in(folder: Path) -> str:
 
 # --- files --------------------------------------------------------------------------------------------------------
 
-Found = tuple[dict[str, Tensor], tuple[str, ...]]
-"""Tensors by name, and the keys of all else."""
+TensorsAndOthers = tuple[dict[str, Tensor], tuple[str, ...]]
+"""Tensors by name, and the keys of all other values."""
 
 
-def _read(file: Path) -> Found:
+def _read(file: Path) -> TensorsAndOthers:
     _refuse_damaged(file)
     if file.suffix == ".safetensors":
         return _read_safetensors(file), ()
@@ -169,20 +171,20 @@ def _refuse_damaged(file: Path) -> None:
         )
 
 
-def _read_sharded(index: Path) -> Found:
-    """All files that an index names, which must lie beside it."""
+def _read_sharded(index: Path) -> TensorsAndOthers:
+    """Read all files that an index names, which must lie beside it."""
     tensors: dict[str, Tensor] = {}
     skipped: list[str] = []
     names = _index(index)
     for file in sorted(set(names.values())):
         if file != Path(file).name or not (index.parent / file).is_file():
             raise ConfigError(f"{index} names a file {readable(file)} that is not beside it")
-        found, left = _read(index.parent / file)
-        twice = next((name for name in found if name in tensors), None)
+        part, others = _read(index.parent / file)
+        twice = next((name for name in part if name in tensors), None)
         if twice is not None:
             raise ConfigError(f"{index.parent}: {readable(twice)} is in {file} and in a file before it")
-        tensors.update(found)
-        skipped += left
+        tensors.update(part)
+        skipped += others
     lost = [name for name in names if name not in tensors]
     if lost:
         raise ConfigError(f"{index} names {readable(lost[0])}, which is in none of its files ({len(lost)} such names)")
@@ -202,48 +204,43 @@ def _index(file: Path) -> dict[str, str]:
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    _refuse_large_header(file)
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+    if _MOST_HEADER < size < file.stat().st_size:  # the library states what one beyond the file's end is
+        raise ConfigError(  # to parse a header takes many times its size
+            f"{file} states that its header has {size:,} bytes, where {_MOST_HEADER:,} name all tensors of a large "
+            "model: it is damaged, or made to fill memory"
+        )
     try:
         return load_file(file)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{file} is no safetensors file, or a damaged one: {error}") from error
 
 
-def _refuse_large_header(file: Path) -> None:
-    """Raises ConfigError: to parse a header takes many times its size."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-    if _MOST_HEADER < size < file.stat().st_size:  # the library says what one beyond the file's end is
-        raise ConfigError(
-            f"{file} says that its header has {size:,} bytes, where {_MOST_HEADER:,} name all tensors of a large "
-            "model: it is damaged, or made to fill memory"
-        )
-
-
 def _refuse_bomb(file: Path) -> None:
-    """Raises ConfigError if a zip archive unpacks to far more than it holds. torch.save doesn't compress."""
+    """Raise ConfigError if a zip archive unpacks to far more than it holds. torch.save doesn't compress."""
     try:
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
     except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
-        return  # read_torch says what it is
+        return  # read_torch explains it
     size = file.stat().st_size
     if unpacked > _MOST_UNPACKED * size + _SMALL:
         raise ConfigError(
-            f"{file} has {size:,} bytes and says that they unpack to {unpacked:,}, more than {_MOST_UNPACKED} times as "
-            "many: weights don't compress like that, so it is damaged, or made to fill memory"
+            f"{file} has {size:,} bytes and states that they unpack to {unpacked:,}, more than {_MOST_UNPACKED} times "
+            "as many: weights don't compress like that, so it is damaged, or made to fill memory"
         )
 
 
 def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}), way_out: str | None = None) -> object:
-    """What torch.save wrote; nothing of it is executed.
+    """Return what torch.save wrote; nothing of it is executed.
 
     Args:
-        stand_ins: by the full names of classes of other programs: what is made in their place.
-        way_out: what to do where more is asked for; None: how to make it a file of tensors alone.
+        stand_ins: replacements for classes of other programs, by their full names.
+        way_out: the remedy where more is needed; None: how to make it a file of tensors alone.
 
     Raises:
-        ConfigError: it is no such file, is damaged, or asks for more than tensors and what has a stand-in.
+        ConfigError: it is no such file, is damaged, or needs more than tensors and classes with stand-ins.
     """
     _refuse_bomb(file)
     try:
@@ -253,12 +250,12 @@ def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}),
             return torch.load(file, map_location="cpu", weights_only=True, mmap=_can_be_mapped(file))
     except pickle.UnpicklingError as error:
         raise ConfigError(_refused(file, str(error), way_out)) from error
-    except Exception as error:  # whatever bytes that nobody wrote make torch say
+    except Exception as error:  # damaged bytes make torch raise anything
         raise ConfigError(_unreadable(file, error)) from error
 
 
 def _can_be_mapped(file: Path) -> bool:
-    """Not the older format, and not an archive that somebody has compressed: torch would map the compressed bytes."""
+    """Return False for the older format, and for a compressed archive: torch would map the compressed bytes."""
     try:
         with zipfile.ZipFile(file) as archive:
             return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
@@ -267,11 +264,11 @@ def _can_be_mapped(file: Path) -> bool:
 
 
 def _refused(file: Path, message: str, way_out: str | None) -> str:
-    wanted = re.search(r"GLOBAL (\S+)", message)
-    if wanted is None:
+    needed = re.search(r"GLOBAL (\S+)", message)
+    if needed is None:
         return f"{file} is no file of tensors that torch.save wrote: {_looks(file)}"
     return (
-        f"{file} asks for {readable(wanted[1])} to be unpickled, which is more than tensors. Unpickling can run any "
+        f"{file} asks for {readable(needed[1])} to be unpickled, which is more than tensors. Unpickling can run any "
         f"code, so it is refused. "
         + (way_out or f"Where you trust the file, this turns it into one of tensors alone:\n  {_conversion(file)}")
     )
@@ -285,7 +282,7 @@ def _looks(file: Path) -> str:
 
 
 def _conversion(file: Path) -> str:
-    """A line for a shell."""
+    """Return a line for a shell."""
     program = (
         "import torch; from safetensors.torch import save_file; "
         f'found = torch.load({json.dumps(str(file))}, map_location="cpu", weights_only=False); '
@@ -309,60 +306,48 @@ def _unreadable(file: Path, error: Exception) -> str:
 # --- what is in them ----------------------------------------------------------------------------------------------
 
 
-def _state_dict(file: Path, found: object) -> Found:
-    """Those of one model."""
+def _state_dict(file: Path, content: object) -> TensorsAndOthers:
+    """Return the tensors of one model in what was read, and the keys of all else."""
     skipped: list[str] = []
     for _ in range(_DEEPEST):
-        nest = _nest(found)
-        if nest is None or not isinstance(found, Mapping):
+        nest = _nest(content)
+        if nest is None or not isinstance(content, Mapping):
             break
-        skipped += [readable(str(key)) for key in found if key != nest]
-        found = found[nest]
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{file} holds a {type(found).__name__}, not tensors by name")
-    tensors = {key: value for key, value in found.items() if isinstance(key, str) and isinstance(value, Tensor)}
+        skipped += [readable(str(key)) for key in content if key != nest]
+        content = content[nest]
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{file} holds a {type(content).__name__}, not tensors by name")
+    tensors = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not tensors:
-        keys = ", ".join(readable(str(key)) for key in list(found)[:8]) or "none"
-        raise ConfigError(
-            f"{file} holds no tensors by name, neither at its top nor under {_listed(_NESTS)}: it has {keys}"
-        )
+        keys = ", ".join(readable(str(key)) for key in list(content)[:8]) or "none"
+        nests = f"{', '.join(_NESTS[:-1])} or {_NESTS[-1]}"
+        raise ConfigError(f"{file} holds no tensors by name, neither at its top nor under {nests}: it has {keys}")
     for name, tensor in tensors.items():
         check_plain(file, name, tensor)
-    skipped += [readable(str(key)) for key in found if key not in tensors]
+    skipped += [readable(str(key)) for key in content if key not in tensors]
     return {name: tensor.detach() for name, tensor in tensors.items()}, tuple(skipped)
 
 
-def _nest(found: object) -> str | None:
-    if not isinstance(found, Mapping):
+def _nest(content: object) -> str | None:
+    if not isinstance(content, Mapping):
         return None
-    return next((key for key in _NESTS if isinstance(found.get(key), Mapping) and found[key]), None)
+    return next((key for key in _NESTS if isinstance(content.get(key), Mapping) and content[key]), None)
 
 
 def check_plain(file: Path, name: str, tensor: Tensor) -> None:
-    """Raises ConfigError unless it is a plain tensor whose elements are all in the file."""
+    """Raise ConfigError unless it is a plain tensor whose elements are all in the file."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.device.type != "cpu":
         kind = "quantized" if tensor.is_quantized else f"{type(tensor).__name__}, {tensor.layout}, {tensor.device}"
         raise ConfigError(f"{file}: {readable(name)} is no plain tensor ({kind})")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         shape = list(tensor.shape)
-        raise ConfigError(f"{file}: {readable(name)} says that it is {shape}, for which its bytes are too few")
+        raise ConfigError(f"{file}: {readable(name)} has shape {shape}, for which its bytes are too few")
 
 
 def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without what wrappers have put before all names."""
-    while (wrapper := _common(tensors)) is not None:
-        tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
-def _common(names: Collection[str]) -> str | None:
+    """Return the tensors without the prefixes that wrappers add to all names."""
     for wrapper in _WRAPPERS:
-        if all(name.startswith(wrapper) and name != wrapper for name in names):
-            return wrapper
-    return None
-
-
-def _listed(words: Sequence[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} or {last}"
+        if tensors and all(name.startswith(wrapper) and name != wrapper for name in tensors):
+            return unwrapped({name.removeprefix(wrapper): tensor for name, tensor in tensors.items()})
+    return tensors

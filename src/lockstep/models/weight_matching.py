@@ -1,4 +1,4 @@
-"""Weights from a file into a model, tensor by tensor, by name; nothing is put in before all of it is known to fit.
+"""Loads weights from a file into a model, tensor by tensor, by name, once all are known to fit.
 
     the model's tensors, each with its names         the file's names
     embedding.weight = head.weight (tied)     <----  embedding.weight                       as it stands
@@ -6,7 +6,7 @@
     body.0.bias                               <----  model.body.0.bias                      behind one prefix for all
 
 Wrappers are those of DistributedDataParallel and torch.compile. Where names of a model of transformers don't fit, the
-library is asked for what it calls them (`transformers_models`).
+library translates them (`transformers_models`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,20 +35,22 @@ _SHOWN = 6
 
 
 def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatch | None:
-    """What `init_from` names, if it names any, and where in the whole model it goes. Changes nothing.
+    """Return how the weights that `init_from` names match the model; None if it names none. Changes nothing.
 
     Args:
         model: may be without values.
 
     Raises:
-        ConfigError: it can't be read, or doesn't fit: all that is missing, left over, or of another shape.
+        ConfigError: it can't be read, or doesn't fit; states all that is missing, left over, or of another shape.
     """
     if section.init_from is None:
         return None
     try:
         fit = match_weights(model, read_weights(Path(section.init_from)))
         if not fit.whole and not (section.init_partial and fit.pairs):
-            raise ConfigError(f"{fit.complaint()}{_PARTIAL if fit.pairs and not section.init_partial else ''}".rstrip())
+            raise ConfigError(
+                f"{fit.mismatches()}{_PARTIAL if fit.pairs and not section.init_partial else ''}".rstrip()
+            )
     except ConfigError as error:
         raise ConfigError([Problem("", _KEY, problem.message) for problem in error.problems]) from error
     except RunFailed as error:
@@ -73,10 +75,10 @@ class Slot:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """All that `state_dict` has, each tensor once.
+    """Return all that `state_dict` has, each tensor once.
 
     Raises:
-        ConfigError: it has something that is no tensor.
+        ConfigError: it has a value that is no tensor.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -90,13 +92,13 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class WeightMatch:
-    """How weights go with a model.
+    """The match of weights with a model.
 
     Attributes:
         place: of the weights.
         pairs: slots, and the tensors that go into them.
-        missing: slots for which there is none.
-        reshaped: slots for which there is one of another shape.
+        missing: slots without a tensor.
+        reshaped: slots whose tensor has another shape.
         left: names of the file that are no slot's.
         prefix: that all names of the file have, and none of the model's.
     """
@@ -110,51 +112,50 @@ class WeightMatch:
 
     @property
     def whole(self) -> bool:
-        """Every slot has its tensor, and every tensor its slot."""
+        """True if every slot has its tensor, and every tensor its slot."""
         return not (self.missing or self.reshaped or self.left)
 
     @torch.no_grad()
     def put(self, model: nn.Module | None = None) -> None:
-        """In the model's dtype, on its device.
+        """Copy the tensors into the model, in its dtype, on its device.
 
         Args:
-            model: what became of it, if it was divided since; of what this rank has no part of, nothing is put in.
+            model: the sharded model, if it was sharded since; tensors that this rank has no shard of are left out.
         """
-        now = None if model is None else model.state_dict(keep_vars=True)
-        for slot, found in self.pairs:
-            if now is None:
-                copy_from_full(slot.tensor, found)
-            elif slot.name in now:
-                copy_from_full(now[slot.name], found)
+        sharded = None if model is None else model.state_dict(keep_vars=True)
+        for slot, tensor in self.pairs:
+            if sharded is None:
+                copy_from_full(slot.tensor, tensor)
+            elif slot.name in sharded:
+                copy_from_full(sharded[slot.name], tensor)
 
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each kind of thing that isn't as it should be."""
-        return tuple(self._notes())
-
-    def _notes(self) -> Iterator[str]:
+        """Return a sentence for each kind of mismatch."""
+        notes = []
         if self.prefix:
-            yield f"the names in {self.place} were taken without the {readable(self.prefix)} before them"
+            notes.append(f"the names in {self.place} were taken without the {readable(self.prefix)} before them")
         if self.missing:
-            yield (
+            notes.append(
                 f"{self.place} lacks {_many(self.missing, 'tensor')} of the model, left at the usual first weights: "
                 f"{_listed([slot.name for slot in self.missing])}"
             )
         if self.reshaped:
-            yield (
+            notes.append(
                 f"{self.place} has {_many(self.reshaped, 'tensor')} in another shape, left at the usual first weights: "
                 f"{_listed([_shapes(*pair) for pair in self.reshaped])}"
             )
         if self.left:
-            yield f"{self.place} has {_many(self.left, 'tensor')} that the model lacks: {_listed([*self.left])}"
+            notes.append(f"{self.place} has {_many(self.left, 'tensor')} that the model lacks: {_listed([*self.left])}")
+        return tuple(notes)
 
-    def complaint(self) -> str:
-        """All that doesn't fit; ends with a new line."""
+    def mismatches(self) -> str:
+        """Return all that doesn't fit; ends with a new line."""
         if not self.pairs and not self.reshaped:
-            mine = [slot.name for slot in self.missing]
+            names = [slot.name for slot in self.missing]
             return (
-                f"{self.place} has none of the model's {_many(mine, 'tensor')}\n"
-                f"  the model has: {_listed(mine)}\n"
-                f"  the file has: {_listed([*self.left])}{_nearest(mine, self.left)}\n"
+                f"{self.place} has none of the model's {_many(names, 'tensor')}\n"
+                f"  the model has: {_listed(names)}\n"
+                f"  the file has: {_listed([*self.left])}{_nearest(names, self.left)}\n"
             )
         names = [slot.name for slot in self.missing]
         lines = [f"{self.place} doesn't have the weights of this model"]
@@ -169,99 +170,94 @@ class WeightMatch:
 
 
 def match_weights(model: nn.Module, weights: Weights, *, translate: bool = True) -> WeightMatch:
-    """Which tensor goes where. Changes nothing.
+    """Return which tensor goes where. Changes nothing.
 
     Args:
-        translate: ask transformers what it calls names that don't fit, which takes a second model in memory.
+        translate: have transformers translate names that don't fit, which takes a second model in memory.
 
     Raises:
-        ConfigError: a tied parameter has two values in the file, or a tensor can't be had in the model's dtype.
+        ConfigError: a tied parameter has two values in the file, or the model's dtype can't hold a tensor.
     """
     fit = _fit(slots_of(model), weights)
     if fit.whole or not translate or not is_transformers_model(model):
         return fit
-    own = translated(model, weights.tensors)
-    return fit if own is None else _fit(slots_of(model), Weights(weights.place, own))
+    tensors = translated(model, weights.tensors)
+    return fit if tensors is None else _fit(slots_of(model), Weights(weights.place, tensors))
 
 
 def _fit(slots: Sequence[Slot], weights: Weights) -> WeightMatch:
-    mine = [name for slot in slots for name in slot.names]
-    theirs, prefix = _spelt(mine, weights.tensors)
+    file_names, prefix = _match_names([name for slot in slots for name in slot.names], weights.tensors)
     pairs, missing, reshaped = [], [], []
     for slot in slots:
-        found = [weights.tensors[theirs[name]] for name in slot.names if name in theirs]
-        if not found:
+        tensors = [weights.tensors[file_names[name]] for name in slot.names if name in file_names]
+        if not tensors:
             missing.append(slot)
-        elif any(tensor.shape != slot.tensor.shape for tensor in found):
-            reshaped.append((slot, next(tensor for tensor in found if tensor.shape != slot.tensor.shape)))
+        elif any(tensor.shape != slot.tensor.shape for tensor in tensors):
+            reshaped.append((slot, next(tensor for tensor in tensors if tensor.shape != slot.tensor.shape)))
         else:
-            _check(weights.place, slot, found)
-            pairs.append((slot, found[0]))
-    taken = set(theirs.values())
+            _check(weights.place, slot, tensors)
+            pairs.append((slot, tensors[0]))
+    taken = set(file_names.values())
     left = {readable(name): weights.tensors[name] for name in sorted(weights.tensors) if name not in taken}
     return WeightMatch(weights.place, pairs, missing, reshaped, left, prefix)
 
 
-def _check(place: Path, slot: Slot, found: Sequence[Tensor]) -> None:
-    if any(not _equal(found[0], other) for other in found[1:]):
+def _check(place: Path, slot: Slot, tensors: Sequence[Tensor]) -> None:
+    if any(not _equal(tensors[0], other) for other in tensors[1:]):
         raise ConfigError(f"{' and '.join(slot.names)} are one tensor in this model, and differ in {place}")
-    if not torch.can_cast(found[0].dtype, slot.tensor.dtype):
-        raise ConfigError(f"{slot.name} is {found[0].dtype} in {place}, which {slot.tensor.dtype} can't hold")
+    if not torch.can_cast(tensors[0].dtype, slot.tensor.dtype):
+        raise ConfigError(f"{slot.name} is {tensors[0].dtype} in {place}, which {slot.tensor.dtype} can't hold")
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """To the bit, a NaN too."""
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+def _equal(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether all bits are equal, those of a NaN too."""
+    if tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride():
         return True
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 # --- names --------------------------------------------------------------------------------------------------------
 
 
-def _spelt(mine: Collection[str], theirs: Collection[str]) -> tuple[dict[str, str], str]:
-    """My names --> theirs, as far as they are there; and the prefix that theirs have."""
-    found = {name: name for name in mine if name in theirs}
-    rest = _by_bare_name([name for name in theirs if name not in found])
-    others = {name: bare for name in mine if name not in found and (bare := _bare(name)) in rest}
-    found |= {name: rest[bare] for name, bare in others.items()}
-    if found:
-        return found, ""
-    prefix = _prefix({_bare(name) for name in mine}, rest)
-    behind = {name: rest[place] for name in mine if prefix and (place := prefix + _bare(name)) in rest}
-    return behind, prefix
+def _match_names(model_names: Collection[str], file_names: Collection[str]) -> tuple[dict[str, str], str]:
+    """Return the model's names --> the file's, as far as they are there; and the prefix that the file's have."""
+    matches = {name: name for name in model_names if name in file_names}
+    others = [name for name in file_names if name not in matches]
+    counts = Counter(map(_unwrapped, others))  # two names that differ in wrappers alone match nothing
+    rest = {_unwrapped(name): name for name in others if counts[_unwrapped(name)] == 1}
+    unmatched = {name: _unwrapped(name) for name in model_names if name not in matches}
+    matches |= {name: rest[plain] for name, plain in unmatched.items() if plain in rest}
+    if matches:
+        return matches, ""
+    prefix = _prefix(set(unmatched.values()), rest)
+    return {
+        name: rest[prefix + plain] for name, plain in unmatched.items() if prefix and prefix + plain in rest
+    }, prefix
 
 
-def _by_bare_name(names: Collection[str]) -> dict[str, str]:
-    """Two names that differ in wrappers alone are nobody's."""
-    counts = Counter(map(_bare, names))
-    return {_bare(name): name for name in names if counts[_bare(name)] == 1}
-
-
-def _bare(name: str) -> str:
+def _unwrapped(name: str) -> str:
     name = _COMPILED.sub("", name)
     while name.startswith(_PARALLEL):
         name = name.removeprefix(_PARALLEL)
     return name
 
 
-def _prefix(mine: Collection[str], theirs: Collection[str]) -> str:
-    """What stands before most of my names; nothing if two prefixes would do as well."""
-    counts = Counter(name.removesuffix(tail) for name in theirs for tail in _tails(name) if tail in mine)
+def _prefix(model_names: Collection[str], file_names: Collection[str]) -> str:
+    """Return the prefix of most of the model's names; none if two prefixes would do as well."""
+    counts: Counter[str] = Counter()
+    for name in file_names:
+        tail = name
+        while "." in tail:  # a.b.c: b.c, c
+            _, _, tail = tail.partition(".")
+            if tail in model_names:
+                counts[name.removesuffix(tail)] += 1
     best = counts.most_common(2)
     if not best or (len(best) == 2 and best[0][1] == best[1][1]):
         return ""
     return best[0][0]
 
 
-def _tails(name: str) -> Iterator[str]:
-    """`a.b.c` --> `b.c`, `c`."""
-    while "." in name:
-        _, _, name = name.partition(".")
-        yield name
-
-
-# --- words --------------------------------------------------------------------------------------------------------
+# --- messages --------------------------------------------------------------------------------------------------------
 
 
 def _many(things: Collection[object], what: str) -> str:
@@ -277,12 +273,12 @@ def _shaped(name: str, tensor: Tensor) -> str:
     return f"{name} {list(tensor.shape)}"
 
 
-def _shapes(slot: Slot, found: Tensor) -> str:
-    return f"{slot.name} {list(found.shape)} where the model has {list(slot.tensor.shape)}"
+def _shapes(slot: Slot, tensor: Tensor) -> str:
+    return f"{slot.name} {list(tensor.shape)} where the model has {list(slot.tensor.shape)}"
 
 
 def _nearest(missing: Sequence[str], left: Collection[str]) -> str:
-    """Which of the names left over may be meant by the missing ones."""
+    """Return the names left over that are closest to missing ones."""
     pairs = []
     for name in missing[:_SHOWN]:
         near = difflib.get_close_matches(name, left, n=1, cutoff=0.75)

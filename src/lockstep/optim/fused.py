@@ -1,4 +1,4 @@
-"""Adam, AdamW and SGD as one kernel call for each group of parameters, on lists that are made once.
+"""Adam, AdamW and SGD as one kernel call per group of parameters, on lists that are made once.
 
     gradients --+--> kernel(parameters, gradients, moments, steps, lr, grad_scale, found_inf) --> cleared
                 |            |                                         |           |
@@ -6,10 +6,10 @@
                 +--> some are missing: the same call on the columns of those that are there
 
 The kernel divides by the divisor while it reads the gradients, so unscaling and clipping cost no pass. An update that
-is discarded makes no call on the CPU; on a GPU, where the host doesn't know yet, the kernel leaves all as it was.
+is discarded makes no call on the CPU; on a GPU, where the host doesn't know yet, the kernel changes nothing.
 
 A torch optimizer holds groups and state, under torch's own names (`exp_avg`, `exp_avg_sq`, `step`,
-`momentum_buffer`), so whatever reads a `torch.optim.AdamW` reads these. State is made at once, not at the first
+`momentum_buffer`), so code that reads a `torch.optim.AdamW` reads these. State is made at once, not at the first
 update, so that a first update can be discarded too: torch's fused SGD would leave a moment of uninitialised memory.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lockstep.core.errors import ConfigError
 from lockstep.optim import kernels
-from lockstep.optim.discard import decided, take_gradients
 from lockstep.optim.named_state import load_named_state, named_state
+from lockstep.optim.stepping import decided, take_gradients
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +52,6 @@ class FusedAdam:
         return self._torch.param_groups
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """See `core.protocols.Optimizer`."""
         self._calls.update(rate, divisor, keep)
 
     def state_dict(self) -> dict[str, object]:
@@ -78,7 +77,6 @@ class FusedSGD:
         return self._torch.param_groups
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """See `core.protocols.Optimizer`."""
         self._calls.update(rate, divisor, keep)
 
     def state_dict(self) -> dict[str, object]:
@@ -103,7 +101,7 @@ class _Calls:
         optimizer.register_load_state_dict_post_hook(lambda _: self._bind())
 
     def _bind(self) -> None:
-        """Again whenever torch's own `load_state_dict` has replaced groups and tensors."""
+        """Make the calls, again whenever torch's `load_state_dict` has replaced groups and tensors."""
         self._calls = [
             self._make(group, parameters)
             for group in self._optimizer.param_groups
@@ -129,7 +127,7 @@ class _Calls:
 
 
 class _AdamCall:
-    """Its parameters' step counts are views of one vector, so that counting is one addition."""
+    """The Adam call of a group; its step counts are views of one vector, so that counting is one addition."""
 
     def __init__(
         self,
@@ -177,7 +175,7 @@ class _AdamCall:
         )
 
     def _count(self, steps: Column, found_inf: Tensor | None) -> None:
-        """One more update for these parameters, unless it is discarded."""
+        """Count one more update for these parameters, unless it is discarded."""
         more = 1.0 if found_inf is None else 1.0 - found_inf
         if len(steps) < len(self.parameters):
             torch._foreach_add_(steps, more)
@@ -239,22 +237,22 @@ class _Divisor:
 
 
 def _present(grads: Column, columns: Columns) -> tuple[Column, Columns]:
-    """Gradients that there are, and what belongs to them."""
+    """Return the gradients that there are, and their columns."""
     there = [index for index, grad in enumerate(grads) if grad is not None]
     return [grads[index] for index in there], tuple([column[index] for index in there] for column in columns)
 
 
 def _by_precision(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return list(found.values())
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    return list(by_dtype.values())
 
 
 def _one_device(optimizer: torch.optim.Optimizer) -> torch.device:
     devices: set[torch.device] = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
     if len(devices) > 1:
         raise ConfigError(
-            f"the model's parameters lie on {' and '.join(sorted(map(str, devices)))}; a rank trains on one device"
+            f"the model's parameters are on {' and '.join(sorted(map(str, devices)))}; a rank trains on one device"
         )
     return devices.pop() if devices else torch.device("cpu")

@@ -2,17 +2,30 @@
 
 name, parameter  -->  plan.grouping (by name and shape)  -->  [{"params", "names", "lr", "lr_scale",
                                                                 "weight_decay"}, ...]
+
+A user's optimizer may have a learning rate and weight decay besides:
+
+    optim.lr set       optimizer's lr set       peak of the schedule
+    yes                no, or the same          optim.lr
+    no                 yes or no                the optimizer's: what was given to it, or its class's default
+    yes                yes, another             refused
+
+A group whose `lr` the user set keeps its ratio to the others. Weight decay is the same, but that a class's default
+counts for nothing: groups come with what `optim` has.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.grouping import group_parameters
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from lockstep.config.schema import Optim
@@ -22,7 +35,7 @@ if TYPE_CHECKING:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim, planned: Sequence[Grouping] | None = None
 ) -> list[dict[str, Any]]:
-    """The trainable parameters in groups that any torch optimizer takes.
+    """Return the trainable parameters in groups that any torch optimizer takes.
 
     Each group has `names`, in the order of its `params`, and `lr_scale`, which the run's learning rate is multiplied
     by; `lr` is the peak.
@@ -35,7 +48,7 @@ def parameter_groups(
         ConfigError: no parameter is trainable, or a rule matches none.
     """
     named = dict(named_parameters)
-    groups = planned or group_parameters([facts_of(name, one) for name, one in named.items()], optim)
+    groups = planned or group_parameters([facts_of(name, parameter) for name, parameter in named.items()], optim)
     return [
         {
             "params": [named[name] for name in group.names if name in named],
@@ -49,5 +62,50 @@ def parameter_groups(
 
 
 def facts_of(name: str, parameter: nn.Parameter) -> ParameterFacts:
-    """What planning knows of a parameter."""
+    """Return the facts of a parameter that planning needs."""
     return ParameterFacts(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
+
+
+def user_groups(groups: list[dict[str, Any]], optim: Optim) -> list[dict[str, Any]]:
+    """Return the groups that a user's function gets: `lr` is among their keys if the config sets it."""
+    if "lr" in optim.model_fields_set:
+        return groups
+    return [{key: value for key, value in group.items() if key != "lr"} for group in groups]
+
+
+def settle_user_settings(optimizer: torch.optim.Optimizer, optim: Optim) -> Optim:
+    """Set the `lr_scale` and `weight_decay` of a user's optimizer's groups.
+
+    Returns:
+        The section with the peak learning rate and the weight decay that are used.
+
+    Raises:
+        ConfigError: optimizer and config contradict each other.
+    """
+    decay, peak = _given(optimizer, optim, "weight_decay"), _given(optimizer, optim, "lr")
+    if "lr" in optim.model_fields_set:
+        peak = optim.lr
+    elif peak is None:
+        peak = float(optimizer.defaults.get("lr", optim.lr))
+    for group in optimizer.param_groups:
+        scale = group.get("lr_scale", 1.0)
+        default = peak * (scale if "lr" in optim.model_fields_set else 1.0)
+        own = float(group.get("lr", default))
+        group["lr_scale"] = scale * (own / default if default else 1.0)
+        if decay is not None and group.get("weight_decay") == optim.weight_decay != 0:
+            group["weight_decay"] = decay
+    return optim.model_copy(update={"lr": peak, "weight_decay": optim.weight_decay if decay is None else decay})
+
+
+def _given(optimizer: torch.optim.Optimizer, optim: Optim, name: str) -> float | None:
+    """Return the value that the optimizer was made with; None if it has its class's default."""
+    if name not in optimizer.defaults:
+        return None
+    own, configured = float(optimizer.defaults[name]), float(getattr(optim, name))
+    parameter = inspect.signature(type(optimizer).__init__).parameters.get(name)
+    if parameter is not None and not callable(parameter.default) and parameter.default == own:
+        return None
+    if name in optim.model_fields_set and own != configured:
+        why = f"{configured:g}, and the optimizer has {name} {own:g}; leave one out"
+        raise ConfigError(Problem("", f"optim.{name}", why))
+    return own

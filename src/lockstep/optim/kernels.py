@@ -1,4 +1,4 @@
-"""torch's private names that optim calls, each with the reason; nothing else here reaches below torch's public API.
+"""The private names of torch that optim calls, each with the reason; all else in it is torch's public API.
 
 fused_adamw, fused_adam, fused_sgd
     The kernels behind `torch.optim.*(fused=True)`. `Optimizer.step` spends 35 to 50 us of Python around a kernel of

@@ -15,9 +15,11 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Args:
-    groups: torch's parameter groups, with `lr` and `weight_decay`.
-    betas: beta1 of the step, beta2 of the moment.
+    """The optimizer.
+
+    Args:
+        groups: torch's parameter groups, with `lr` and `weight_decay`.
+        betas: beta1 of the step, beta2 of the moment.
     """
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
@@ -28,7 +30,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:

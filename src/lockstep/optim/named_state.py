@@ -1,10 +1,10 @@
-"""Optimizer state under the names of the model's parameters, never under an optimizer's own numbers.
+"""Optimizer state under the names of the model's parameters, never under an optimizer's numbers.
 
     torch:   state[parameter]["exp_avg"]     <-->     {"parameters": {"layers.0.weight": {"exp_avg": ...}},
                                                        "groups": [{...}, ...]}
 
-Any split of the parameters into groups can read it again. The `lr` and `weight_decay` of groups are what the config
-asks for and aren't saved; `groups` is empty but for a user's optimizer that keeps state of its own there.
+Any split of the parameters into groups can read it again. The `lr` and `weight_decay` of groups come from the
+config and aren't saved; `groups` is empty but for a user's optimizer that keeps state there.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from lockstep.core.errors import RunFailed
 if TYPE_CHECKING:
     from torch import nn
 
-_ASKED = frozenset({"params", "names", "lr", "lr_scale"})
+_CONFIGURED = frozenset({"params", "names", "lr", "lr_scale"})
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """By the `names` of each group; in a group without, by their places (`0.3`: the fourth of the first group)."""
-    found: list[tuple[str, nn.Parameter]] = []
+    """Return the parameters by the `names` of each group; without names, by place (`0.3`: fourth of the first
+    group)."""
+    named: list[tuple[str, nn.Parameter]] = []
     for place, group in enumerate(optimizer.param_groups):
         parameters = group["params"]
         names = group.get("names") or [f"{place}.{index}" for index in range(len(parameters))]
-        found += zip(names, parameters, strict=True)
-    return found
+        named += zip(names, parameters, strict=True)
+    return named
 
 
 def named_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """The live tensors, not copies. A parameter that hasn't been updated yet may have no entries."""
+    """Return the live tensors, not copies. A parameter that hasn't been updated yet may have no entries."""
     return {
         "parameters": {
             name: dict(optimizer.state.get(parameter, {})) for name, parameter in named_parameters(optimizer)
@@ -44,33 +45,32 @@ def named_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """All that the groups hold besides parameters and what the config asks for."""
-    return [{key: value for key, value in group.items() if key not in _ASKED} for group in optimizer.param_groups]
+    """Return all that the groups hold besides parameters and what the config sets."""
+    return [{key: value for key, value in group.items() if key not in _CONFIGURED} for group in optimizer.param_groups]
 
 
-def changed_groups(optimizer: torch.optim.Optimizer, began: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each group what isn't as it was; nothing at all if everything is.
+def changed_groups(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the values of each group that have changed; an empty list if none has.
 
     Args:
-        began: its `group_state` then.
+        before: the earlier `group_state`.
     """
-    now = group_state(optimizer)
-    found = [
-        {key: value for key, value in group.items() if key not in before or _differs(value, before[key])}
-        for group, before in zip(now, began, strict=True)
+    changes = [
+        {key: value for key, value in group.items() if key not in old or _differs(value, old[key])}
+        for group, old in zip(group_state(optimizer), before, strict=True)
     ]
-    return found if any(found) else []
+    return changes if any(changes) else []
 
 
-def _differs(one: object, other: object) -> bool:
-    return isinstance(one, Tensor) or type(one) is not type(other) or bool(one != other)
+def _differs(value: object, old: object) -> bool:
+    return isinstance(value, Tensor) or type(value) is not type(old) or bool(value != old)
 
 
 def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """What has changed in them, if anything.
+    """Load the groups' changed values, if there are any.
 
     Raises:
-        RunFailed: there are not as many groups.
+        RunFailed: the number of groups differs.
     """
     if not groups:
         return
@@ -80,23 +80,26 @@ def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, An
             f"make it from the same groups"
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: _as(group.get(key), value) for key, value in saved.items() if key not in _ASKED})
+        group.update({key: _as(group.get(key), value) for key, value in saved.items() if key not in _CONFIGURED})
 
 
 def _as(live: object, saved: object) -> object:
-    """A text format knows no tuples."""
+    """Return a saved list as the tuple that it was: JSON has none."""
     return tuple(saved) if isinstance(live, tuple) and isinstance(saved, list) else saved
 
 
 @torch.no_grad()
 def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copies the state in; tensors that exist stay where they are, so that whoever holds them goes on with them.
+    """Copy the state into the optimizer; tensors that exist stay where they are, since others may hold them.
 
     Raises:
-        RunFailed: other parameters than the optimizer's, or other shapes; then nothing has been changed.
+        RunFailed: parameters or shapes differ from the optimizer's; nothing has been changed.
     """
     named = named_parameters(optimizer)
-    _check_names(set(parameters), {name for name, _ in named})
+    lacks, more = {name for name, _ in named} - set(parameters), set(parameters) - {name for name, _ in named}
+    if lacks or more:
+        parts = filter(None, (_some("lacks", lacks), _some("also has", more)))
+        raise RunFailed(f"the saved optimizer state is of another model: it {' and '.join(parts)}")
     for name, parameter in named:
         _check_shapes(name, optimizer.state.get(parameter, {}), parameters[name])
     for name, parameter in named:
@@ -109,17 +112,10 @@ def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
 
 
 def _own(entry: str, value: object, parameter: nn.Parameter) -> object:
-    """A copy beside the parameter; counts of steps stay where torch keeps them: with the host."""
+    """Return a copy on the parameter's device; counts of steps stay on the host, where torch keeps them."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if entry == "step" else value.to(parameter.device, copy=True)
-
-
-def _check_names(saved: set[str], wanted: set[str]) -> None:
-    if saved == wanted:
-        return
-    parts = [_some("lacks", wanted - saved), _some("also has", saved - wanted)]
-    raise RunFailed(f"the saved optimizer state is of another model: it {' and '.join(filter(None, parts))}")
 
 
 def _some(verb: str, names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""How long a gradient is, exactly enough that a sharded and an unsharded run clip alike.
+"""The norm of a gradient, exact enough that a sharded and an unsharded run clip alike.
 
     few small tensors    one flat copy, one dot product                         (overhead decides)
     large tensors        rows of 1,024, a norm each, then those norms' in fp64  (rounding decides)
@@ -24,7 +24,7 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements of all tensors.
+    """Return the sum of the squares of all elements of all tensors.
 
     Returns:
         0-dim, on the gradients' device, in fp32, of lower precisions too (fp64 if one of them is).
@@ -43,12 +43,12 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def parameter_norms(grads: Sequence[Tensor]) -> list[float]:
-    """The 2-norm of each tensor, as exact as the total."""
+    """Return the 2-norm of each tensor, as exact as the total."""
     return [float(squared_norm([grad]).double().sqrt()) for grad in grads]
 
 
 def clip_divisor(norm: float | Tensor, clip_norm: float | None, loss_scale: float | Tensor) -> float | Tensor:
-    """What to divide a gradient by: the loss scale, and what its norm exceeds `clip_norm` by.
+    """Return the divisor of a gradient: the loss scale times the factor by which its norm exceeds `clip_norm`.
 
         gradient / divisor = gradient / loss_scale x min(1, clip_norm / (norm + 1e-6))
 
@@ -65,7 +65,7 @@ def clip_divisor(norm: float | Tensor, clip_norm: float | None, loss_scale: floa
 
 
 def _exact(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """In one precision that sums well."""
+    """Return the tensors in one precision that sums well."""
     first = grads[0].dtype
     if first in _EXACT and all(grad.dtype is first for grad in grads):
         return grads
@@ -74,7 +74,7 @@ def _exact(grads: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _norms_by_rows(grads: Sequence[Tensor]) -> Tensor:
-    """Of the rows of the large tensors, and of the small ones whole, [rows]."""
+    """Return the norms [rows] of the large tensors' rows, and of the small ones whole."""
     norms, small = [], []
     for grad in grads:
         elements = grad.numel()

@@ -1,26 +1,28 @@
-"""From a name in the config to an optimizer whose step can be discarded.
+"""Builds the optimizer that the config names, whose step can be discarded.
 
 adamw, adam, sgd    fused kernels                                fused.py
-lion                our own, on torch's foreach operations       lion.py
+lion                Lockstep's, on torch's foreach operations       lion.py
 muon                torch.optim.Muon for the matrices between the layers, AdamW for the rest
 adafactor           torch.optim.Adafactor
-a user's            any torch optimizer                          adapt_optimizer
+custom, given       any torch optimizer                          adapt_optimizer
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lockstep.core import extensions
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.optim.fused import FusedAdam, FusedSGD, Groups
-from lockstep.optim.groups import facts_of
+from lockstep.optim.groups import facts_of, settle_user_settings
 from lockstep.optim.lion import Lion
-from lockstep.optim.own_settings import settle
 from lockstep.optim.stepping import DeviceGatedOptimizer, HostGatedOptimizer, refuse_closures
 from lockstep.plan.grouping import is_hidden_matrix
 
@@ -32,20 +34,20 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(optim: Optim, groups: Groups) -> Optimizer:
-    """The optimizer that the config names, over groups of `parameter_groups`.
+    """Return the optimizer that the config names, over groups of `parameter_groups`.
 
     Raises:
-        ConfigError: it has nothing to work on.
+        ConfigError: muon has no matrices to update.
     """
-    with _compiler_left_out():
+    with _without_compiler():
         return _BUILDERS[optim.name](optim, groups)
 
 
 @contextmanager
-def _compiler_left_out() -> Iterator[None]:
-    """torch's optimizers import its compiler, for 1.4 s, to have it leave `add_param_group` alone, which is called as
-    they are made. Nothing is compiled meanwhile, so that can wait. How is private to torch (`torch._compile`); if it
-    changes, all there is to lose is time."""
+def _without_compiler() -> Iterator[None]:
+    """Keep torch's optimizers from importing its compiler, for 1.4 s, to exclude `add_param_group`, which is called as
+    they are made. Nothing is compiled meanwhile. The attribute is private to torch (`torch._compile`); if it changes,
+    only time is lost."""
     if "torch._dynamo" in sys.modules:
         yield
         return
@@ -59,10 +61,10 @@ def _compiler_left_out() -> Iterator[None]:
 
 
 class Elementwise(NamedTuple):
-    """An optimizer that looks at no parameter's shape: it may be given any stretch of elements, one after the other.
+    """An optimizer that works on elements, whatever the parameters' shapes: any range of elements may be given to it.
 
     Attributes:
-        entries: what it keeps of each element, zero at first.
+        entries: its state for each element, zero at first.
         counts: it also counts updates, in `step`.
     """
 
@@ -72,7 +74,7 @@ class Elementwise(NamedTuple):
 
 
 def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
-    """As `build_optimizer`, for whoever steps a torch optimizer by himself. Not of muon and adafactor."""
+    """Return the torch optimizer that the config names, for DeepSpeed, which steps it; not muon and adafactor."""
     if optim.name in ("adamw", "adam"):
         rule = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
         adam = rule(groups, betas=optim.betas, eps=optim.eps, fused=True)
@@ -80,15 +82,36 @@ def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
     if optim.name == "sgd":
         sgd = torch.optim.SGD(groups, momentum=optim.momentum, nesterov=optim.nesterov, fused=True)
         return Elementwise(sgd, ("momentum_buffer",) if optim.momentum else (), counts=False)
-    assert optim.name == "lion", f"{optim.name} looks at shapes"
+    assert optim.name == "lion", f"{optim.name} depends on shapes"
     return Elementwise(Lion(groups, optim.betas), ("exp_avg",), counts=False)
 
 
+def custom_optimizer(optim: Optim) -> Callable[[Groups], torch.optim.Optimizer] | None:
+    """Return the function of parameter groups that `optim.target` names; None if it names none.
+
+    Raises:
+        ConfigError: it can't be imported or called, its arguments don't fit, or it needs a closure.
+    """
+    if optim.target is None:
+        return None
+    make = extensions.load("optimizers", optim.target, key="optim.target")
+    if not callable(make):
+        why = f"{optim.target} is a {type(make).__name__}, not a class or function of parameter groups"
+        raise ConfigError(Problem("", "optim.target", why))
+    if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
+        refuse_closures(make)
+    try:
+        inspect.signature(make).bind([], **optim.arguments)
+    except TypeError as error:
+        raise ConfigError(Problem("", "optim.arguments", f"{optim.target}: {error}")) from error
+    return partial(make, **optim.arguments)
+
+
 def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tuple[Optimizer, Optim]:
-    """A user's torch optimizer, made from groups of `parameter_groups` or from parameters; and the settings it has.
+    """Return a user's torch optimizer, made from groups of `parameter_groups` or from parameters; and its settings.
 
     The run's schedule sets the learning rate of every group: its rate times the group's `lr_scale`, 1 if it has none.
-    On a GPU the host waits at each update to learn whether it is kept, since nothing is known of what `step` does.
+    On a GPU the host waits at each update until it knows whether it is kept, since `step` may do anything.
 
     Raises:
         ConfigError: not a torch optimizer, or one that needs a closure, or that contradicts the config.
@@ -96,12 +119,12 @@ def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tup
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise ConfigError(f"an optimizer must be a torch.optim.Optimizer, not a {type(torch_optimizer).__name__}")
     refuse_closures(type(torch_optimizer))
-    used = settle(torch_optimizer, optim)
+    used = settle_user_settings(torch_optimizer, optim)
     return HostGatedOptimizer(torch_optimizer, saves_groups=True), used
 
 
 class CombinedOptimizer:
-    """Two optimizers, each over its own parameters, as one."""
+    """Two optimizers, each over its parameters, as one."""
 
     def __init__(self, first: Optimizer, second: Optimizer) -> None:
         self._parts = (first, second)
@@ -123,35 +146,14 @@ class CombinedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         first, second = self._parts
         names = {name for group in second.groups for name in group["names"]}  # type: ignore[attr-defined]
-        found: dict[str, Any] = state["parameters"]
-        first.load_state_dict({"parameters": {name: found[name] for name in found if name not in names}})
-        second.load_state_dict({"parameters": {name: found[name] for name in found if name in names}})
-
-
-def _adamw(optim: Optim, groups: Groups) -> Optimizer:
-    return FusedAdam(groups, optim.betas, optim.eps, decoupled=True)
-
-
-def _adam(optim: Optim, groups: Groups) -> Optimizer:
-    return FusedAdam(groups, optim.betas, optim.eps, decoupled=False)
-
-
-def _sgd(optim: Optim, groups: Groups) -> Optimizer:
-    return FusedSGD(groups, optim.momentum, nesterov=optim.nesterov)
-
-
-def _lion(optim: Optim, groups: Groups) -> Optimizer:
-    return DeviceGatedOptimizer(Lion(groups, optim.betas))
-
-
-def _adafactor(optim: Optim, groups: Groups) -> Optimizer:
-    """Shazeer & Stern 2018, arXiv:1804.04235. It counts steps with the host, so it can't be selected on a GPU."""
-    return HostGatedOptimizer(torch.optim.Adafactor(groups), saves_groups=False)
+        for part, is_second in ((first, False), (second, True)):
+            own = {name: value for name, value in state["parameters"].items() if (name in names) is is_second}
+            part.load_state_dict({"parameters": own})
 
 
 def _muon(optim: Optim, groups: Groups) -> Optimizer:
-    """Jordan et al. 2024; steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2),
-    so that one learning rate fits both parts."""
+    """Return Muon (Jordan et al. 2024); steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982,
+    section 2.2), so that one learning rate fits both parts."""
     hidden, rest = _split(groups)
     if not hidden:
         raise ConfigError(
@@ -161,11 +163,13 @@ def _muon(optim: Optim, groups: Groups) -> Optimizer:
     for group in muon.param_groups:  # at once, so that a first update can be discarded on a GPU
         for parameter in group["params"]:
             muon.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return CombinedOptimizer(DeviceGatedOptimizer(muon), _adamw(optim, rest)) if rest else DeviceGatedOptimizer(muon)
+    if not rest:
+        return DeviceGatedOptimizer(muon)
+    return CombinedOptimizer(DeviceGatedOptimizer(muon), _BUILDERS["adamw"](optim, rest))
 
 
 def _split(groups: Groups) -> tuple[Groups, Groups]:
-    """The groups' matrices between layers, and everything else; no group is empty."""
+    """Return the groups' matrices between layers, and everything else; no group is empty."""
     hidden: Groups = []
     rest: Groups = []
     for group in groups:
@@ -182,10 +186,11 @@ def _split(groups: Groups) -> tuple[Groups, Groups]:
 
 
 _BUILDERS: Mapping[str, Callable[[Optim, Groups], Optimizer]] = {
-    "adamw": _adamw,
-    "adam": _adam,
-    "sgd": _sgd,
-    "lion": _lion,
+    "adamw": lambda optim, groups: FusedAdam(groups, optim.betas, optim.eps, decoupled=True),
+    "adam": lambda optim, groups: FusedAdam(groups, optim.betas, optim.eps, decoupled=False),
+    "sgd": lambda optim, groups: FusedSGD(groups, optim.momentum, nesterov=optim.nesterov),
+    "lion": lambda optim, groups: DeviceGatedOptimizer(Lion(groups, optim.betas)),
     "muon": _muon,
-    "adafactor": _adafactor,
+    # Shazeer & Stern 2018, arXiv:1804.04235; it counts steps on the host, so a GPU can't gate it
+    "adafactor": lambda optim, groups: HostGatedOptimizer(torch.optim.Adafactor(groups), saves_groups=False),
 }

@@ -1,8 +1,8 @@
-"""In which arithmetic a forward runs, and the loss scale that fp16 needs.
+"""The precision of a forward, and the loss scale that fp16 needs.
 
 auto --> bf16 where the processor has it, otherwise fp32
-fp16 --> loss x scale --> backward --> gradient / scale --> finite? scale grows, now and then : update discarded,
-                                                                                           scale shrinks
+fp16 --> loss x scale --> backward --> gradient / scale --> finite? scale grows, at times : update discarded,
+                                                                                      scale shrinks
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def resolve_compute(compute: Literal["auto", "fp32", "bf16", "fp16"], device: torch.device) -> torch.dtype | None:
-    """The precision of autocast; None for fp32, which needs none."""
+    """Return the precision of autocast; None for fp32, which needs none."""
     if compute == "auto":
         return torch.bfloat16 if has_bf16(device) else None
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[compute]
@@ -42,7 +42,7 @@ def needs_loss_scale(compute: torch.dtype | None, mixed: FSDPPrecision | None) -
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the processor multiplies bf16 matrices by itself (elsewhere they are emulated, and slow)."""
+    """Return whether the processor multiplies bf16 matrices natively (elsewhere they are emulated, and slow)."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and _cpu_has_bf16()
@@ -50,7 +50,7 @@ def has_bf16(device: torch.device) -> bool:
 
 @cache
 def _cpu_has_bf16() -> bool:
-    """From the kernel's list of flags, since torch 2.11 doesn't tell; where there is no such list, no."""
+    """Read the kernel's list of flags, since torch 2.11 has no such function; False where there is no list."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -60,17 +60,17 @@ def _cpu_has_bf16() -> bool:
 
 
 def autocast_context(dtype: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Makes the context of a forward; for fp32 one that does nothing, at no cost."""
+    """Return what makes the context of a forward; for fp32 one that does nothing, at no cost."""
     if dtype is None:
         return lambda: _NOTHING
     return partial(torch.autocast, device.type, dtype=dtype)
 
 
 def set_tf32(allowed: bool) -> None:
-    """Whether fp32 matrix products and convolutions on NVIDIA GPUs may round their factors to TF32.
+    """Set whether fp32 matrix products and convolutions on NVIDIA GPUs may round their factors to TF32.
 
     Without a GPU nothing is set, since torch's switch also means the CPU's matrix units. This is the older of
-    torch's two ways to say so: with the newer one (`fp32_precision`), `torch.compile` fails in torch 2.13.
+    torch's two switches: with the newer one (`fp32_precision`), `torch.compile` fails in torch 2.13.
     """
     if not torch.cuda.is_available():
         return
@@ -99,11 +99,11 @@ class LossScaler:
 
     @property
     def scale(self) -> float | Tensor:
-        """What losses are multiplied by: 0-dim fp32 on a GPU. A value: `update` doesn't change what was read."""
+        """The factor of losses: 0-dim fp32 on a GPU. A value: `update` doesn't change what was read."""
         return self._scale
 
     def update(self, keep: bool | Tensor) -> None:
-        """After an update: `keep` is whether its gradient was finite."""
+        """Adapt the scale after an update; `keep` is whether its gradient was finite."""
         if not self.enabled:
             return
         if isinstance(self._scale, Tensor):
@@ -114,11 +114,11 @@ class LossScaler:
             self._scale, self._streak = self._scale * self._section.backoff_factor, 0
 
     def state(self) -> dict[str, float]:
-        """What goes on in another process: plain numbers. On a GPU the host waits for them."""
+        """Return the state that is saved: plain numbers. On a GPU the host waits for them."""
         return {"scale": float(self._scale), "streak": int(self._streak)} if self.enabled else {}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Goes on from `state`; from an empty one (saved in another precision), from the beginning.
+        """Resume from `state`; from an empty one (saved in another precision), from the beginning.
 
         Raises:
             RunFailed: the state holds something else.

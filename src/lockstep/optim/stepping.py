@@ -1,25 +1,60 @@
-"""Any torch optimizer as one whose step can be discarded: it is asked to `step()`, or not.
+"""Torch optimizers whose step can be discarded: nothing of it happened, to the bit.
 
 gradients / divisor --> keep? --> step() --> cleared
+
+host knows (CPU)        the step isn't made
+only the GPU knows      kernels that take `found_inf` leave all as it was; for others every tensor is copied,
+                        the step is made, and the device takes the copy or the new one. The host never waits.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.optim.discard import decided, step_if, take_gradients
 from lockstep.optim.named_state import changed_groups, group_state, load_group_state, load_named_state, named_state
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def decided(keep: bool | Tensor) -> bool | Tensor:
+    """Return a bool where reading costs no wait: only a tensor on another device stays one."""
+    if isinstance(keep, Tensor) and keep.device.type == "cpu":
+        return bool(keep)
+    return keep
+
+
+@torch.no_grad()
+def step_if(keep: Tensor, tensors: Sequence[Tensor], step: Callable[[], object]) -> None:
+    """Make the step; where `keep` (0-dim bool) is false, `tensors` (all that the step changes) are as before.
+
+    Takes the memory of a copy of all of them while it runs.
+    """
+    before = [tensor.clone() for tensor in tensors]
+    step()
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(keep, tensor, old))
+
+
+def take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+    """Return the gradients, and remove them from the parameters."""
+    grads = []
+    for parameter in parameters:
+        grads.append(parameter.grad)
+        parameter.grad = None
+    return grads
 
 
 class DeviceGatedOptimizer:
-    """For optimizers whose whole state is tensors on the parameters' device, there from the start. On a GPU the host
-    doesn't wait to learn whether an update is kept."""
+    """An optimizer whose whole state is tensors on the parameters' device, made at the start. On a GPU the device
+    decides whether an update is kept, and the host doesn't wait."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._torch = optimizer
@@ -29,7 +64,6 @@ class DeviceGatedOptimizer:
         return self._torch.param_groups
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """See `core.protocols.Optimizer`."""
         keep = decided(keep)
         if keep is not False:
             _prepare(self._torch, rate, divisor)
@@ -51,11 +85,11 @@ class DeviceGatedOptimizer:
 
 
 class HostGatedOptimizer:
-    """For optimizers that keep counts with the host, or anything at all. On a GPU the host waits for each update to
-    learn whether it is kept.
+    """An optimizer that keeps counts on the host, or any state. On a GPU the host waits at each update until it knows
+    whether it is kept.
 
     Args:
-        saves_groups: what changes in the groups belongs to the state: a user's optimizer may count there.
+        saves_groups: changes of the groups are saved: a user's optimizer may count there.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, saves_groups: bool) -> None:
@@ -67,7 +101,6 @@ class HostGatedOptimizer:
         return self._torch.param_groups
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """See `core.protocols.Optimizer`."""
         if bool(keep):
             _prepare(self._torch, rate, divisor)
             self._torch.step()
@@ -84,14 +117,14 @@ class HostGatedOptimizer:
 
 
 def refuse_closures(kind: type[torch.optim.Optimizer]) -> None:
-    """Raises ConfigError for an optimizer that evaluates the loss itself: here an update is one gradient."""
+    """Raise ConfigError for an optimizer that evaluates the loss itself: here an update is one gradient."""
     why = needs_closure(kind)
     if why is not None:
         raise ConfigError(Problem("", "optimizer", why))
 
 
 def needs_closure(kind: type[torch.optim.Optimizer]) -> str | None:
-    """Why an optimizer of this class can't be used; None: its step works on gradients that are there."""
+    """Return why an optimizer of this class can't be used; None if its step works on existing gradients."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is None or closure.default is not inspect.Parameter.empty:
         return None
@@ -102,7 +135,7 @@ def needs_closure(kind: type[torch.optim.Optimizer]) -> str | None:
 
 
 def _prepare(optimizer: torch.optim.Optimizer, rate: float, divisor: float | Tensor) -> None:
-    """Divides the gradients and sets the learning rates."""
+    """Divide the gradients and set the learning rates."""
     if isinstance(divisor, Tensor) or divisor != 1.0:
         grads = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
         if grads:

@@ -123,7 +123,7 @@ FEATURES: tuple[Feature, ...] = (
         default=NONE,
     ),
     Feature("export", "", lambda run: False),  # of a checkpoint, whatever wrote it
-    *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation) if name != "given"),
+    *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation) if name not in ("custom", "given")),
 )
 _BY_NAME = {feature.name: feature for feature in FEATURES}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.batch import plan_batch
@@ -183,14 +183,13 @@ def _factored(parameter: ParameterFacts, optim: Optim) -> int:
     return math.prod(parameter.shape[:-2]) * (rows + columns) * parameter.element_bytes + STEP_BYTES
 
 
-_STATES: Mapping[
-    Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "given"], Callable[[ParameterFacts, Optim], int]
-] = {
+_STATES: Mapping[str, Callable[[ParameterFacts, Optim], int]] = {
     "adamw": _two_moments,
     "adam": _two_moments,
     "sgd": _momentum,
     "muon": _momentum_of_matrices,
     "adafactor": _factored,
     "lion": _one_moment,
+    "custom": _two_moments,
     "given": _two_moments,  # nothing is known of it: as of the most common ones
 }

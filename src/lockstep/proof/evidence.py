@@ -12,7 +12,7 @@ class Seen:
     Attributes:
         count: valid targets.
         samples: consumed so far.
-        digest: of which samples they were (`data.digests`).
+        digest: of which samples they were (`data.order`).
         content: of the samples' targets and inputs, in whatever order.
         counts: valid targets of each micro-batch, rank by rank.
         reported: the update came to its end, and what follows is of its report.

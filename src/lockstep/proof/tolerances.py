@@ -14,7 +14,7 @@ EPS = 2.0**-24
 INDIFFERENT = 1e-6
 """A gradient below this share of the whole one's is rounding alone. Rules that normalise make whole steps of it, in
 directions that mean nothing: such a parameter's weights are judged under SGD only."""
-NORMALISING = ("adamw", "adam", "adafactor", "lion", "muon", "given")
+NORMALISING = ("adamw", "adam", "adafactor", "lion", "muon", "custom", "given")
 """Rules whose step depends on a gradient's sign or on its ratio to its past, not on its size; of one that was handed
 over (`given`) it isn't known."""
 

@@ -20,8 +20,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.errors import RunFailed
-from lockstep.data.digests import MODULUS, digest
 from lockstep.data.fetching import FetchRequest, fetch
+from lockstep.data.order import MODULUS, digest
 from lockstep.models.weight_files import read_weights
 from lockstep.proof.comparing import Measure, Pairs, compare, compare_published, write
 from lockstep.proof.evidence import Compared, Evidence, Published, Seen, Step

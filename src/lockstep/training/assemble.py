@@ -20,9 +20,8 @@ from lockstep.data.loader import TrainingLoader, evaluation_batches
 from lockstep.distributed.memory import peak_memory, rank_memory
 from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
-from lockstep.models.build import build_meta_model, build_model, sketch_model
+from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.building_objectives import coupling
-from lockstep.models.facts import parameter_facts
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
@@ -204,7 +203,7 @@ def _evaluation_size(config: Config, plan: Plan) -> int:
 
 def _refuse_for_tensor_parallel(config: Config, given: UserObjects, objective: EvaluatedObjective) -> None:
     """Raise ConfigError if a user's object can't work on parts of matrices."""
-    if given.optimizer is not None:
+    if given.optimizer is not None or config.optim.target is not None:
         why = (
             "an optimizer that was handed over may look at a parameter's shape, and with parallel.tensor it gets "
             "parts; name one in optim.name, or leave parallel.tensor out"

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.errors import VerificationError
-from lockstep.data.digests import MODULUS, digest
-from lockstep.data.order import SampleOrder
+from lockstep.data.order import MODULUS, SampleOrder, digest
 from lockstep.training.ledger import OrderFacts, Segment, segments_in
 
 MOST_SAMPLES = 2**36  # to recompute in an audit: about an hour

@@ -1,11 +1,11 @@
-"""An objective of the user's own, of which a first loss is compared with those of the batch's halves.
+"""A user's objective, whose first loss is compared with those of the batch's halves.
 
     loss of a batch = sum of its halves' losses      it is the sum that an update divides by the count of all targets
     between its halves' losses                       it is a mean: refused
-    neither                                          samples look at each other: a warning
+    neither                                          samples depend on each other: a warning
 
-The comparison also shows whether the loss depends on parameters that no optimizer knows of. It is made on outputs that
-are there anyway, in the first update in which a micro-batch has two samples or more.
+The comparison also shows whether the loss depends on parameters that no optimizer updates. It uses the outputs of the
+step itself, in the first update in which a micro-batch has two samples or more.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch
 
 _LOG = logging.getLogger("lockstep")
-_SUM = 0.02  # a sum may be this far from that of its halves: losses may have been computed in bf16
-_TOO_SMALL = 1e-6  # a loss that says nothing
+_TOLERANCE = 0.02  # of a sum against that of its halves: losses may have been computed in bf16
+_TOO_SMALL = 1e-6  # a loss that can't be compared
 
 LossSum = Callable[[Any, "Batch"], Tensor]
 
 
 class CheckedObjective:
-    """Acts as the objective that it stands for.
+    """A user's objective that is checked once, in the first update.
 
     Args:
         model: whose parameters are trained.
-        key: of the config, that names the objective.
+        key: the config key of the objective.
     """
 
     def __init__(self, objective: FunctionObjective, model: nn.Module, key: str) -> None:
@@ -60,11 +60,12 @@ class CheckedObjective:
 
     @classmethod
     def of(cls, objective: EvaluatedObjective, model: nn.Module, key: str) -> EvaluatedObjective:
-        """Of an objective that nothing is known of; ours are what they are."""
+        """Return the objective with checks, if nothing is known of it."""
         return cls(objective, model, key) if isinstance(objective, FunctionObjective) else objective
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Raises ConfigError: it is a mean, or it depends on parameters of its own."""
+        """Return the objective's sum; raise ConfigError if it is a mean, or depends on parameters that aren't
+        trained."""
         return self._loss_sum(outputs, batch)
 
     def _checked(self, outputs: object, batch: Batch) -> Tensor:
@@ -76,14 +77,14 @@ class CheckedObjective:
             return loss
         with ExitStack() as stack:
             has_drawn = stack.enter_context(replayed_draws(loss.device))
-            loss_sum = _twin(self._objective.loss_sum, stack)
-            found = [loss_sum(*half) for half in halves]
+            loss_sum = _copied(self._objective.loss_sum, stack)
+            half_losses = [loss_sum(*half) for half in halves]
             is_random = has_drawn()
-        self._refuse_parameters(found[0])
+        self._refuse_parameters(half_losses[0])
         if is_random:  # another draw is another loss: nothing can be compared
             self._loss_sum = self._objective.loss_sum
-        elif all(_is_number(one) for one in found):
-            self._judge(loss.item(), [one.item() for one in found], batch.samples)
+        elif all(map(_is_number, half_losses)):
+            self._compare(loss.item(), [half.item() for half in half_losses], batch.samples)
         return loss
 
     def _with_parameters_checked(self, outputs: object, batch: Batch) -> Tensor:
@@ -93,20 +94,20 @@ class CheckedObjective:
             self._loss_sum = self._objective.loss_sum
         return loss
 
-    def _judge(self, whole: float, halves: list[float], samples: int) -> None:
-        total, size = sum(halves), sum(abs(one) for one in halves)
-        if not math.isfinite(whole + size) or min(abs(one) for one in halves) <= _TOO_SMALL:
+    def _compare(self, whole: float, halves: list[float], samples: int) -> None:
+        total, size = sum(halves), sum(map(abs, halves))
+        if not math.isfinite(whole + size) or min(map(abs, halves)) <= _TOO_SMALL:
             return
         self._loss_sum = self._objective.loss_sum
-        if abs(whole - total) <= _SUM * size:
+        if abs(whole - total) <= _TOLERANCE * size:
             return
-        slack = _SUM * size / 2
+        slack = _TOLERANCE * size / 2
         first, second = sorted(halves)
-        told = f"on {samples} samples it is {whole:.6g}, and on the halves {halves[0]:.6g} and {halves[1]:.6g}"
+        values = f"on {samples} samples it is {whole:.6g}, and on the halves {halves[0]:.6g} and {halves[1]:.6g}"
         if first - slack <= whole <= second + slack:
             why = (
-                f"the loss is a mean, not a sum: {told}, which should add up to it. Return the sum over valid targets "
-                '(such as reduction="sum"): it is divided once, by the count of the whole update'
+                f"the loss is a mean, not a sum: {values}, which should add up to it. Return the sum over valid "
+                'targets (such as reduction="sum"): it is divided once, by the count of the whole update'
             )
             raise ConfigError(Problem("", self._key, why))
         self.decomposes = False
@@ -114,19 +115,19 @@ class CheckedObjective:
             "%s: the loss of a batch is not the sum of its samples' losses: %s. The run depends on batch.micro_size "
             "and the number of ranks; set decomposes = False on the objective if that is meant",
             self._key,
-            told,
+            values,
         )
 
     def _refuse_parameters(self, loss: Tensor) -> None:
-        """Raises ConfigError: the loss depends on parameters that aren't the model's."""
-        trained = {id(one) for one in self._model.parameters()}
-        own = [one for one in _leaves(loss) if id(one) not in trained and one.requires_grad]
-        own = [one for one in own if isinstance(one, nn.Parameter) or one.is_leaf]
-        if not own:
+        """Raise ConfigError if the loss depends on parameters that aren't the model's."""
+        trained = set(map(id, self._model.parameters()))
+        others = [leaf for leaf in _leaves(loss) if id(leaf) not in trained and leaf.requires_grad]
+        others = [leaf for leaf in others if isinstance(leaf, nn.Parameter) or leaf.is_leaf]
+        if not others:
             return
-        names = {id(one): name for name, one in _parameters(self._objective.loss_sum)}
-        listed = ", ".join(f"{names.get(id(one), 'a tensor')} {list(one.shape)}" for one in own[:3])
-        more = f" and {len(own) - 3} more" if len(own) > 3 else ""
+        names = {id(tensor): name for name, tensor in _parameters(self._objective.loss_sum)}
+        listed = ", ".join(f"{names.get(id(leaf), 'a tensor')} {list(leaf.shape)}" for leaf in others[:3])
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         why = (
             f"the loss depends on {listed}{more}, which no optimizer updates: the parameters of the model alone are "
             "trained. Make them part of the model, whose forward returns them with its outputs, or freeze them with "
@@ -136,29 +137,29 @@ class CheckedObjective:
 
 
 def _halves(outputs: object, batch: Batch) -> list[tuple[Any, Batch]] | None:
-    """Outputs, without what they were computed from, and batch; None: it can't be said what belongs to which sample."""
+    """Return the halves of the detached outputs and of the batch; None if tensors can't be split by samples."""
     samples = batch.samples
-    tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]
-    if samples < 2 or not tensors or any(one.dim() and one.shape[0] != samples for one in tensors):
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    if samples < 2 or not tensors or any(tensor.dim() and tensor.shape[0] != samples for tensor in tensors):
         return None
     middle = samples // 2
 
-    def part(places: slice) -> tuple[Any, Batch]:
-        def cut(value: Any) -> Any:
+    def half(places: slice) -> tuple[Any, Batch]:
+        def split(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             value = value.detach()
             return value[places] if value.dim() and value.shape[0] == samples else value
 
-        inputs, targets = tree_map(cut, batch.inputs), tree_map(cut, batch.targets)
+        inputs, targets = tree_map(split, batch.inputs), tree_map(split, batch.targets)
         number = len(range(samples)[places])
-        return tree_map(cut, outputs), replace(batch, inputs=inputs, targets=targets, samples=number)
+        return tree_map(split, outputs), replace(batch, inputs=inputs, targets=targets, samples=number)
 
-    return [part(slice(0, middle)), part(slice(middle, samples))]
+    return [half(slice(0, middle)), half(slice(middle, samples))]
 
 
-def _twin(loss_sum: LossSum, stack: ExitStack) -> LossSum:
-    """The same, of a copy: what an objective counts or draws as it goes, it does for the run alone."""
+def _copied(loss_sum: LossSum, stack: ExitStack) -> LossSum:
+    """Return the method of a copy, so that the comparison changes no state of the objective."""
     stack.enter_context(recording(MetricLog()))
     if isinstance(loss_sum, nn.Module):
         stack.enter_context(unchanged(loss_sum))
@@ -169,8 +170,8 @@ def _twin(loss_sum: LossSum, stack: ExitStack) -> LossSum:
         stack.enter_context(unchanged(loss_sum.__self__))
         return loss_sum
     function: Any = loss_sum.__func__
-    twin = copy.copy(loss_sum.__self__)
-    return lambda outputs, batch: function(twin, outputs, batch)
+    copied = copy.copy(loss_sum.__self__)
+    return lambda outputs, batch: function(copied, outputs, batch)
 
 
 def _is_number(loss: object) -> bool:
@@ -178,21 +179,21 @@ def _is_number(loss: object) -> bool:
 
 
 def _leaves(loss: object) -> Iterator[Tensor]:
-    """Tensors that a gradient of the loss would be accumulated in."""
-    waiting = [loss.grad_fn] if isinstance(loss, Tensor) and loss.grad_fn is not None else []
-    seen: set[Any] = set(waiting)
-    while waiting:
-        node: Any = waiting.pop()
+    """Yield the tensors in which a gradient of the loss would be accumulated."""
+    pending = [loss.grad_fn] if isinstance(loss, Tensor) and loss.grad_fn is not None else []
+    seen: set[Any] = set(pending)
+    while pending:
+        node: Any = pending.pop()
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             yield leaf
-        following = {one for one, _ in node.next_functions if one is not None} - seen
+        following = {function for function, _ in node.next_functions if function is not None} - seen
         seen |= following
-        waiting += following
+        pending += following
 
 
 def _parameters(loss_sum: Any) -> Iterable[tuple[str, Tensor]]:
-    """By name, those that an objective holds."""
+    """Yield the tensors that an objective holds, by name."""
     holder = loss_sum.__self__ if inspect.ismethod(loss_sum) else loss_sum
     if isinstance(holder, nn.Module):
         yield from holder.named_parameters()
@@ -203,4 +204,4 @@ def _parameters(loss_sum: Any) -> Iterable[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, nn.Module):
-            yield from ((f"{name}.{inner}", one) for inner, one in value.named_parameters())
+            yield from ((f"{name}.{inner}", tensor) for inner, tensor in value.named_parameters())

@@ -1,4 +1,4 @@
-"""The model of a run, out of one of its checkpoints, in a form that other tools read.
+"""Exports the model of a run from one of its checkpoints, in a format that other tools read.
 
 RUN --> checkpoint: newest whose model verifies | --step N | --best --> its model's tensors, each byte verified
     --> safetensors    a file, under the model's own names
@@ -28,10 +28,17 @@ from lockstep.models.transformers_models import is_transformers_model
 from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
 from lockstep.training.locations import CheckpointLocation, find
-from lockstep.training.publishing import whole_file
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
-from lockstep.training.weights import FILE, save_for_transformers, save_tensors, tensors_of, to_rebuild, tokenizer_of
+from lockstep.training.weights import (
+    FILE,
+    save_for_transformers,
+    save_tensors,
+    tensors_of,
+    to_rebuild,
+    tokenizer_of,
+    whole_file,
+)
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -71,11 +78,13 @@ class ExportArguments:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Attributes:
-    checkpoint: that it was taken from.
-    target: the file; with `hf` the folder.
-    elements: of all tensors.
-    broken: newer checkpoints that could not be used, and why.
+    """An exported model.
+
+    Attributes:
+        checkpoint: its source.
+        target: the file; with `hf` the folder.
+        elements: of all tensors.
+        broken: newer checkpoints that could not be used, and why.
     """
 
     checkpoint: Path
@@ -88,13 +97,13 @@ class Exported:
 
 
 def export(run: Path, arguments: ExportArguments) -> Exported:
-    """Writes whole or not at all.
+    """Export a model, whole or not at all.
 
     Args:
         run: its folder, that of its checkpoints, or one of them.
 
     Raises:
-        ConfigError: what is asked can't be, something is there already, or code isn't trusted.
+        ConfigError: the arguments contradict each other or the run, the target exists, or code isn't trusted.
         RunFailed: no checkpoint can be read, or the disk is full.
     """
     place = find(run)
@@ -102,7 +111,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     loaded = _config_of(place)
     config = loaded.config
     form = _form(config, arguments)
-    if form == "hf":  # said before anything large is read
+    if form == "hf":  # refused before anything large is read
         config = to_rebuild(loaded, trusted=arguments.trust_run)
     if arguments.to is not None:
         _refuse_to_overwrite(_target(None, form, "", arguments.to), form, force=arguments.force)
@@ -130,7 +139,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
 
 
 def _step(place: CheckpointLocation, arguments: ExportArguments) -> int | None:
-    """None: the newest whose model verifies."""
+    """Return the checkpoint's step; None for the newest whose model verifies."""
     steps = by_step(place.storage.names())
     if not steps:
         raise ConfigError(f"{place.folder} has no checkpoint")
@@ -151,7 +160,7 @@ def _step(place: CheckpointLocation, arguments: ExportArguments) -> int | None:
 
 def _best(place: CheckpointLocation, config: Config) -> int:
     if config.checkpoint.best is None:
-        raise ConfigError("--best: this run's config doesn't say by which metric (checkpoint.best); give --step")
+        raise ConfigError("--best: this run's config names no metric (checkpoint.best); give --step")
     step = Retention(place.storage, config.checkpoint, epoch_samples=1).best
     if step is None:
         raise ConfigError(f"no checkpoint in {place.folder} has {config.checkpoint.best} in it; give --step")
@@ -159,7 +168,7 @@ def _best(place: CheckpointLocation, config: Config) -> int:
 
 
 def _config_of(place: CheckpointLocation) -> LoadedConfig:
-    """Of the run; or, where checkpoints lie alone, of the newest of them."""
+    """Return the config of the run or, for checkpoints without their run, of the newest of them."""
     if place.loaded is not None:
         return place.loaded
     names = by_step(place.storage.names())
@@ -173,7 +182,7 @@ def _config_of(place: CheckpointLocation) -> LoadedConfig:
 
 
 def _config_in(manifest: Manifest, file: Path) -> LoadedConfig:
-    """As if the manifest were the config of its run."""
+    """Return the manifest's config as that of its run."""
     loaded = validate(manifest.config)
     run = RunConfig(str(file), file.parent, known_as(manifest.run, manifest.config))
     return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
@@ -181,7 +190,7 @@ def _config_in(manifest: Manifest, file: Path) -> LoadedConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A checkpoint's model in memory; nothing else of the checkpoint was read.
+    """A checkpoint's model in memory, without the rest of the checkpoint.
 
     Attributes:
         tensors: under the model's own names, tied ones once.
@@ -221,7 +230,7 @@ def _read(storage: Storage, name: str, manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _tied(manifest: Manifest) -> dict[str, str]:
-    """Other names --> those that are saved."""
+    """Return tied names --> those that are saved."""
     return dict(manifest.state.get("sharding", {}).get("tied", {}))
 
 
@@ -229,7 +238,7 @@ def _tied(manifest: Manifest) -> dict[str, str]:
 
 
 def _form(config: Config, arguments: ExportArguments) -> Form:
-    """As asked; otherwise as the file is called; otherwise what suits the model."""
+    """Return the requested format; else the file's by its name; else the one that suits the model."""
     named = _FORMS.get(arguments.to.suffix) if arguments.to is not None and not arguments.to.is_dir() else None
     asked = arguments.format
     if named is None and arguments.to is not None and arguments.to.suffix[1:].isalpha() and not arguments.to.is_dir():
@@ -243,7 +252,7 @@ def _form(config: Config, arguments: ExportArguments) -> Form:
         raise ConfigError(f"--format {asked} doesn't go with a file called {arguments.to}; leave one of them out")
     if asked == "hf" and config.model.kind == "given":
         raise ConfigError(
-            "--format hf builds the model from the config, and this one was handed over in Python; if it is of the "
+            "--format hf builds the model from the config, and this one was passed in Python; if it is of the "
             "transformers library, from_pretrained reads the folder model/ of the run; otherwise take --format "
             "safetensors or torch"
         )
@@ -253,11 +262,11 @@ def _form(config: Config, arguments: ExportArguments) -> Form:
 
 
 def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
-    """A file; with `hf` a folder."""
+    """Return the file to write; with `hf` the folder."""
     if to is not None and to.suffix in _FORMS and not to.is_dir():
         return to
     if to is None and run is None:
-        raise ConfigError(f"say with --to where to: {name} lies in no run's folder")
+        raise ConfigError(f"{name} lies in no run's folder; give the target with --to")
     folder = to or cast("Path", run) / _EXPORTS / name
     if form == "hf":
         return folder
@@ -293,7 +302,7 @@ def _write(taken: _Taken, config: Config, form: Form, target: Path, *, trust_rem
 
 
 def _cause(error: BaseException) -> str:
-    """What the disk said: torch's writer, when it is closed, complains in words of its own."""
+    """Return the disk's message: torch's writer raises another one when it is closed."""
     before = error.__context__
     while before is not None and not isinstance(error, OSError):
         error, before = before, before.__context__
@@ -307,7 +316,7 @@ def _model(taken: _Taken, config: Config, trust_remote_code: bool) -> nn.Module:
         raise ConfigError(_not_of_transformers(f"a {type(model).__name__}"))
     fit = match_weights(model, Weights(Path(taken.name), taken.tensors))
     if not fit.whole:
-        raise RunFailed(fit.complaint().rstrip())
+        raise RunFailed(fit.mismatches().rstrip())
     fit.put()
     return cast("nn.Module", model)
 

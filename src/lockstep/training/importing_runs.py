@@ -77,7 +77,7 @@ def _put(session: Session, found: ZeroCheckpoint) -> None:
     bare = components_of(session).sharding.state.model
     fit = match_weights(bare, Weights(found.place, found.tensors), translate=False)
     if not fit.whole:
-        raise ConfigError(fit.complaint().rstrip())
+        raise ConfigError(fit.mismatches().rstrip())
     fit.put()
     state = session.state()
     slots = {id(tensor): slot.name for slot, tensor in fit.pairs}

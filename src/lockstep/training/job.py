@@ -23,7 +23,7 @@ from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import Request, RunInfo, StepReport
-from lockstep.data.fetch import names_hub
+from lockstep.data.hub import names_hub
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
 from lockstep.launch.other_launchers import launch_environment

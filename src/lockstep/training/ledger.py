@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.data.digests import MODULUS
+from lockstep.data.order import MODULUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Segment:
         attempt: from 1.
         ranks: that it ran on.
         first, last: cursors: samples `first` up to `last` of the run, `last` not among them.
-        digest: of these samples (`data.digests`), as the ranks have added it up.
+        digest: of these samples (`data.order`), as the ranks have added it up.
         order: that they came in.
     """
 

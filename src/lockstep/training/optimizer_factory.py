@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.optim.groups import parameter_groups
-from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer
-from lockstep.optim.own_settings import groups_to_make_of
+from lockstep.optim.groups import parameter_groups, user_groups
+from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer, custom_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +28,7 @@ class ConfiguredOptimizer:
 
     Args:
         groups: Groups of the whole model's parameters, by settings.
-        make: A user's function, from parameter groups; None: the config's optimizer.
+        make: A user's function, from parameter groups; None: the config's optimizer, which may be a user's, too.
 
     Attributes:
         is_custom: Whether it is a user's, of which nothing is known.
@@ -44,8 +43,8 @@ class ConfiguredOptimizer:
     ) -> None:
         self._optim = optim
         self._groups = groups
-        self._make = make
-        self.is_custom = make is not None
+        self._make = make or custom_optimizer(optim)
+        self.is_custom = self._make is not None
         self.used = optim
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -54,7 +53,7 @@ class ConfiguredOptimizer:
         if self._make is None:
             return build_optimizer(self._optim, groups)
         try:
-            made = self._make(groups_to_make_of(groups, self._optim))
+            made = self._make(user_groups(groups, self._optim))
         except ValueError as error:
             if _NO_GROUPS not in str(error):
                 raise

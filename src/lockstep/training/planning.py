@@ -29,8 +29,7 @@ def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: boo
     Args:
         memory: Bytes that each rank has; None: as many as it would have on this machine.
     """
-    from lockstep.models.build import sketch_model
-    from lockstep.models.facts import parameter_facts
+    from lockstep.models.build import parameter_facts, sketch_model
     from lockstep.plan.plan import Machine, make_plan
 
     config = loaded.config
@@ -54,7 +53,7 @@ def _data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str
 def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
     """Print the DeepSpeed config that makes the same run without Lockstep; on stderr, what no config can say."""
     from lockstep.config.deepspeed import derived_of, plain_config
-    from lockstep.models.facts import describe_model
+    from lockstep.models.build import describe_model
     from lockstep.plan.plan import make_plan
     from lockstep.strategies.deepspeed import STRATEGY as DEEPSPEED
 

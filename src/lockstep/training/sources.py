@@ -1,9 +1,9 @@
-"""Training and evaluation data, in the form that the model and the objective of a run take.
+"""Training and evaluation data, in the form that a run's model and objective need.
 
     config, objects handed over --> task of the model --> sources --> labels: aligned with the inputs, or the next
                                                                   --> decoder inputs, labels for the model's own loss
 
-What a batch means follows from the model and the data, not from the way in which they came.
+The meaning of a batch follows from the model and the data, whether they were configured or passed in Python.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.loader import evaluation_batches
-from lockstep.data.prepared import PreparedSource, renamed_inputs
-from lockstep.data.sources import open_source
-from lockstep.data.tasks import OWN
+from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
-from lockstep.models.freezing import freeze
 from lockstep.models.heads import Head, head_of, preparation
 from lockstep.models.objectives import ModelLoss
+from lockstep.models.parameters import freeze
 from lockstep.training.checked_objective import CheckedObjective
 from lockstep.training.user_objects import UserObjects, not_given
 
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 Sources = tuple[Source, dict[str, Source]]
 
-_LOOKED_AT = 4  # samples by which it is told how labels are aligned
+_ALIGNMENT_SAMPLES = 4  # from which the labels' alignment is determined
 _USERS_DATA = ("custom", "given")
 _NOTHING = DataFacts(0, None)
 _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
@@ -44,7 +42,7 @@ _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"
 
 
 def users_model(config: Config, given: UserObjects) -> nn.Module | None:
-    """A module of the user's own, which needs to know nothing of the data; None: the config describes another one."""
+    """Return the user's module, which doesn't depend on the data; None if the config describes another one."""
     if config.model.kind == "custom":
         return build_model(config.model, _NOTHING, config.run.seed)
     if config.model.kind != "given":
@@ -59,7 +57,7 @@ def users_model(config: Config, given: UserObjects) -> nn.Module | None:
 
 
 def make_model(config: Config, facts: DataFacts, given: UserObjects) -> nn.Module:
-    """On the CPU, in fp32, with its usual first weights."""
+    """Return the model on the CPU, in fp32, with its usual first weights."""
     own = users_model(config, given)
     if own is not None:
         return own
@@ -67,10 +65,10 @@ def make_model(config: Config, facts: DataFacts, given: UserObjects) -> nn.Modul
 
 
 def open_sources(config: Config, given: UserObjects, model: nn.Module | None = None) -> Sources:
-    """The training source and the evaluation sources by name.
+    """Return the training source and the evaluation sources by name.
 
     Args:
-        model: of the user's own, whose inputs the data are to name; None: it is made for that, where need be.
+        model: the user's, whose inputs' names the data need; None: it is made where they need it.
     """
     task, tokenizer = _task(config, model)
     train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer)
@@ -81,11 +79,11 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     if not config.model.inputs:
         return train, evaluation
     rename = partial(renamed_inputs, config.model.inputs)
-    return PreparedSource(train, rename), {name: PreparedSource(one, rename) for name, one in evaluation.items()}
+    return PreparedSource(train, rename), {name: PreparedSource(source, rename) for name, source in evaluation.items()}
 
 
 def facts_of_data(config: Config, given: UserObjects) -> DataFacts:
-    """What the model needs to know of the training data; of the user's own it knows nothing, and they stay closed."""
+    """Return the facts of the training data that the model needs; a user's data aren't opened, and have none."""
     if config.data.train.kind in _USERS_DATA:
         return _NOTHING
     alone = config.data.model_copy(update={"evaluation": {}})
@@ -95,7 +93,7 @@ def facts_of_data(config: Config, given: UserObjects) -> DataFacts:
 def make_objective(
     config: Config, sources: Sources, given: UserObjects, model: nn.Module
 ) -> tuple[EvaluatedObjective, Source, dict[str, Source]]:
-    """What the run is trained for, and the sources in the form that it and the model take.
+    """Return the objective of the run, and the sources in the form that it and the model need.
 
     Raises:
         ConfigError: it doesn't fit the model, or evaluation data are aligned otherwise than training data.
@@ -134,25 +132,25 @@ def _objective(
 
 
 def _users_objective(config: Config, given: UserObjects) -> str | None:
-    """The config's key for an objective of the user's own; None: it is one of ours."""
+    """Return the config key of a user's objective; None if it is one of Lockstep's."""
     if given.objective is not None:
         return "objective"
     return "objective.target" if config.objective.kind == "custom" else None
 
 
 def _task(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:
-    """What the data are for, and where the tokenizer of a model of the transformers library is."""
+    """Return the task of the data, and the place of a transformers model's tokenizer."""
     if config.model.kind == "huggingface":
         return config.model.task, config.model.pretrained
     if config.model.kind == "transformer":
-        return OWN, None
+        return LANGUAGE_MODEL, None
     if all(section.kind in _USERS_DATA for section in (config.data.train, *config.data.evaluation.values())):
         return None, None
     if model is None and config.model.kind == "custom":
         model = sketch_model(config.model, _NOTHING)
     head = head_of(model)
     if head is None:
-        return OWN if config.objective.kind == "next-token" else None, None
+        return LANGUAGE_MODEL if config.objective.kind == "next-token" else None, None
     return _TASKS.get(head.labels, head.labels), getattr(head.config, "name_or_path", None) or None
 
 
@@ -167,12 +165,12 @@ def _open(
 
 
 def _aligned(config: Config, section: DataSource, source: Source, head: Head | None) -> bool:
-    """Whether the targets of a language model are aligned with its inputs, so that the objective shifts them."""
+    """Return whether the targets of a language model are aligned with its inputs, so that the objective shifts them."""
     if section.kind not in _USERS_DATA:
         return head is not None  # as the sources have it, for models of the transformers library
     if head is not None:
         return head.shifts
-    few = evaluation_batches(source, _LOOKED_AT, 0, 1, Loader(), torch.device("cpu"))
+    few = evaluation_batches(source, _ALIGNMENT_SAMPLES, 0, 1, Loader(), torch.device("cpu"))
     return repeats_inputs(next(few))
 
 

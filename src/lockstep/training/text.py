@@ -40,7 +40,7 @@ class Tokenizer:
     """A tokenizer of the transformers library, from a folder or the local cache."""
 
     def __init__(self, name: str) -> None:
-        from lockstep.data.tokenizers import load_tokenizer
+        from lockstep.data.hub import load_tokenizer
 
         self._tokenizer = load_tokenizer(name)
 

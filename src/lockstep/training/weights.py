@@ -3,24 +3,29 @@
     model.safetensors                        under the model's own names, tied ones once
     of transformers, besides: config.json    a folder that `from_pretrained` loads,
       generation_config.json, tokenizer      with the names that the library gives its files
-    XXH128SUMS                               a hash of each file of tensors, which all that reads them here looks at
+    XXH128SUMS                               a hash of each file of tensors, checked when it is read
 
 Nothing in it depends on how many ranks there were, and loading it executes nothing.
+
+Files and folders appear whole or not at all: they are written beside the target under another name, flushed, renamed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.approval import approved
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.flushing import flush
 from lockstep.monitor.folder import is_finished
-from lockstep.training.publishing import whole_file, whole_folder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,25 +34,26 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.models.model_tensors import ModelTensors
 
+
 MODEL = "model"
 FILE = "model.safetensors"
 _OURS = ("use_cache",)
-"""What we set in a config of transformers for training alone."""
+"""Keys that Lockstep sets in a transformers config for training alone."""
 
 
 def save_weights(
     model: nn.Module, expected: ModelTensors, tensors: Mapping[str, Tensor], folder: Path, tokenizer: str | None = None
 ) -> Path:
-    """Writes the weights into a run's folder; they appear whole or not at all. Returns where.
+    """Write the weights into a run's folder, whole or not at all; return their place.
 
     Args:
-        model: which may hold only a part of them, as a stage of a pipeline does.
+        model: may hold only a part of them, as a stage of a pipeline does.
         expected: the full list of the whole model's tensors.
         tensors: parameters and saved buffers by name, whole, tied ones once.
         tokenizer: folder or hub name of the one whose tokens the model knows.
 
     Raises:
-        RunFailed: the tensors aren't all of the model's, the disk is full, or not ours to write on.
+        RunFailed: the tensors aren't all of the model's, or the disk is full or not writable.
     """
     from lockstep.models.transformers_models import is_transformers_model
 
@@ -66,7 +72,7 @@ def save_weights(
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Puts a run's weights into its model, which must have just these parameters.
+    """Load a run's weights into its model, which must have exactly these parameters.
 
     Raises:
         ConfigError: the run left none.
@@ -87,33 +93,34 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     try:
         fit = match_weights(model, read_weights(place))
         if not fit.whole:
-            raise ConfigError(fit.complaint().rstrip())
+            raise ConfigError(fit.mismatches().rstrip())
     except ConfigError as error:
         raise RunFailed(f"{place}: these are not the weights of the run's model: {error}") from error
     fit.put()
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers on the CPU, tied ones once under their first name."""
+    """Return parameters and saved buffers on the CPU, tied ones once under their first name."""
     from lockstep.models.weight_matching import slots_of
 
     return {slot.name: slot.tensor.detach().cpu() for slot in slots_of(model)}
 
 
 def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
-    """As safetensors; where the file has the name of a folder's only one, with its hash beside it. Raises what the disk
-    and safetensors raise."""
+    """Write a safetensors file; with its hash beside it where it has the name of a folder's only file.
+
+    Raises what the disk and safetensors raise."""
     from safetensors.torch import save_file
 
     with whole_file(target) as partial:
-        save_file(_apart(tensors), partial, metadata={"format": "pt"})
+        save_file(_without_views(tensors), partial, metadata={"format": "pt"})
         checksums.forget(target)
     if target.name == FILE:
         checksums.record([target])
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each with memory of its own: safetensors knows no views, so that those get copies."""
+def _without_views(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, copied where they share memory: safetensors has no views."""
     holders = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
     return {
         name: tensor.clone().contiguous() if holders[tensor.untyped_storage().data_ptr()] > 1 else tensor.contiguous()
@@ -124,7 +131,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def save_for_transformers(
     model: Any, expected: ModelTensors, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None
 ) -> None:
-    """Writes a folder for `from_pretrained`. Raises what the disk, transformers and safetensors raise.
+    """Write a folder for `from_pretrained`. Raises what the disk, transformers and safetensors raise.
 
     Args:
         model, expected, tensors: as of `save_weights`.
@@ -139,14 +146,16 @@ def save_for_transformers(
         written = f"{target}: nothing was published: the files that transformers has written"
         expected.refuse_incomplete_file(_shapes_in(partial), never_written(model), written)
         for file in partial.glob("*config.json"):
-            _forget_ours(file)
+            values = json.loads(file.read_text(encoding="utf-8"))  # generation uses the cache, training doesn't
+            kept = {key: value for key, value in values.items() if key not in _OURS}
+            file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         checksums.record(sorted(partial.glob("*.safetensors")))
         if tokenizer is not None:
             _save_tokenizer(tokenizer, partial)
 
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of all tensors in its safetensors files; only their headers are read."""
+    """Return the shapes of all tensors in its safetensors files; only their headers are read."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -156,16 +165,9 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _forget_ours(file: Path) -> None:
-    """Whoever generates with the model wants the cache that training does without."""
-    values = json.loads(file.read_text(encoding="utf-8"))
-    kept = {key: value for key, value in values.items() if key not in _OURS}
-    file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def _save_tokenizer(name: str, folder: Path) -> None:
-    """If it is at hand."""
-    from lockstep.data.tokenizers import load_tokenizer
+    """Save the tokenizer, if it is on this machine."""
+    from lockstep.data.hub import load_tokenizer
 
     try:
         load_tokenizer(name).save_pretrained(folder)
@@ -174,7 +176,7 @@ def _save_tokenizer(name: str, folder: Path) -> None:
 
 
 def tokenizer_of(config: Config) -> str | None:
-    """The transformers tokenizer of a run's data: folder or hub name; None if it has none."""
+    """Return the transformers tokenizer of a run's data: folder or hub name; None if it has none."""
     data, model = config.data.train, config.model
     if data.kind == "huggingface":
         return data.tokenizer or (model.pretrained if model.kind == "huggingface" else None)
@@ -190,11 +192,68 @@ def tokenizer_of(config: Config) -> str | None:
 
 
 def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
-    """The config with which a run's model is made again, to be given the weights that the run left.
+    """Return the config with which a run's model is made again, for the weights that the run left.
 
     Raises:
-        ConfigError: it names code, is of somebody else's run, and nobody has said that it is trusted.
+        ConfigError: it names code, belongs to another user's run, and is not trusted.
     """
     config = approved(loaded, trusted=trusted)
     section = config.model.model_copy(update={"init_from": None, "init_partial": False})
     return config.model_copy(update={"model": section})
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Yield the path to write to; then replace the file that is there."""
+    partial = _beside(target, "new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
+        yield partial
+        partial.chmod(mode)  # safetensors lets nobody else read
+        flush(partial)
+        partial.replace(target)
+        flush(target.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder to write to; then replace the folder that is there."""
+    partial, old = _beside(target, "new"), _beside(target, "old")
+    try:
+        _remove(partial)
+        partial.mkdir(parents=True)
+        mode = partial.stat().st_mode & 0o666
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            if path.is_file():
+                path.chmod(mode)
+            flush(path)
+        _exchange(target, partial, old)
+        flush(target.parent)
+    finally:
+        _remove(partial)
+        _remove(old)
+
+
+def _exchange(target: Path, new: Path, old: Path) -> None:
+    if not target.exists():
+        new.rename(target)
+        return
+    target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.{what}")
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,16 +1,19 @@
-"""Which package of the standard library does a function come from?
+"""Data from the running Python's standard library, whose source is on every machine: 12 MB of text, no network.
 
-    packages with most functions (9) --> their functions, by ast --> bytes, the packages' names blanked out --> class
+    text        sorted files --> every 20th is held out --> the split's files, joined --> windows of bytes
+    functions   packages with most functions (9) --> their functions, by ast --> bytes --> the package as the class
 
-The text doesn't give the answer away: every package's name becomes `_`, in all functions alike; a text that occurs
-twice is kept once. A function is held out by the hash of its qualified name, so that other files never move it.
+A function's text doesn't give the class away: every package's name becomes `_`, in all functions alike; a text that
+occurs twice is kept once. A function is held out by the hash of its qualified name, so that other files never move it.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import re
+import sysconfig
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -22,14 +25,63 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.config.schema import StdlibFunctions
+from lockstep.config.schema import StdlibFunctions, StdlibText
+from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data.order import Indices
-from lockstep.data.stdlib_text import stdlib_files
-from lockstep.data.windows import fingerprint
+from lockstep.data.windows import WindowSource, cut_windows, fingerprint
+
+_HELD_OUT_FILE = 20
+# What is installed beside it, what is not source, and tests, which many systems package apart
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
+    """Return windows of bytes.
+
+    Args:
+        aligned: as of `WindowSource`.
+
+    Raises:
+        ConfigError: more samples are asked for than there are, or this Python comes without its source.
+    """
+    held_out = section.split == "held-out"
+    files = [
+        path
+        for number, (_, path) in enumerate(stdlib_files())
+        if (number % _HELD_OUT_FILE == _HELD_OUT_FILE - 1) == held_out
+    ]
+    text = np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8)
+    windows = cut_windows(text, section.length, f"the standard library's {section.split} text")
+    available = len(windows)
+    if section.samples is not None and section.samples > available:
+        raise ConfigError(
+            f"samples {section.samples} is more than the {available} that there are; {available} or null takes all"
+        )
+    windows = windows[: section.samples]
+    known_by = fingerprint("stdlib-text", section.length, len(windows), text)
+    return WindowSource(windows, known_by, aligned=aligned, vocabulary=256, bytes_per_token=1.0)
+
+
+def stdlib_files() -> list[tuple[str, Path]]:
+    """Return each source file's name relative to the library, with slashes, and its path, sorted by name.
+
+    Raises:
+        ConfigError: this Python comes without its source.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[tuple[str, Path]] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        files += ((path.relative_to(root).as_posix(), path) for path in paths)
+    if not files:
+        raise ConfigError(f"this Python has no standard library source in {root}; use one installed with its files")
+    return sorted(files)
+
 
 _CLASSES = 9
-_HELD_OUT_SHARE = 10  # one in so many
+_HELD_OUT_FUNCTION = 10
 _SHORTEST = 40  # bytes; below, there is nothing to tell packages apart by
 _DEFINITION = re.compile(rb"^[ \t]*(?:async )?def ", re.MULTILINE)
 
@@ -43,6 +95,9 @@ class _Function(NamedTuple):
 class StdlibFunctionsSource:
     """Functions as bytes, padded to the longest of the batch, with a mask; the targets are classes.
 
+    Args:
+        aligned: inputs have the names of the transformers library's models.
+
     Attributes:
         packages: the classes' names, by number.
     """
@@ -50,7 +105,6 @@ class StdlibFunctionsSource:
     draws = False
 
     def __init__(self, section: StdlibFunctions, *, aligned: bool = False) -> None:
-        """`aligned`: inputs have the names of the transformers library's models."""
         self._aligned = aligned
         functions = _all_functions()
         self.packages = tuple(sorted({function.package for function in functions}))
@@ -77,21 +131,7 @@ class StdlibFunctionsSource:
 
 @lru_cache(maxsize=1)
 def _all_functions() -> tuple[_Function, ...]:
-    """Of the packages that define most; a text that occurs again anywhere is left out."""
-    files = _files_by_package()
-    names = re.compile("|".join(re.escape(name) for name in files), re.IGNORECASE)
-    found: dict[bytes, _Function] = {}
-    for package in sorted(files):
-        for name, path in files[package]:
-            for function, text in _functions_of(path):
-                blanked = names.sub("_", text).encode()
-                if len(blanked) >= _SHORTEST:
-                    found.setdefault(blanked, _Function(package, f"{name}:{function}", blanked))
-    return tuple(found.values())
-
-
-def _files_by_package() -> dict[str, list[tuple[str, Path]]]:
-    """Names and paths of the files of the packages that define most functions."""
+    """Return the functions of the packages that define most; a text that occurs again anywhere is left out."""
     files: dict[str, list[tuple[str, Path]]] = {}
     counts: Counter[str] = Counter()
     for name, path in stdlib_files():
@@ -100,11 +140,19 @@ def _files_by_package() -> dict[str, list[tuple[str, Path]]]:
             files.setdefault(package, []).append((name, path))
             counts[package] += len(_DEFINITION.findall(path.read_bytes()))
     most = sorted(counts, key=lambda package: (-counts[package], package))[:_CLASSES]
-    return {package: files[package] for package in most}
+    package_names = re.compile("|".join(re.escape(name) for name in most), re.IGNORECASE)
+    functions: dict[bytes, _Function] = {}
+    for package in sorted(most):
+        for name, path in files[package]:
+            for function, text in _functions_of(path):
+                blanked = package_names.sub("_", text).encode()
+                if len(blanked) >= _SHORTEST:
+                    functions.setdefault(blanked, _Function(package, f"{name}:{function}", blanked))
+    return tuple(functions.values())
 
 
 def _functions_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Qualified name and dedented text of the functions and methods of a file; not of those inside functions."""
+    """Yield qualified name and dedented text of a file's functions and methods; not of those inside functions."""
     source = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
     try:
         tree = ast.parse(source)
@@ -124,11 +172,11 @@ def _definitions(node: ast.Module | ast.ClassDef, prefix: str, lines: list[str])
 
 def _held_out(name: str) -> bool:
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % _HELD_OUT_SHARE == 0
+    return int.from_bytes(digest, "little") % _HELD_OUT_FUNCTION == 0
 
 
 def _padded(texts: list[bytes], lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """[texts, longest], zeros behind the end."""
+    """Return the texts as [texts, longest], zeros behind their ends."""
     padded = np.zeros((len(texts), int(lengths.max())), dtype=np.uint8)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(texts), dtype=np.uint8)
     return padded

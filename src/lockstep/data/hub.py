@@ -1,0 +1,183 @@
+"""Data sets, tokenizers and weights from a folder, a file, or by name from the cache or Hugging Face's hub.
+
+FOLDER saved by save_to_disk      its split
+FOLDER of files, or one file      json, jsonl, csv, parquet, txt
+name (and configuration)          cache or hub; without a network only the cache is asked, at once
+
+`lockstep data fetch` fills the cache (HF_HOME, ~/.cache/huggingface by default) on a connected machine. It can then be
+copied to, or shared with, machines without a network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.schema import Config, HuggingFaceData, HuggingFaceModel
+from lockstep.core.closest import closest_match
+from lockstep.core.distribution import pip_install
+from lockstep.core.errors import ConfigError
+from lockstep.core.hub import is_connected, missing, needs_hub
+from lockstep.core.out_of_memory import ran_out
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".text": "text"}
+
+
+def load_rows(name: str, configuration: str | None, split: str) -> Any:
+    """Return a datasets.Dataset.
+
+    Raises:
+        ConfigError: the library, the data or the split is missing.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"this needs the datasets library, which is not installed: {pip_install('hf')}") from error
+    datasets.disable_progress_bars()
+    path = Path(name).expanduser()
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            return _from_disk(path, split)
+        return _load(path, name, configuration, split)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises many kinds, of its own and of those beneath it
+        if ran_out(error):
+            raise
+        if path.exists():
+            raise ConfigError(f"data set {name}, split {split}, can't be read: {error}") from error
+        raise missing("data set", name, error) from error
+
+
+def check_columns(rows: Any, wanted: Sequence[str]) -> None:
+    """Raise ConfigError for the first column that isn't there, with those that are."""
+    for column in wanted:
+        if column not in rows.column_names:
+            near = closest_match(column, rows.column_names)
+            guess = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"the data set has no column {column}{guess} Its columns: {', '.join(rows.column_names)}")
+
+
+def _load(path: Path, name: str, configuration: str | None, split: str) -> Any:
+    from datasets import load_dataset
+
+    if path.is_file():
+        if path.suffix not in _BUILDERS:
+            known = ", ".join(_BUILDERS)
+            raise ConfigError(f"{name}: files of kind {path.suffix or '(none)'} can't be read; known are {known}")
+        return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split)
+    if path.is_dir():
+        return load_dataset(str(path), configuration, split=split)
+    if path.suffix in _BUILDERS or name.startswith(("/", ".", "~")):
+        raise ConfigError(f"there is no file or folder {path}")
+    needs_hub()
+    return load_dataset(name, configuration, split=split)
+
+
+def _from_disk(path: Path, split: str) -> Any:
+    from datasets import DatasetDict, ReadInstruction, load_from_disk
+
+    saved = load_from_disk(str(path))
+    splits = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
+    parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    if len(parts) != 1:
+        raise ConfigError(f"split {split}: one split of a saved data set can be read, this names {len(parts)}")
+    [part] = parts
+    rows = splits[part.splitname]
+    return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return a tokenizer from a folder or the local cache; one without a padding token pads with its end token.
+
+    Raises:
+        ConfigError: it is not here, or it has no token to pad with.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers don't go together
+    if not Path(name).expanduser().is_dir():
+        needs_hub()
+    _import_transformers()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None asks, for 15 s, on the terminal
+    except (OSError, ValueError) as error:
+        raise missing("tokenizer", name, error) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.unk_token
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"tokenizer {name} has no token to pad with: neither pad, eos, sep nor unk")
+    return tokenizer
+
+
+def end_token(tokenizer: Any) -> int | None:
+    """Return the id that ends a text: eos, else sep, else None."""
+    token: int | None = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    return token
+
+
+def _import_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"this needs the transformers library, which is not installed: {pip_install('hf')}"
+        ) from error
+
+
+# --- lockstep data fetch ------------------------------------------------------------------------------------------
+
+
+def fetch(config: Config) -> Iterator[str]:
+    """Download model, tokenizers and data sets; yield what was fetched, one line each.
+
+    Raises:
+        ConfigError: there is no network, or the hub doesn't have it.
+    """
+    pretrained, sections = _huggingface_sections(config)
+    if not names_hub(config):
+        yield "nothing to fetch: this run takes nothing from the hub"
+        return
+    if not is_connected():
+        raise ConfigError("the hub does not answer (no network, or HF_HUB_OFFLINE is set), so nothing can be fetched")
+    if pretrained is not None and _is_remote(pretrained):
+        _fetch_model(pretrained)
+        yield f"model {pretrained}"
+    for name in dict.fromkeys(section.tokenizer or pretrained for section in sections):
+        if name is not None and _is_remote(name):
+            load_tokenizer(name)
+            yield f"tokenizer {name}"
+    for section in sections:
+        if _is_remote(section.name):
+            rows = load_rows(section.name, section.configuration, section.split)
+            yield f"data set {section.name}, split {section.split}: {len(rows):,} rows"
+
+
+def names_hub(config: Config) -> bool:
+    """Return whether the run takes anything from the hub or its cache by name."""
+    pretrained, sections = _huggingface_sections(config)
+    names = [pretrained, *(section.name for section in sections), *(section.tokenizer for section in sections)]
+    return any(name is not None and _is_remote(name) for name in names)
+
+
+def _huggingface_sections(config: Config) -> tuple[str | None, list[HuggingFaceData]]:
+    """Return the pretrained model, and the data sets of the datasets library."""
+    pretrained = config.model.pretrained if isinstance(config.model, HuggingFaceModel) else None
+    sections = (config.data.train, *config.data.evaluation.values())
+    return pretrained, [section for section in sections if isinstance(section, HuggingFaceData)]
+
+
+def _is_remote(name: str) -> bool:
+    return not Path(name).expanduser().exists()
+
+
+def _fetch_model(name: str) -> None:
+    """Fetch weights, in safetensors where there are any, config and tokenizer files."""
+    _import_transformers()
+    from huggingface_hub import HfApi, snapshot_download
+
+    files = HfApi().list_repo_files(name)
+    weights = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
+    snapshot_download(name, allow_patterns=[weights, "*.json", "*.txt", "*.model"])
