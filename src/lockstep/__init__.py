@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
     from lockstep.proof.api import verify as verify
+    from lockstep.strategies.record import Strategy as Strategy
+    from lockstep.strategies.registry import register_strategy as register_strategy
     from lockstep.training.activation_checkpointing import checkpoint_activations as checkpoint_activations
     from lockstep.training.api import session as session
     from lockstep.training.api import train as train
@@ -58,6 +60,7 @@ _HOMES = {
     "Session": "lockstep.training.session",
     "Source": "lockstep.core.protocols",
     "StepReport": "lockstep.core.records",
+    "Strategy": "lockstep.strategies.record",
     "VerificationError": "lockstep.core.errors",
     "broadcast": "lockstep.distributed.user_collectives",
     "checkpoint_activations": "lockstep.training.activation_checkpointing",
@@ -68,6 +71,7 @@ _HOMES = {
     "positions": "lockstep.distributed.sequences",
     "print_once": "lockstep.distributed.user_collectives",
     "register_generator": "lockstep.distributed.generators",
+    "register_strategy": "lockstep.strategies.registry",
     "session": "lockstep.training.api",
     "train": "lockstep.training.api",
     "verify": "lockstep.proof.api",

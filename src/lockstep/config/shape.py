@@ -20,8 +20,7 @@ from pydantic.fields import FieldInfo
 
 from lockstep.config.every import Every
 from lockstep.config.schema import Config, Parallel
-from lockstep.strategies.registry import strategies
-from lockstep.strategies.section import Choices
+from lockstep.strategies.registry import names, strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def fields(section: type[BaseModel]) -> Mapping[str, ValueShape]:
     """Return the keys of a section, with the options of registered strategies."""
     if section is not Parallel:
         return _declared(section)
-    declared = _declared(section)
+    declared = {**_declared(section), "strategy": ValueShape(choices=names())}
     registered = {one.section: ValueShape(section=one.options) for one in strategies() if one.options is not None}
     return {**declared, **{key: options for key, options in registered.items() if key not in declared}}
 
@@ -138,8 +137,7 @@ def _simple(annotation: Any, metadata: typing.Iterable[object]) -> ValueShape:
     if annotation is float:
         return ValueShape(real=_range(metadata))
     if annotation is str:
-        choices = next((item.names() for item in metadata if isinstance(item, Choices)), ())
-        return ValueShape(text=not choices, choices=choices)
+        return ValueShape(text=True)
     if annotation is Every:
         return ValueShape(interval=True)
     return ValueShape(section=annotation)

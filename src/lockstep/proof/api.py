@@ -17,6 +17,7 @@ from lockstep.proof.cases import Proof, plan_proof, selected_layouts
 from lockstep.proof.conducting import Outcome, Show, conduct
 from lockstep.proof.rows import Row
 from lockstep.strategies.fsdp import Precise
+from lockstep.strategies.registry import AUTO, find_strategy
 from lockstep.training.api import ConfigLike, resolved
 from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
@@ -93,6 +94,8 @@ def prove(
     if steps < 1 or not ranks or min(ranks) < 1:
         raise ConfigError(f"{steps} steps on {list(ranks)} ranks prove nothing: give whole numbers above 0")
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
+    if config.parallel.strategy != AUTO:
+        find_strategy(config.parallel.strategy)  # so that a user's own is one of them
     proof = plan_proof(config, selected_layouts(strategies), list(ranks), precision, gpus)
     if not proof.cases and not proof.refused:
         raise ConfigError("there is nothing to run: " + "; ".join(proof.left_out))

@@ -23,7 +23,7 @@ from lockstep.plan.refusals import changed_options
 from lockstep.strategies.fsdp import Precise
 from lockstep.strategies.partitions import AXES as PARTITIONED
 from lockstep.strategies.record import RunLayout
-from lockstep.strategies.registry import AUTO, PLAIN, REFERENCE, find_strategy, layout_of, layouts
+from lockstep.strategies.registry import AUTO, PLAIN, REFERENCE, find_strategy, layout_of, layouts, written_name
 from lockstep.strategies.registry import strategies as registered
 
 _SGD_RATE = 0.02
@@ -260,7 +260,8 @@ def _under(config: Config, layout: RunLayout, ranks: int) -> Config:
     others = {*(config.parallel.model_extra or ())} - {layout.strategy.section}
     asked = config.parallel.model_dump(exclude_unset=True, exclude=others)
     degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
-    parallel = Parallel.model_validate(_merged({**asked, **degrees}, layout.parallel))
+    keys = {**layout.parallel, "strategy": written_name(layout.strategy)}
+    parallel = Parallel.model_validate(_merged({**asked, **degrees}, keys))
     if layout.variant.mesh == "hybrid":
         parallel = parallel.model_copy(update={"data": 2})
     launch = config.launch.model_copy(update={"ranks": ranks})

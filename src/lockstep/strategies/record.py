@@ -175,8 +175,8 @@ class Strategy:
     """A strategy, complete: a new one is this record, and a line in the registry.
 
     Attributes:
-        build: `module:NAME` of a `sharding.context.Builder`, which makes the strategy on a rank. It is imported when a
-            run starts.
+        build: A `sharding.context.Builder`, which makes the strategy on a rank; or `module:NAME` of one, which is
+            imported when a run starts.
         check_model: `module:function`, (model, config): it raises ConfigError for what the modules alone tell.
         variants: The first is the default.
         family: The heading of its table in docs/strategies.md.
@@ -207,7 +207,7 @@ class Strategy:
     """
 
     name: str
-    build: str
+    build: Any
     variants: tuple[Variant, ...]
     family: str = "Data parallel"
     options: type[Section] | None = None
@@ -332,8 +332,10 @@ class RunLayout:
         return keys
 
 
-def resolved(target: str) -> Callable[..., Any]:
-    """Return the function that a record names as `module:function`."""
+def resolved(target: Any) -> Any:
+    """Return the object that a record names as `module:NAME`, or holds itself."""
+    if not isinstance(target, str):
+        return target
     from lockstep.core.extensions import import_target
 
-    return import_target(target)  # type: ignore[return-value]
+    return import_target(target)

@@ -19,7 +19,6 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.strategies import ddp, deepspeed, dp, fsdp, single
 from lockstep.strategies.partitions import AXES, PARTITIONS, partitions_of
 from lockstep.strategies.record import Partition, RunLayout, Strategy, Variant
-from lockstep.strategies.section import Choices
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Parallel
@@ -31,6 +30,7 @@ PLAIN = next(strategy for strategy in BUILTIN if strategy.variants[0].implied)
 """The strategy that a name of a product leaves out."""
 _KEY = "parallel.strategy"
 _strategies = {strategy.name: strategy for strategy in BUILTIN}
+_written: dict[str, str] = {}
 
 
 def register_strategy(strategy: Strategy) -> None:
@@ -76,7 +76,6 @@ def _of_packages() -> dict[str, str]:
 StrategyName = Annotated[
     str,
     AfterValidator(_known),
-    Choices(names),
     WithJsonSchema({"anyOf": [{"enum": list(names())}, {"pattern": ".+:.+", "type": "string"}]}),
 ]
 
@@ -127,7 +126,13 @@ def find_strategy(name: str) -> Strategy:
         why = f"{name} is a {type(strategy).__name__}; a strategy is a lockstep.Strategy"
         raise ConfigError(Problem("", _KEY, why))
     register_strategy(strategy)
+    _written[strategy.name] = name
     return strategy
+
+
+def written_name(strategy: Strategy) -> str:
+    """Return what a config names the strategy by, so that ranks in other processes find it too."""
+    return _written.get(strategy.name, strategy.name)
 
 
 def uses_ranks(name: str) -> bool:

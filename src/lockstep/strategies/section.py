@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -28,10 +26,3 @@ class Section(BaseModel):
         defer_build=True,
         protected_namespaces=(),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """Annotates text that is one of an open list of names, for messages and the reference page."""
-
-    names: Callable[[], tuple[str, ...]]

@@ -1,0 +1,80 @@
+"""The strategy of examples/own_strategy.py, which is defined outside of the package, is one like the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import small
+from kit.runs import differences, recorded
+
+import lockstep
+from lockstep.config.loading import validate
+from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.plan.features import table
+from lockstep.plan.placement import traffic
+from lockstep.plan.plan import make_plan
+from lockstep.strategies import registry
+from lockstep.strategies.record import Volume
+
+FILE = Path(__file__).parents[2] / "examples" / "own_strategy.py"
+TARGET = f"{FILE}:STRATEGY"
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Any:
+    known = dict(registry._strategies)
+    yield
+    registry._strategies.clear()
+    registry._strategies.update(known)
+
+
+def test_it_trains_as_the_single_process() -> None:
+    asked = small.config(
+        parallel={"strategy": TARGET, "flat": {"average": True}}, batch={"global_size": 13, "micro_size": 3}
+    )
+    assert differences(recorded(asked, ranks=2), recorded(small.config())) == []
+
+
+def test_plan_table_and_traffic_know_it() -> None:
+    config = validate(small.config(parallel={"strategy": TARGET})).config
+    weight = ParameterFacts("weight", (8, 8), 4, True)
+    plan = make_plan(config, 2, DataFacts(40, None), [weight])
+    assert (plan.strategy, plan.variant, plan.mesh.data) == ("flat", "flat", 2)
+    assert plan.placement.gradients == 4 * 64
+    assert traffic("flat", Volume(100, 100), 2).reduced == 100
+    assert "| single | dp | ddp | flat |" in table()
+
+
+def test_its_options_are_checked() -> None:
+    registry.find_strategy(TARGET)
+    with pytest.raises(lockstep.ConfigError, match=r"parallel\.flat\.averag: unknown key; did you mean average\?"):
+        validate(small.config(parallel={"strategy": "flat", "flat": {"averag": True}}))
+    with pytest.raises(lockstep.ConfigError, match=r"'falt' is not one of auto, .*, flat; did you mean flat"):
+        validate(small.config(parallel={"strategy": "falt"}))
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    flat = registry.find_strategy(TARGET)
+    with pytest.raises(lockstep.ConfigError, match="there is a strategy ddp already"):
+        lockstep.register_strategy(lockstep.Strategy(name="ddp", build="mine:BUILDER", variants=flat.variants))
+
+
+def test_verify_runs_it() -> None:
+    rows = lockstep.verify(small.config(parallel={"strategy": TARGET}), strategies="flat", ranks=2, steps=3)
+    assert [(row.strategy, row.passed) for row in rows] == [("flat", True)] * 3, rows
+
+
+@pytest.mark.parametrize(("first", "then"), [(TARGET, "ddp"), ("ddp", TARGET)])
+def test_its_checkpoint_resumes_under_ddp_and_the_reverse(first: str, then: str, tmp_path: Path) -> None:
+    def trained(folder: str, strategy: str, steps: int) -> float:
+        run = {"steps": steps, "folder": str(tmp_path / folder)}
+        asked = small.config(run=run, parallel={"strategy": strategy}, schedule={"kind": "constant"})
+        lockstep.train(asked, ranks=2 if strategy != "single" else None)
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines if "loss" in line][-1]
+
+    trained("run", first, 3)
+    assert trained("run", then, 6) == pytest.approx(trained("single", "single", 6), rel=1e-6)

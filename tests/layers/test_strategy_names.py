@@ -1,0 +1,72 @@
+"""Only the strategies' records compare with names of strategies: what differs is a fact of a record."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.strategies.registry import BUILTIN
+
+SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
+NAMES = {strategy.name for strategy in BUILTIN} | {variant.name for one in BUILTIN for variant in one.variants}
+ALLOWED = {
+    "config/foreign_words.py": "other tools' words for strategies",
+    "config/import_answers.py": "other tools' words for strategies",
+    "config/importing.py": "other tools' words for strategies",
+    "config/import_deepspeed.py": "a DeepSpeed config is one of its own strategy",
+}
+"""Files that still have comparisons, or speak of another thing by the same word; the list only shrinks."""
+
+
+def comparisons(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines of ==, !=, in, startswith, match cases and tables keyed by names of strategies."""
+    for node in ast.walk(tree):
+        values: list[ast.expr | None] = []
+        if isinstance(node, ast.Compare):
+            values = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            values = list(node.args) if node.func.attr in ("startswith", "endswith") else []
+        elif isinstance(node, ast.Dict) and sum(_names(key) for key in node.keys if key) > 1:
+            values = list(node.keys)
+        elif isinstance(node, ast.MatchValue):
+            values = [node.value]
+        if any(_names(value) for value in values if value is not None):
+            yield getattr(node, "lineno", 0) or node.value.lineno  # type: ignore[attr-defined]
+
+
+def _names(value: ast.expr) -> bool:
+    if isinstance(value, ast.Tuple | ast.List | ast.Set):
+        return any(_names(element) for element in value.elts)
+    return isinstance(value, ast.Constant) and value.value in NAMES
+
+
+def _files() -> Iterator[tuple[str, list[int]]]:
+    for file in sorted(SOURCE.rglob("*.py")):
+        path = file.relative_to(SOURCE).as_posix()
+        if not path.startswith("strategies/"):
+            yield path, list(comparisons(ast.parse(file.read_text())))
+
+
+def test_no_file_compares_with_the_name_of_a_strategy() -> None:
+    found = {path: lines for path, lines in _files() if lines and path not in ALLOWED}
+    assert found == {}, "state what differs in the strategy's record (lockstep/strategies), and ask the record"
+
+
+def test_the_allow_list_shrinks() -> None:
+    clean = {path for path, lines in _files() if not lines}
+    there = {path for path, _ in _files()}
+    assert not {path for path in ALLOWED if path in clean or path not in there}
+
+
+def test_each_kind_of_comparison_is_noticed() -> None:
+    for text in (
+        "x == 'ddp'",
+        "x != 'zero2'",
+        "x in ('single', 'other')",
+        "x.startswith('fsdp')",
+        "{'ddp': 1, 'fsdp': 2}",
+        "match x:\n    case 'deepspeed':\n        pass",
+    ):
+        assert list(comparisons(ast.parse(text))), text
+    assert not list(comparisons(ast.parse("f(strategy='ddp')")))
