@@ -21,11 +21,18 @@ if TYPE_CHECKING:
     from lockstep.core.errors import Failure as Failure
     from lockstep.core.errors import RunFailed as RunFailed
     from lockstep.core.errors import VerificationError as VerificationError
+    from lockstep.core.protocols import Monitor as Monitor
     from lockstep.core.protocols import Objective as Objective
+    from lockstep.core.protocols import ObjectStore as ObjectStore
     from lockstep.core.protocols import Source as Source
+    from lockstep.core.protocols import Transform as Transform
     from lockstep.core.records import Batch as Batch
     from lockstep.core.records import DataFacts as DataFacts
     from lockstep.core.records import EvaluationReport as EvaluationReport
+    from lockstep.core.records import Request as Request
+    from lockstep.core.records import RestartReport as RestartReport
+    from lockstep.core.records import RunInfo as RunInfo
+    from lockstep.core.records import SaveReport as SaveReport
     from lockstep.core.records import StepReport as StepReport
     from lockstep.distributed.generators import register_generator as register_generator
     from lockstep.distributed.sequences import positions as positions
@@ -54,13 +61,20 @@ _HOMES = {
     "DataFacts": "lockstep.core.records",
     "EvaluationReport": "lockstep.core.records",
     "Failure": "lockstep.core.errors",
-    "RunFailed": "lockstep.core.errors",
+    "Monitor": "lockstep.core.protocols",
+    "ObjectStore": "lockstep.core.protocols",
     "Objective": "lockstep.core.protocols",
     "Objects": "lockstep.training.user_objects",
+    "Request": "lockstep.core.records",
+    "RestartReport": "lockstep.core.records",
+    "RunFailed": "lockstep.core.errors",
+    "RunInfo": "lockstep.core.records",
+    "SaveReport": "lockstep.core.records",
     "Session": "lockstep.training.session",
     "Source": "lockstep.core.protocols",
     "StepReport": "lockstep.core.records",
     "Strategy": "lockstep.strategies.record",
+    "Transform": "lockstep.core.protocols",
     "VerificationError": "lockstep.core.errors",
     "broadcast": "lockstep.distributed.user_collectives",
     "checkpoint_activations": "lockstep.training.activation_checkpointing",

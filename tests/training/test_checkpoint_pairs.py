@@ -106,7 +106,7 @@ def _restored(session: Any, source: str, target: str, folder: str) -> dict[str, 
     """What was restored is saved at once: so all of it can be read again, however it is divided."""
     again = f"{folder}/{source}-{target}"
     checkpoints = Checkpoints(session, LocalStorage(Path(again)), {})
-    checkpoints.begin(Resume(origin=Path(folder) / source))
+    checkpoints.begin(Resume(origin=LocalStorage(Path(folder) / source)))
     assert checkpoints.resumed_from == CUT
     checkpoints.save()
     assert all(ended.failure is None for ended in checkpoints.finish())

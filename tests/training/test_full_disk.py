@@ -13,27 +13,26 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint import inspection
-from lockstep.checkpoint.local import LocalSink, LocalStorage
+from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.core.errors import RunFailed
 
 
 def _train_with_room_for(config: dict[str, Any], number: int, broken: tuple[str, ...] = ()) -> dict[str, Any]:
     """With a disk on which no file can be written while so many checkpoints are there."""
     place = LocalStorage(Path(config["run"]["folder"]) / "checkpoints")
-    write = LocalSink.write
+    write = LocalDraft.write
 
-    def full(sink: LocalSink, data: memoryview) -> None:
+    def full(draft: LocalDraft, file: str, data: memoryview) -> None:
         for name in broken:
-            file = Path(place.place, name, "rank-00000.safetensors")
-            if file.exists() and name in place.names():
-                file.write_bytes(bytes(file.stat().st_size))
+            damaged = Path(place.place, name, "rank-00000.safetensors")
+            if damaged.exists() and name in place.names():
+                damaged.write_bytes(bytes(damaged.stat().st_size))
         if len(place.names()) >= number:
-            os.close(sink._handle)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(sink, data)
+        write(draft, file, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalSink, "write", full)
+        patch.setattr(LocalDraft, "write", full)
         return lockstep.train(config).summary
 
 

@@ -78,10 +78,13 @@ def test_a_plain_script_starts_its_ranks(tmp_path: Path) -> None:
     assert losses[0][-1] < losses[0][0]
 
 
-def test_a_mean_is_no_objective(tmp_path: Path) -> None:
-    config = small.config(run={"steps": 1, "folder": str(tmp_path / "run")})
-    with pytest.raises(lockstep.ConfigError, match='reduction="sum"'):
-        lockstep.train(config, objective=nn.CrossEntropyLoss())
+def test_a_mean_of_torch_is_made_a_sum_and_a_count(tmp_path: Path) -> None:
+    config = small.config(run={"steps": 2, "folder": str(tmp_path / "run")})
+    losses = [
+        lockstep.train(config, objective=nn.CrossEntropyLoss(reduction=reduction), fresh=True).summary["loss"]
+        for reduction in ("mean", "sum")
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_given_without_an_object_is_refused() -> None:

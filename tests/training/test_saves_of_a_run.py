@@ -52,7 +52,7 @@ def test_a_file_is_no_folder(key: str, tmp_path: Path) -> None:
 
 def _with_a_full_disk(config: dict[str, Any]) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalDraft, "create", _full)
+        patch.setattr(LocalDraft, "write", _full)
         with pytest.raises(RunFailed) as raised:
             _run(config)
     return str(raised.value)

@@ -8,7 +8,6 @@ folder --> found, set aside    manifests alone
 from __future__ import annotations
 
 import calendar
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, by_step, read_manifest
 from lockstep.checkpoint.retention import Entry, best_of, superfluous
@@ -30,8 +28,6 @@ from lockstep.core.progress import Progress
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
-
-_ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +42,6 @@ class Found:
     step: int
     manifest: Manifest | None
     damage: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Aside:
-    """What a run has put aside: no run goes on from it, and none deletes it.
-
-    Attributes:
-        size: bytes of its files.
-    """
-
-    name: str
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +115,6 @@ def _is_there(storage: Storage, name: str) -> bool:
     return name in storage.names()
 
 
-def aside_in(folder: Path) -> list[Aside]:
-    """In the order of their names."""
-    if not folder.is_dir():
-        return []
-    entries = sorted(entry for entry in folder.iterdir() if _ASIDE.fullmatch(entry.name) and entry.is_dir())
-    return [Aside(entry.name, _bytes_in(entry)) for entry in entries]
-
-
 def is_checkpoint(path: Path) -> bool:
     """Whole or damaged, in use or put aside."""
     return path.is_dir() and ((path / MANIFEST).is_file() or bool(by_step([path.name])))
@@ -150,10 +126,6 @@ def age(manifest: Manifest, now: float) -> float | None:
         return max(0.0, now - calendar.timegm(time.strptime(manifest.written, "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
         return None
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(entry.stat().st_size for entry in folder.rglob("*") if entry.is_file())
 
 
 # --- which stay, and why ------------------------------------------------------------------------------------------
@@ -290,9 +262,9 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
     )
 
 
-def prune_aside(storage: LocalStorage, *, dry: bool) -> dict[str, int]:
+def prune_aside(storage: Storage, *, dry: bool) -> dict[str, int]:
     """Deletes what was put aside; returns names and bytes. Raises RunFailed, as `prune`."""
-    sizes = {one.name: one.size for one in aside_in(Path(storage.place))}
+    sizes = {one.name: one.size for one in storage.aside()}
     gone = list(sizes) if dry else _delete(storage, list(sizes))
     return {name: sizes[name] for name in gone}
 

@@ -21,13 +21,14 @@ from pathlib import Path
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import MANIFEST, read_whole
+from lockstep.checkpoint.storage import ASIDE, MANIFEST, Aside, read_whole
 from lockstep.core.flushing import flush
 from lockstep.core.open_files import is_behind, is_missing
 
 _LOCK = ".lock"
 _PUBLISHED, _DRAFT, _DELETED, _WITNESS = "step-", ".draft-", ".deleted-", ".witness-"
 _RESCUE = f"{_DRAFT}rescue-"
+_WRITE = 2**24  # bytes at a time
 
 
 class LocalStorage:
@@ -53,7 +54,7 @@ class LocalStorage:
 
     def owner(self) -> Owner | None:
         try:
-            source = LocalSource(self._folder / OWNER)
+            source = LocalFile(self._folder / OWNER)
             try:
                 return ownership.from_bytes(read_whole(source, ownership.MOST_BYTES))
             finally:
@@ -67,9 +68,7 @@ class LocalStorage:
             return
         self._make()
         new = self._folder / f"{_WITNESS}{OWNER}"
-        sink = LocalSink(new)
-        sink.write(memoryview(ownership.to_bytes(owner)))
-        sink.close()
+        _write_durably(new, memoryview(ownership.to_bytes(owner)))
         new.rename(self._folder / OWNER)
         flush(self._folder)
 
@@ -81,6 +80,13 @@ class LocalStorage:
         if not self._folder.is_dir():
             return []
         return sorted(entry.name for entry in self._folder.iterdir() if entry.name.startswith(_PUBLISHED))
+
+    def aside(self) -> list[Aside]:
+        if not self._folder.is_dir():
+            return []
+        entries = sorted(entry for entry in self._folder.iterdir() if ASIDE.fullmatch(entry.name) and entry.is_dir())
+        sizes = (sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()) for entry in entries)
+        return [Aside(entry.name, size) for entry, size in zip(entries, sizes, strict=True)]
 
     def begin(self, name: str) -> LocalDraft:
         draft = self._folder / f"{self._draft}{name}"
@@ -107,8 +113,8 @@ class LocalStorage:
     def is_taken(self, name: str) -> bool:
         return (self._folder / f"{_WITNESS}{name}").exists()
 
-    def open(self, name: str, file: str) -> LocalSource:
-        return LocalSource(self._folder / name / file)
+    def open(self, name: str, file: str) -> LocalFile:
+        return LocalFile(self._folder / name / file)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
@@ -199,8 +205,8 @@ class LocalDraft:
         self._draft = draft
         self._target = target
 
-    def create(self, file: str) -> LocalSink:
-        return LocalSink(self._draft / file)
+    def write(self, file: str, data: memoryview) -> None:
+        _write_durably(self._draft / file, data)
 
     def read(self, file: str) -> bytes:
         return (self._draft / file).read_bytes()
@@ -209,9 +215,7 @@ class LocalDraft:
         (self._draft / file).unlink()
 
     def publish(self, manifest: bytes) -> None:
-        sink = LocalSink(self._draft / MANIFEST)
-        sink.write(memoryview(manifest))
-        sink.close()
+        _write_durably(self._draft / MANIFEST, memoryview(manifest))
         flush(self._draft)
         if self._target.exists():
             raise FileExistsError(f"{self._target} exists")
@@ -226,29 +230,7 @@ class LocalDraft:
         _remove(self._draft)
 
 
-class LocalSink:
-    """A file, unbuffered; what a write before it left there is overwritten."""
-
-    def __init__(self, path: Path) -> None:
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
-
-    def write(self, data: memoryview) -> None:
-        written = 0
-        try:
-            while written < len(data):
-                written += os.write(self._handle, data[written:])
-        except BaseException:
-            os.close(self._handle)
-            raise
-
-    def close(self) -> None:
-        try:
-            os.fsync(self._handle)
-        finally:
-            os.close(self._handle)
-
-
-class LocalSource:
+class LocalFile:
     """A file that is there already."""
 
     def __init__(self, path: Path) -> None:
@@ -265,6 +247,18 @@ class LocalSource:
 
     def close(self) -> None:
         _close_what_was_read(self._handle)
+
+
+def _write_durably(path: Path, data: memoryview) -> None:
+    """Write a file and flush it; what an earlier write left there is overwritten."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+    try:
+        written = 0
+        while written < len(data):
+            written += os.write(handle, data[written : written + _WRITE])
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _open_file(path: Path) -> int:

@@ -25,7 +25,7 @@ from lockstep.distributed.shard_boxes import Box
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.storage import Source, Storage
+    from lockstep.checkpoint.storage import Storage, StoredFile
 
 _THREADS = 4  # hashing and reading leave the interpreter alone
 
@@ -69,7 +69,7 @@ class Reader:
         self._storage = storage
         self._name = name
         self._manifest = manifest
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, StoredFile] = {}
 
     def __enter__(self) -> Reader:
         return self

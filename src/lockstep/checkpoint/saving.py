@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.core.records import TrainingState
 
-_WRITE = 2**24  # bytes at a time
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -232,14 +230,9 @@ class Saver:
                 for place in layout.places
             ],
         }
-        sink = draft.create(layout.file)
-        for start in range(0, layout.size, _WRITE):
-            sink.write(image[start : start + _WRITE])
-        sink.close()
+        draft.write(layout.file, image)
         if self._axis.rank != 0:
-            sink = draft.create(_record_of(self._axis.rank))
-            sink.write(memoryview(_sealed(save.record)))
-            sink.close()
+            draft.write(_record_of(self._axis.rank), memoryview(_sealed(save.record)))
 
     def _end(self, save: _Save, *, failed: bool) -> None:
         """All ranks have settled, and know it."""

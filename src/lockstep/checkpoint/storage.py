@@ -1,56 +1,57 @@
-"""Where checkpoints lie: the few verbs that a place must know. One place today: a folder (`checkpoint.local`).
+"""Where checkpoints are kept: what the rest of Lockstep asks of a folder (`local`) or an object store (`objects`).
 
-    draft = storage.begin("step-00000480")        nothing is visible yet
-    sink = draft.create("rank-00000.safetensors")
-    sink.write(...); sink.close()                 durable when `close` returns
-    draft.publish(manifest)                       all of it is there now, or none
-    storage.names() --> [..., "step-00000480"]
-
-On an object store `begin` names a prefix, `close` completes an upload, and `publish` puts the manifest, last, if there
-is none yet.
+draft = storage.begin("step-00000480")                   nothing is visible yet
+draft.write("rank-00000.safetensors", image)             durable when it returns
+draft.publish(manifest)                                  all of it exists now, or nothing
+storage.names() --> [..., "step-00000480"]
 """
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.ownership import Owner
 
 MANIFEST = "manifest.json"
+ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
 
 
-class Sink(Protocol):
-    """A file that is being written."""
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A checkpoint that a run has set aside: no run resumes from it, and none deletes it.
 
-    def write(self, data: memoryview) -> None:
-        """Appends all of it. Raises OSError; then the sink is closed."""
+    Attributes:
+        size: bytes of its files.
+    """
 
-    def close(self) -> None:
-        """Returns when the bytes are on the disk. Raises OSError."""
+    name: str
+    size: int
 
 
 class Draft(Protocol):
-    """A checkpoint that is being written, by all ranks, each its own files. Nobody takes it for a finished one."""
+    """A checkpoint that all ranks are writing, each its own files. It does not exist for readers."""
 
-    def create(self, file: str) -> Sink:
-        """Raises OSError."""
+    def write(self, file: str, data: memoryview) -> None:
+        """Write a file, durably. Raises OSError."""
 
     def read(self, file: str) -> bytes:
-        """A file that some rank has closed. Raises OSError."""
+        """Return a file that some rank has written. Raises OSError."""
 
     def remove(self, file: str) -> None:
-        """A file that some rank has closed. Raises OSError."""
+        """Remove a file that some rank has written. Raises OSError."""
 
     def publish(self, manifest: bytes) -> None:
-        """By one rank, once: makes the checkpoint exist. Raises OSError: it doesn't exist then, or did so before."""
+        """Make the checkpoint exist; by one rank, once. Raises OSError: it does not exist then, or existed before."""
 
     def discard(self) -> None:
-        """Removes what was written, as far as possible. Never raises."""
+        """Remove what was written, as far as possible. Never raises."""
 
 
-class Source(Protocol):
+class StoredFile(Protocol):
     """A file that is being read."""
 
     @property
@@ -58,7 +59,7 @@ class Source(Protocol):
         """Bytes."""
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset` on. Raises OSError, also if the file ends before."""
+        """Fill `into` from byte `offset` on. Raises OSError, also if the file ends before."""
 
     def close(self) -> None: ...
 
@@ -68,64 +69,67 @@ class Storage(Protocol):
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Path or address, for messages."""
 
     def names(self) -> list[str]:
-        """Of all that were published, whole or damaged since. Raises OSError."""
+        """Return the names of all published checkpoints, damaged ones included. Raises OSError."""
+
+    def aside(self) -> list[Aside]:
+        """Return the checkpoints that were set aside, by name. Raises OSError."""
 
     def begin(self, name: str) -> Draft:
-        """By every rank. Raises OSError."""
+        """Begin a checkpoint; called by every rank. Raises OSError."""
 
     def apart(self) -> Storage:
-        """The same place; drafts begun there are none of those begun here."""
+        """Return the same place, with drafts that are distinct from those begun here."""
 
     def alone(self, name: str) -> AbstractContextManager[bool]:
-        """Whether no other process is in such a block of `name`. Raises OSError."""
+        """Enter a block that one process at a time is in; the value is whether it is this one. Raises OSError."""
 
     def is_taken(self, name: str) -> bool:
         """Whether a process is in a block of `alone`."""
 
-    def open(self, name: str, file: str) -> Source:
-        """Raises OSError."""
+    def open(self, name: str, file: str) -> StoredFile:
+        """Open a file of a published checkpoint. Raises OSError."""
 
     def reading(self, name: str) -> AbstractContextManager[None]:
-        """While the block runs, nobody deletes it."""
+        """Keep the checkpoint from being deleted while the block runs."""
 
     def delete(self, name: str) -> bool:
-        """Whether it could be deleted: not while it is being read. Raises OSError."""
+        """Delete a checkpoint; return False if it is being read, and stays. Raises OSError."""
 
     def set_aside(self, name: str, why: str) -> str:
-        """Renames it, so that `names` has it no more and people still find it; returns where it is. Raises OSError."""
+        """Rename a checkpoint so that `names` no longer lists it; return where it is. Raises OSError."""
 
     def claim(self) -> bool:
-        """Whether this process alone saves here, from now on until it ends. Raises OSError."""
+        """Whether this process alone saves here from now on, until it ends. Raises OSError."""
 
     def is_held(self) -> bool:
         """Whether what `claim` and `set_owner` have written is still there. Never raises."""
 
     @property
     def run(self) -> str | None:
-        """Id of the run whose checkpoints these must be; None: nothing says."""
+        """Id of the run whose checkpoints these must be; None: unknown."""
 
     def owner(self) -> Owner | None:
-        """The run that this place belongs to, as far as it says. Never raises."""
+        """Return the run that this place belongs to, as far as recorded. Never raises."""
 
     def set_owner(self, owner: Owner) -> None:
-        """From now on it belongs to `owner`. Raises OSError."""
+        """Record that this place belongs to `owner`. Raises OSError."""
 
     def sweep(self) -> None:
-        """Removes drafts that nobody will finish. Never raises."""
+        """Remove drafts that nobody will finish. Never raises."""
 
     def witness(self, token: str) -> AbstractContextManager[None]:
-        """While the block runs, whoever can see this place `sees` the token. Raises OSError."""
+        """Make `sees(token)` true for whoever shares this place, while the block runs. Raises OSError."""
 
     def sees(self, token: str) -> bool: ...
 
 
-def read_whole(source: Source, most: int) -> bytes:
-    """A small file. Raises OSError, also if it has more than `most` bytes."""
-    if source.size > most:
-        raise OSError(f"it has {source.size:,} bytes, where {most:,} at most can be")
-    data = bytearray(source.size)
-    source.read(0, memoryview(data))
+def read_whole(file: StoredFile, most: int) -> bytes:
+    """Return the content of a small file. Raises OSError, also if it has more than `most` bytes."""
+    if file.size > most:
+        raise OSError(f"it has {file.size:,} bytes, where {most:,} at most can be")
+    data = bytearray(file.size)
+    file.read(0, memoryview(data))
     return bytes(data)

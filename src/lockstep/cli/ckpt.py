@@ -40,15 +40,15 @@ def run(words: Sequence[str]) -> int:
 def _ls(words: Sequence[str]) -> int:
     args = _parser("ls", "Lists checkpoints, reading nothing but their manifests.").parse_args(words)
 
-    from lockstep.checkpoint.inspection import aside_in, found_in, reasons
+    from lockstep.checkpoint.inspection import found_in, reasons
     from lockstep.cli import ckpt_text
 
     place = _all_of(args.run, "ls lists")
     entries = found_in(place.storage)
-    why, aside = reasons(entries, _section(place)), aside_in(place.folder)
-    _print(ckpt_text.listed(place.folder, entries, why, aside))
+    why, aside = reasons(entries, _section(place)), place.storage.aside()
+    _print(ckpt_text.listed(place.place, entries, why, aside))
     if args.json:
-        emit({"run": str(args.run), **ckpt_text.listed_json(place.folder, entries, why, aside)})
+        emit({"run": str(args.run), **ckpt_text.listed_json(place.place, entries, why, aside)})
     return 0
 
 
@@ -66,7 +66,7 @@ def _show(words: Sequence[str]) -> int:
     name = choose(place, args.step)
     with distrusting(place.storage, name):
         manifest = manifest_of(place.storage, name)
-    _print(ckpt_text.shown(place.folder / name, manifest, tensors=args.tensors))
+    _print(ckpt_text.shown(place.where(name), manifest, tensors=args.tensors))
     if args.json:
         emit({"run": str(args.run), **ckpt_text.shown_json(name, manifest, tensors=args.tensors)})
     return 0
@@ -108,7 +108,7 @@ def _verify(words: Sequence[str]) -> int:
         verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, published))}
         emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
-        messages = [ckpt_text.distrusted(place.folder, faults, len(results))] if faults else []
+        messages = [ckpt_text.distrusted(place.place, faults, len(results))] if faults else []
         messages += [f"{run}/{result.name} is damaged: {result.fault}" for result in damaged]
         raise VerificationError("\n".join(messages))
     return 0
@@ -135,12 +135,12 @@ def _audit(words: Sequence[str]) -> int:
     try:
         result = audit(manifest.state, manifest.samples)
     except VerificationError as error:
-        raise VerificationError(f"{place.folder / name} can't be audited: {error}") from None
+        raise VerificationError(f"{place.where(name)} can't be audited: {error}") from None
     _print(ckpt_text.audited(manifest.step, result))
     if args.json:
         emit({"run": str(args.run), "step": manifest.step, **ckpt_text.audited_json(result)})
     if not result.complete:
-        raise VerificationError(f"{place.folder / name}: {ckpt_text.incomplete(result)}")
+        raise VerificationError(f"{place.where(name)}: {ckpt_text.incomplete(result)}")
     return 0
 
 
@@ -171,7 +171,7 @@ def _diff(words: Sequence[str]) -> int:
     names = [choose(place, at) for place, at in zip(places, args.steps or (None, None), strict=True)]
     with Side(places[0].storage, names[0]) as first, Side(places[1].storage, names[1]) as second:
         comparison = compare(first, second)
-    shown = [str(place.folder / name) for place, name in zip(places, names, strict=True)]
+    shown = [place.where(name) for place, name in zip(places, names, strict=True)]
     _print(ckpt_text.compared(shown, comparison))
     if args.json:
         emit({"checkpoints": shown, **ckpt_text.compared_json(comparison)})

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lockstep.checkpoint.inspection import Aside, Found, Pruned, Verified, age
+from lockstep.checkpoint.inspection import Found, Pruned, Verified, age
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.storage import Aside
 from lockstep.config.wording import yaml_like
 from lockstep.core import formatting
 
@@ -29,13 +29,13 @@ Object = dict[str, Any]
 # --- ls -----------------------------------------------------------------------------------------------------------
 
 
-def listed(folder: Path, found: Sequence[Found], why: Mapping[int, Sequence[str]], aside: Sequence[Aside]) -> Lines:
+def listed(folder: str, found: Sequence[Found], why: Mapping[int, Sequence[str]], aside: Sequence[Aside]) -> Lines:
     """A table; what is damaged, and what was put aside, in lines of their own."""
     if not found and not aside:
         return [f"there is no checkpoint in {folder}"]
     rows = [_row(one.manifest, why[one.step]) for one in found if one.manifest is not None]
     return [
-        str(folder),
+        folder,
         *(_table([("step", "samples", "written", "size", "stays as", "metrics"), *rows], ">>>><<") if rows else ()),
         *(f"{one.name} is damaged: {one.damage}" for one in found if one.damage is not None),
         *(f"put aside: {one.name}, {formatting.size(one.size)}" for one in aside),
@@ -43,11 +43,11 @@ def listed(folder: Path, found: Sequence[Found], why: Mapping[int, Sequence[str]
 
 
 def listed_json(
-    folder: Path, found: Sequence[Found], why: Mapping[int, Sequence[str]], aside: Sequence[Aside]
+    folder: str, found: Sequence[Found], why: Mapping[int, Sequence[str]], aside: Sequence[Aside]
 ) -> Object:
     """`size` in bytes."""
     return {
-        "folder": str(folder),
+        "folder": folder,
         "checkpoints": [
             {
                 "name": one.name,
@@ -87,11 +87,11 @@ def _progress(manifest: Manifest) -> Object:
 # --- show ---------------------------------------------------------------------------------------------------------
 
 
-def shown(path: Path, manifest: Manifest, *, tensors: bool) -> Lines:
+def shown(place: str, manifest: Manifest, *, tensors: bool) -> Lines:
     """All that the manifest says but hashes; each tensor only if asked for."""
     state = {key: value for key, value in manifest.state.items() if key != "ledger"}
     return [
-        str(path),
+        place,
         *_pairs(
             {
                 "run": manifest.run,
@@ -177,10 +177,10 @@ def verified(one: Verified) -> str:
     return f"{one.name}  whole: {formatting.size(one.size)} in {formatting.duration(one.seconds)}"
 
 
-def distrusted(folder: Path, faults: Sequence[Verified], number: int) -> str:
+def distrusted(folder: str, faults: Sequence[Verified], number: int) -> str:
     """Of so many that were read."""
     if number == 1:
-        return f"{folder / faults[0].name} is damaged: {faults[0].fault}"
+        return f"{folder}/{faults[0].name} is damaged: {faults[0].fault}"
     shown = "".join(f"\n  {one.name}: {one.fault}" for one in faults)
     return f"{len(faults)} of {number} checkpoints in {folder} are damaged:{shown}"
 

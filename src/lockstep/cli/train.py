@@ -41,7 +41,7 @@ def run(words: Sequence[str]) -> int:
     from lockstep.training.locations import find
     from lockstep.training.start_run import train
 
-    forked = find(origin, trusted=args.trust_run).folder if origin is not None and args.fork is not None else None
+    forked = find(origin, trusted=args.trust_run).storage if origin is not None and args.fork is not None else None
     resume = Resume(args.fresh, args.step, forked, args.accept_changes)
     recipe = name if origin is None else recipe_of(origin)
     code, folder = train(loaded, recipe, resume, trust_remote_code=args.trust_remote_code)

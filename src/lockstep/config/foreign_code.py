@@ -15,7 +15,10 @@ from lockstep.core.secrets import is_harmless_variable
 from lockstep.core.terminal import plain_line
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DataSource
+    from lockstep.config.schema import Config, DataSource, Extension
+
+
+GIVEN = "given"  # stands in a config for an object that is passed in Python
 
 
 def code_named_by(config: Config) -> tuple[str, ...]:
@@ -50,6 +53,19 @@ def code_in(config: Config) -> Iterator[tuple[str, str]]:
     yield from _of_data("data.train", config.data.train)
     for name, section in config.data.evaluation.items():
         yield from _of_data(f"data.evaluation.{name}", section)
+    for key, extension in extensions_in(config):
+        if extension.target != GIVEN:
+            yield f"{key}.target", extension.target
+
+
+def extensions_in(config: Config) -> Iterator[tuple[str, Extension]]:
+    """Yield each key whose section names a monitor, a transform or a storage."""
+    for index, section in enumerate(config.monitors):
+        yield f"monitors[{index}]", section
+    for index, section in enumerate(config.transforms):
+        yield f"transforms[{index}]", section
+    if config.checkpoint.storage is not None:
+        yield "checkpoint.storage", config.checkpoint.storage
 
 
 def _of_data(key: str, section: DataSource) -> Iterator[tuple[str, str]]:

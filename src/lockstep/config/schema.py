@@ -584,6 +584,16 @@ class Evaluation(Section):
     """Language models: go on with this text at the end, and show what comes."""
 
 
+class Extension(Section):
+    """Code of a user's or of an installed package."""
+
+    target: PathText
+    """`package.module:Name`, `path/to/file.py:Name`, or a name that a package registers; `given`: an object passed in
+    Python."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments to call it with, if it is a class or function."""
+
+
 class Checkpoint(Section):
     """When the state of the run is saved, and what is kept."""
 
@@ -591,6 +601,8 @@ class Checkpoint(Section):
     """Null: only when the run is stopped or done."""
     folder: PathText | None = None
     """Where all ranks can see it; null: `checkpoints` in the run's folder."""
+    storage: Extension | None = None
+    """An object store that holds the checkpoints in place of a folder (`lockstep.ObjectStore`)."""
     keep_last: Positive = 3
     """So many of the newest."""
     keep_every: Every | None = None
@@ -606,6 +618,8 @@ class Checkpoint(Section):
     def _keeps_by_progress(self) -> Checkpoint:
         if self.keep_every is not None and self.keep_every.unit == "minutes":
             raise ValueError("keep_every counts steps, samples, tokens or epochs; minutes aren't in a checkpoint")
+        if self.storage is not None and self.folder is not None:
+            raise ValueError("checkpoint.folder and checkpoint.storage exclude each other; leave one out")
         if self.best is not None and "." not in self.best:
             raise ValueError(f"best {self.best!r} names an evaluation set and a metric of it, such as held-out.loss")
         return self
@@ -677,6 +691,10 @@ class Config(Section):
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     monitor: MonitorConfig = MonitorConfig()
+    monitors: tuple[Extension, ...] = ()
+    """Further monitors, which see each report on the first rank (`lockstep.Monitor`)."""
+    transforms: tuple[Extension, ...] = ()
+    """Transforms of the model, applied before it is sharded (`lockstep.Transform`)."""
     run: Run
 
     @model_validator(mode="after")

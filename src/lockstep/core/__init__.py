@@ -1,1 +1,1 @@
-"""Words everybody speaks: failures, progress, keys, records, and the sockets between the rooms."""
+"""The parts that all packages share: failures, progress, keys, records, and the protocols between packages."""

@@ -88,6 +88,20 @@ def construct(kind: str, name: str, arguments: Mapping[str, Any], *, key: str = 
         return _call(name, function, arguments)
 
 
+def instance(kind: str, name: str, arguments: Mapping[str, Any], *, key: str = "") -> Any:
+    """Return the object that `name` stands for; a class or function is called with `arguments` first.
+
+    Raises:
+        ConfigError: as `construct`; or there are arguments for an object that is not called.
+    """
+    target = load(kind, name, key=key)
+    if inspect.isclass(target) or inspect.isroutine(target):
+        return construct(kind, name, arguments, key=key)
+    if arguments:
+        raise ConfigError(Problem("", key, f"{name} is an object, which takes no arguments; leave them out"))
+    return target
+
+
 def import_target(target: str) -> object:
     """Return the object that `target` names, as `module:Name` or `file.py:Name`; a file runs once per process.
 

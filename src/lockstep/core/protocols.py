@@ -20,6 +20,7 @@ from lockstep.core.records import (
     GlobalBatch,
     Inputs,
     Request,
+    RestartReport,
     RunInfo,
     SaveReport,
     StepReport,
@@ -226,16 +227,58 @@ class Transform(Protocol):
 
 
 class Monitor(Protocol):
-    """Looks at reports and may answer with requests. Nothing else reaches into the loop."""
+    """Sees what a run reports, on the first rank, and may answer with requests. Nothing else reaches into the loop.
 
-    def start(self, facts: RunInfo) -> None: ...
+    Subclass it and override what you need. A monitor that raises is dropped with a warning: it never ends a training.
+    """
 
-    def see(self, report: StepReport) -> Iterable[Request]: ...
+    def start(self, info: RunInfo) -> None:
+        """The run starts or resumes. Called once per attempt, before all others."""
+        return
 
-    def evaluated(self, report: EvaluationReport) -> Iterable[Request]: ...
+    def restarted(self, report: RestartReport) -> None:
+        """The run resumes from a checkpoint. Reports of later updates that an earlier attempt made no longer count."""
+        return
+
+    def see(self, report: StepReport) -> Iterable[Request]:
+        """An update was made. Return requests, which all ranks hear with the next update."""
+        return ()
+
+    def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
+        """An evaluation set was evaluated. Return requests, as `see`."""
+        return ()
 
     def saved(self, report: SaveReport) -> None:
-        """A save has ended, well or not. On the first rank alone."""
+        """A save has ended, successfully or not."""
+        return
 
     def finish(self, error: BaseException | None) -> None:
-        """Called once, also when the run fails."""
+        """The run ends, with `error` if it failed. Called once per attempt, after all others."""
+        return
+
+
+class ObjectStore(Protocol):
+    """Holds checkpoints as named objects (`step-00000480/manifest.json`): a bucket, a database, memory."""
+
+    @property
+    def place(self) -> str:
+        """Address, for messages."""
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of all objects that begin with `prefix`. Raises OSError."""
+
+    def size(self, name: str) -> int:
+        """Return the number of bytes of an object. Raises OSError, also if there is none."""
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on. Raises OSError."""
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Store an object, replacing one of that name; durable when it returns. Called in any thread.
+
+        Raises:
+            OSError: the object could not be stored.
+        """
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if there is one. Raises OSError."""

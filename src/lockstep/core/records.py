@@ -1,4 +1,4 @@
-"""The records that travel between the rooms. Values only: nobody holds a pointer back."""
+"""The records that travel between packages. They are values: nobody holds a pointer back."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from enum import Enum
 from typing import Any
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
-"""Of a model's forward: keyword arguments, or positional ones."""
+"""A forward's arguments: keyword arguments, or positional ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: what one forward and backward see.
+    """One micro-batch: the samples of one forward and backward.
 
     Attributes:
         inputs: keyword arguments of the model's forward (a mapping) or its positional ones (a tuple); tensors are
             [samples, ...].
-        targets: what the objective compares the outputs with; the model never sees it.
+        targets: what the objective compares the outputs with; the model does not get it.
         samples: how many samples it holds. 0 marks filler: it is computed so that no rank waits for a missing
-            collective, and its loss, count and metrics get no weight.
+            collective, and its loss, count and metrics have no weight.
         tokens: how many tokens it holds, padding not counted; for data without tokens, the samples.
     """
 
@@ -32,17 +32,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """This rank's share of the samples of one update, and the cursor behind them.
+    """This rank's share of the samples of one update, and the cursor after them.
 
     Attributes:
-        micro_batches: as many on every rank.
+        micro_batches: the same number on every rank.
         samples: over all ranks, filler not counted.
         count: valid targets in this rank's share, by the objective; with class weights the sum of their weights.
         tokens: in this rank's share.
         epoch: of its samples, from 0.
         cursor: samples consumed by the run once this update is done.
         step: the update it belongs to, from 0.
-        digest: of which samples this rank's share has (`data.order`).
+            digest: of which samples this rank's share has (`data.order`).
     """
 
     micro_batches: tuple[Batch, ...]
@@ -57,11 +57,11 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What planning needs to know of a data set.
+    """What planning needs to know about a data set.
 
     Attributes:
         samples: in one epoch.
-        tokens_per_sample: if every sample has as many; None if they differ.
+        tokens_per_sample: if all samples have the same number; None if they differ.
         vocabulary: number of token ids, if there are tokens.
         classes: number of classes, if there are any.
         bytes_per_token: mean, if the tokens stand for text whose bytes are known (1 for bytes themselves).
@@ -95,12 +95,12 @@ class ParameterFacts:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """All that an update changes, under names that depend on no mesh.
+    """Everything that an update changes, under names that do not depend on the mesh.
 
     Attributes:
         tensors: `model.PARAMETER_OR_BUFFER`, `optimizer.ENTRY.PARAMETER`, ...: the live ones (a DTensor where a rank
             holds a part), or what is to be put into them.
-        values: plain JSON: what isn't a tensor.
+        values: what is not a tensor, as plain JSON.
         changes_in_forward: names of tensors that a forward may change, not only an update (running means).
     """
 
@@ -110,21 +110,21 @@ class TrainingState:
 
 
 class Request(Enum):
-    """What anybody may ask of the run between updates. A set: asking twice is asking once.
+    """A request to the run between two updates.
 
-    Each has a slot in the vote, so that one rank's request is heard by all at the same update.
+    Each has a slot in the vote, so that all ranks receive one rank's request at the same update.
     """
 
     STOP = 0
     EVALUATE = 1
     SHOW_LOG = 2  # a rank's user code has logged something
     SAVE = 3
-    SAVE_MEMORY = 4  # a rank has little left: compute activations again from here on
+    SAVE_MEMORY = 4  # a rank is short of memory: recompute activations from here on
     FAIL = 5  # a rank has no data for the next update: all save this one, and the run fails
 
 
 class Tally(Enum):
-    """What each rank adds up in the vote besides its losses."""
+    """A sum in the vote, besides that of the losses."""
 
     DIGEST = 0  # of the samples of this update, see `data.order`; a sum is known modulo 2^40
     SETTLED = 1  # saves that this rank has written, or failed to
@@ -132,31 +132,33 @@ class Tally(Enum):
 
 
 class Verdict(Enum):
-    """What became of an update, by severity."""
+    """Whether an update was kept, or why it was discarded, by severity."""
 
     KEPT = 0
-    OVERFLOW = 1  # fp16 gradients overflowed the loss scale: expected now and then, and undone by a smaller scale
+    OVERFLOW = 1  # fp16 gradients overflowed the loss scale: expected occasionally; the scale is reduced
     NON_FINITE = 2  # a NaN or an infinity that no loss scale explains
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one update did, identical on every rank. On a GPU it is read one update late.
+    """The result of one update, identical on every rank.
 
     Attributes:
         step: the update's number, from 1.
-        samples, tokens: consumed by the run so far.
+        samples: consumed by the run so far.
+        tokens: consumed by the run so far.
         epoch: of the update's samples, from 0.
         loss: sum of losses over all valid targets of the update, divided by their number (the mean over targets).
         count: valid targets of the update, over all ranks.
         grad_norm: global 2-norm of the gradient of `loss`, before clipping.
         lr: learning rate of the update (of groups whose `lr_scale` is 1).
-        verdict: kept or not, and why.
+        verdict: whether the update was kept, and why not.
         loss_scale: of fp16, otherwise 1.
         discarded: updates discarded so far, this one included.
         seconds: since the run's first update began.
-        update_samples, update_tokens: of this update alone.
-        requests: what any rank asked for since the update before.
+        update_samples: of this update alone.
+        update_tokens: of this update alone.
+        requests: made by any rank since the update before.
     """
 
     step: int
@@ -182,13 +184,14 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """What one evaluation of one named set found, exact over all ranks.
+    """The result of evaluating on one set, exact over all ranks.
 
     Attributes:
         name: of the evaluation set.
         step: updates done when it was made.
         metrics: by name, `loss` always among them.
-        samples, seconds: how many, how long.
+        samples: number of samples evaluated.
+        seconds: duration.
     """
 
     name: str
@@ -199,17 +202,32 @@ class EvaluationReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What became of one save.
+class RestartReport:
+    """From where a run resumes.
 
     Attributes:
-        step: that it was made after.
+        attempt: number of this attempt, from 1.
+        step: of the checkpoint; updates after it are repeated, if an earlier attempt made them.
+        samples: consumed by the run up to there.
+    """
+
+    attempt: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The result of one save.
+
+    Attributes:
+        step: update after which it was made.
         size: bytes, of all ranks' files.
         seconds: from its start until it was published.
-        lost: seconds that the first rank's training waited for it.
-        failure: why it doesn't exist; None if it does.
-        made_room: an older checkpoint was deleted, since the disk was full: another attempt may succeed.
-        newest: step of the newest checkpoint that is there, if this one isn't; None: there is none, or nobody knows.
+        lost: seconds that training on the first rank waited for it.
+        failure: why the checkpoint does not exist; None if it does.
+        made_room: an older checkpoint was deleted because the disk was full: another attempt may succeed.
+        newest: step of the newest checkpoint that exists, if this one does not; None: there is none, or it is unknown.
     """
 
     step: int
@@ -223,20 +241,21 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What the start of a run prints and its folder keeps: the answers, not the questions.
+    """What the start of a run prints and its folder records: the config's choices as resolved.
 
     Attributes:
         recipe: what the run is called.
-        folder: where it lies.
+        folder: of the run.
         strategy, backend, precision, device: as resolved.
         ranks, steps, global_size, micro_size, accumulation: global_size = micro_size x accumulation x shares where
-            it divides. `steps` is None if only running will tell (a budget of tokens over ragged data).
+            it divides. `steps` is None if it is unknown in advance (a budget of tokens
+            over data of varying length).
         shares: ranks that have samples of their own; None: all.
         parameters, trainable: numbers of elements.
         peak_flops: of one rank's device in the compute precision, per second; None if unknown.
         flops_per_token: of forward and backward; None if unknown.
-        resumed_from: step of the checkpoint that this attempt went on from; None: it began anew.
-        notes: what a user should know, one sentence each.
+        resumed_from: step of the checkpoint that this attempt resumed from; None: it started from the beginning.
+        notes: further facts for the user, one sentence each.
     """
 
     recipe: str

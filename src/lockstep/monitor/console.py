@@ -21,7 +21,7 @@ from lockstep.core.terminal import plain, plain_line
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
-from lockstep.monitor.monitors import EpochReport, NextReport
+from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
 from lockstep.plan.batch import BatchPlan
 
 Progress = Literal["auto", "live", "plain", "none"]
@@ -33,7 +33,7 @@ _LOGGED_VALUES = 3
 _REASONS = {Verdict.OVERFLOW: "fp16 overflow", Verdict.NON_FINITE: "gradient not finite"}
 
 
-class Console:
+class Console(ThrottledMonitor):
     """Prints to a stream. A stream that breaks gets nothing more, and the run continues.
 
     Args:
@@ -54,9 +54,9 @@ class Console:
         self._printed_step = 0
         self._next_line = self._next_drawing = self._next_discarded = self._next_epoch = 0.0  # seconds of the run
 
-    def start(self, facts: RunInfo) -> None:
-        self._facts = facts
-        for line in run_info(facts):
+    def start(self, info: RunInfo) -> None:
+        self._facts = info
+        for line in run_info(info):
             self._output.print(line)
         self._output.start()
 

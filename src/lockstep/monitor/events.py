@@ -29,7 +29,7 @@ from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport
 from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.meters import Throughput
 from lockstep.monitor.metric_log import Histogram, Logged
-from lockstep.monitor.monitors import EpochReport, NextReport
+from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
 
 _log = logging.getLogger("lockstep.monitor")
 EVENTS = "events.jsonl"
@@ -37,7 +37,7 @@ _STEP = ("step", "samples", "tokens", "epoch", "loss", "count", "grad_norm", "lr
 _SUMMARY = ("strategy", "ranks", "backend", "device", "precision", "global_size", "parameters", "trainable")
 
 
-class EventLog:
+class EventLog(ThrottledMonitor):
     """Writes metrics.jsonl, and events.jsonl beside it.
 
     Rates are those since the line before, evaluations not counted.
@@ -62,9 +62,9 @@ class EventLog:
         """metrics.jsonl and events.jsonl."""
         return self._metrics, self._events
 
-    def start(self, facts: RunInfo) -> None:
-        if facts.resumed_from is not None:
-            self._write(self._events, {"resumed": facts.resumed_from, "step": facts.resumed_from, "ranks": facts.ranks})
+    def start(self, info: RunInfo) -> None:
+        if info.resumed_from is not None:
+            self._write(self._events, {"resumed": info.resumed_from, "step": info.resumed_from, "ranks": info.ranks})
 
     def next_report(self) -> NextReport:
         return NextReport(self._next_step, float("inf"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from lockstep.core.protocols import Monitor
-from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
+from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.monitor.metric_log import Logged
 
 _log = logging.getLogger("lockstep.monitor")
@@ -83,9 +83,12 @@ class Monitors:
         self._last_shown: StepReport | None = None
         self._epoch = _Epochs(0)
 
-    def start(self, facts: RunInfo) -> None:
-        self._epoch = _Epochs(facts.epoch_samples)
-        self._for_all(lambda monitor: monitor.start(facts))
+    def start(self, info: RunInfo) -> None:
+        self._epoch = _Epochs(info.epoch_samples)
+        self._for_all(lambda monitor: monitor.start(info))
+
+    def restarted(self, report: RestartReport) -> None:
+        self._for_all(lambda monitor: monitor.restarted(report))
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._last = report

@@ -24,7 +24,7 @@ from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport
 from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.meters import Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Histogram, Logged
-from lockstep.monitor.monitors import EpochReport, NextReport
+from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
 
 _log = logging.getLogger("lockstep.monitor")
 _SECONDS_BETWEEN_POINTS = 0.1
@@ -32,7 +32,7 @@ _FRAME = 16  # bytes of a record around its data
 _numbers = itertools.count()
 
 
-class TensorBoard:
+class TensorBoard(ThrottledMonitor):
     """Writes loss, gradient norm, learning rate, rates, evaluations, epochs and what user code logs.
 
     Args:
@@ -62,8 +62,8 @@ class TensorBoard:
         """The event file, once it has been begun."""
         return (self._file,) if self._file else ()
 
-    def start(self, facts: RunInfo) -> None:
-        self._facts = facts
+    def start(self, info: RunInfo) -> None:
+        self._facts = info
 
     def next_report(self) -> NextReport:
         return self._next

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from lockstep.config.approval import approved
+from lockstep.config.foreign_code import GIVEN
 from lockstep.config.known_runs import run_of
 from lockstep.config.loading import load, validate
 from lockstep.config.reading import read_file, to_python
@@ -114,10 +115,15 @@ def _loaded(config: ConfigLike, handed: Mapping[str, Any]) -> LoadedConfig:
 
 
 def _with(values: Mapping[str, Any], handed: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **values,
-        **{name: {**_still_meant(name, values.get(name, {})), **section} for name, section in handed.items()},
+    sections: dict[str, Any] = {
+        name: {**_still_meant(name, values.get(name, {})), **section}
+        for name, section in handed.items()
+        if name != "transforms"
     }
+    if "transforms" in handed:  # those that the config names stay; a run's own config has the placeholder already
+        named = [section for section in values.get("transforms", ()) if section.get("target") != GIVEN]
+        sections["transforms"] = [*named, *handed["transforms"]]
+    return {**values, **sections}
 
 
 _OF_RULES = ("name", "betas", "eps", "momentum", "nesterov")  # settings of the optimizers that have a name
@@ -130,7 +136,7 @@ def _still_meant(name: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
         return {key: value for key, value in asked.items() if key in ModelSection.model_fields}
     if name == "optim":
         return {key: value for key, value in asked.items() if key not in _OF_RULES}
-    return asked if name == "data" else {}
+    return asked if name in ("data", "checkpoint") else {}
 
 
 def _handed(given: UserObjects) -> dict[str, Any]:
@@ -148,8 +154,11 @@ def _handed(given: UserObjects) -> dict[str, Any]:
         "data": data,
         "optim": {"name": "given"} if given.optimizer is not None else {},
         "schedule": kind if given.schedule is not None else {},
+        "checkpoint": {"storage": {"target": GIVEN}} if given.storage is not None else {},
     }
-    return {name: section for name, section in sections.items() if section}
+    transforms = [{"target": GIVEN}] * len(given.transforms)
+    named = {name: section for name, section in sections.items() if section}
+    return {**named, "transforms": transforms} if transforms else named
 
 
 def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:

@@ -40,7 +40,7 @@ from lockstep.training.parallelize import WholeModel, load_builder, parallelize,
 from lockstep.training.readback import readback_from
 from lockstep.training.session import Components, Rate, Session
 from lockstep.training.sources import make_objective, open_sources, users_model
-from lockstep.training.user_objects import UserObjects
+from lockstep.training.user_objects import UserObjects, user_transforms
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -65,7 +65,7 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
     prepared = _prepare(config, world, given)
     whole, plan, source, objective = prepared.whole, prepared.plan, prepared.source, prepared.objective
     optimizer = ConfiguredOptimizer(config.optim, plan.groups, given.optimizer)
-    made = parallelize(whole, config, plan, world, optimizer)
+    made = parallelize(whole, config, plan, world, optimizer, user_transforms(config, given))
     engine, consensus = build_engine(made, config, plan, world, source, objective, prepared.computed)
 
     dtype = resolve_compute(config.precision.compute, world.device)

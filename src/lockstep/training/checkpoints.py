@@ -8,14 +8,12 @@ finish    the last save exists, or the run says that it doesn't
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import math
 import os
-import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,34 +22,29 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.checkpoint.loading import Loaded, load_newest, set_back
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint
+from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.ownership import Owner
-from lockstep.checkpoint.reading import by_step
 from lockstep.checkpoint.retention import Retention, is_better
-from lockstep.checkpoint.saving import Identity, Moment, Saver, name_of, reason_of
+from lockstep.checkpoint.saving import Identity, Moment, Saver, name_of
 from lockstep.checkpoint.storage import MANIFEST
-from lockstep.config.known_runs import id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.local_paths import local_path
 from lockstep.core.out_of_memory import mark
-from lockstep.core.peers import blames_a_peer
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
-from lockstep.distributed.collectives import LocalGroup, over_store
-from lockstep.distributed.timeouts import is_timeout
 from lockstep.distributed.user_collectives import print_once
-from lockstep.monitor.folder import CHECKPOINTS, RunFolderTaken
+from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
-from lockstep.strategies.registry import find_strategy
-from lockstep.training.saved_state import check_state
+from lockstep.training.rescue import Rescue
+from lockstep.training.saved_state import changes, check_state, data_identity
 from lockstep.training.session import FailureState, Session, components_of
 from lockstep.training.triggers import Trigger
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import Storage
-    from lockstep.config.schema import Config
     from lockstep.core.progress import Progress
-    from lockstep.distributed.store_exchange import StoreExchange
+    from lockstep.core.protocols import ObjectStore
     from lockstep.monitor.history import HistoryFiles
 
 _log = logging.getLogger("lockstep.checkpoint")
@@ -66,34 +59,30 @@ class Resume:
     Attributes:
         fresh: anew, whatever was saved before.
         step: from this checkpoint; None: from the newest.
-        origin: from a checkpoint that lies in this folder, another run's; None: from its own.
+        origin: from a checkpoint in this storage, another run's; None: from its own.
         accept_changes: although data, model or seed are others than before.
     """
 
     fresh: bool = False
     step: int | None = None
-    origin: Path | None = None
+    origin: Storage | None = None
     accept_changes: bool = False
 
 
-def checkpoint_folder(config: Config, run: Path) -> Path:
-    """Where a run's checkpoints lie, absolute. Raises ConfigError if that is a file."""
-    place = Path(config.checkpoint.folder or run / CHECKPOINTS).absolute()
-    if place.exists() and not place.is_dir():
-        raise ConfigError(Problem("", "checkpoint.folder", f"{place} is a file; name a folder"))
-    return place
-
-
-def storage_of(config: Config, run: Path) -> LocalStorage:
-    """A run's checkpoints. Raises ConfigError if a file lies there."""
-    return LocalStorage(checkpoint_folder(config, run), id_of_run(run))
-
-
 def checkpoints_in(
-    session: Session, place: str | os.PathLike[str], *, fresh: bool = False, accept_changes: bool = False
+    session: Session,
+    place: str | os.PathLike[str] | ObjectStore,
+    *,
+    fresh: bool = False,
+    accept_changes: bool = False,
 ) -> Checkpoints:
     """Return the checkpoints of a session under a custom loop; see `Session.checkpoints`."""
-    checkpoints = Checkpoints(session, LocalStorage(local_path(place).absolute()), {})
+    storage: Storage
+    if isinstance(place, str | os.PathLike):
+        storage = LocalStorage(local_path(place).absolute())
+    else:
+        storage = ObjectStorage(place)
+    checkpoints = Checkpoints(session, storage, {})
     for note in checkpoints.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
         print_once(f"lockstep: {note}")
     return checkpoints
@@ -123,7 +112,9 @@ class Checkpoints:
         recipe: str = "session",
     ) -> None:
         config = components_of(session).config
+        components = components_of(session)
         self._session = session
+        self._data = data_identity(components.source, components.plan.epoch_samples)
         self._storage = storage
         self._axis = components_of(session).world.axis
         self._section = config.checkpoint
@@ -172,7 +163,7 @@ class Checkpoints:
         if resume.fresh:
             self._put_aside(-1, {}, notes)
         else:
-            origin = LocalStorage(resume.origin) if resume.origin is not None else self._storage
+            origin = resume.origin or self._storage
             found = self._restore(origin, resume)
             if found is not None:
                 self._go_on(found, resume, notes)
@@ -236,7 +227,7 @@ class Checkpoints:
         check_state(manifest)
         if manifest.step in unusable:
             raise CorruptCheckpoint(MANIFEST, unusable[manifest.step])
-        differences = changes(manifest.config, manifest.state, self._session)
+        differences = self._changes(manifest)
         if differences and not resume.accept_changes:
             shown = "".join(f"\n  {one}" for one in differences)
             raise ConfigError(
@@ -245,13 +236,16 @@ class Checkpoints:
                 f"fresh=True)"
             )
 
+    def _changes(self, manifest: Manifest) -> list[str]:
+        return changes(manifest, components_of(self._session).config, self._data)
+
     def _go_on(self, found: Loaded, resume: Resume, notes: list[str]) -> None:
         self._best = found.manifest.state.get("best")
         self.written = found.manifest.environment.get(HISTORY)
         self.resumed_from = self._saved_at = found.manifest.step
         notes += [f"resumes from step {found.manifest.step:,} ({found.manifest.samples:,} samples)"]
         notes += [f"{name} could not be used: {why}" for name, why in found.broken.items()]
-        changed = changes(found.manifest.config, found.manifest.state, self._session)
+        changed = self._changes(found.manifest)
         notes += [f"goes on although this changed: {one}" for one in changed]
         if resume.origin is None:
             self._put_aside(found.manifest.step, found.broken, notes)
@@ -381,122 +375,16 @@ class Checkpoints:
 
     def _moment(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> Moment:
         progress = self._session.progress
-        values = {**state.values, "data": data_facts(self._session), "best": self._best}
+        values = {**state.values, "data": self._data, "best": self._best}
         known = {} if self.history is None else {HISTORY: self.history.marks()}
         return Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)), known)
 
     def rescue(self, error: BaseException) -> str | None:
-        """Saves what a run that `error` ends has learned since its last save; returns what to report of it.
-
-        Nothing that was saved before is deleted for it. Where all ranks know of the failure they save together. Where
-        they don't, a rank that holds the whole state saves it alone; otherwise it calls the others, which may wait for
-        it in a collective, and all save together.
-        """
-        session, saver = self._session, self._saver
-        step = session.progress.steps
-        if saver is None or step == self._began_at:
+        """Save what a run that `error` ends has learned since its last save; return what to report."""
+        if self._saver is None or self._session.progress.steps == self._began_at:
             return None
-        try:
-            failure = self._rescue(saver, error)
-        except Exception as another:
-            failure = reason_of(another)
-        if failure is None:
-            return f"the state after step {step:,} is saved in {self._storage.place}; start it again to continue"
-        newest = max(by_step(self._storage.names()), default=None)
-        kept = f"; the newest checkpoint is that of step {newest:,}" if newest is not None else ""
-        return f"the state after step {step:,} could not be saved: {failure}{kept}"
-
-    def _rescue(self, saver: Saver, error: BaseException) -> str | None:
-        """Return why nothing could be saved; None if it is."""
-        fails_together = self._failure_state.fails_together
-        if fails_together:
-            saver.finish()
-        else:
-            saver.abandon()
-        unsound = self._why_unsound()
-        if not fails_together and not self._holds_everything():
-            return self._rescue_with_others(saver, unsound, error)
-        if self._is_saved():
-            return None
-        if unsound is not None:
-            return unsound
-        return self._save_now(saver) if fails_together else self._rescue_alone(saver.identity)
-
-    def _why_unsound(self) -> str | None:
-        """Why the session's state is not that after its last update; None if it is, or is again now."""
-        if self._failure_state.updating:
-            return "the failure came in the middle of an update"
-        lost = self._failure_state.undo_forward(components_of(self._session).sharding.state.model)
-        if lost:
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"
-        return None
-
-    def _holds_everything(self) -> bool:
-        """Whether this rank has the whole state, and nothing in it is each rank's own."""
-        plan = components_of(self._session).plan
-        if not find_strategy(plan.strategy).holds_everything or plan.mesh.ranks != plan.mesh.data:
-            return False
-        return not self._session.state(synchronized=False).changes_in_forward
-
-    def _is_saved(self) -> bool:
-        return self._session.progress.steps in by_step(self._storage.names())
-
-    def _save_now(self, saver: Saver) -> str | None:
-        """All ranks together; returns why it failed, None if it exists."""
-        saver.keep_all()
-        step, state = self._session.progress.steps, self._session.state()
-        saver.start(state, self._moment(state))
-        return next((report.failure for report in self.finish() if report.step == step), None)
-
-    def _rescue_with_others(self, saver: Saver, unsound: str | None, error: BaseException) -> str | None:
-        """With the other ranks, which may not know of the failure yet; collectives can't be used any more."""
-        session = self._session
-        exchange = components_of(session).world.exchange
-        assert exchange is not None, "a rank that is alone fails together with all there are"
-        if not exchange.called():
-            if blames_a_peer(error) or is_timeout(error):
-                return "it is divided over ranks, and another rank has ended or hangs"
-            exchange.call()
-        told = cast("list[tuple[int, str | None]]", exchange.meet((session.progress.steps, unsound)))
-        try:
-            return self._rescue_after_meeting(saver, exchange, told)
-        finally:
-            exchange.close()
-
-    def _rescue_after_meeting(
-        self, saver: Saver, exchange: StoreExchange, told: Sequence[tuple[int, str | None]]
-    ) -> str | None:
-        for rank, (_, unsound) in enumerate(told):
-            if unsound is not None:
-                return f"rank {rank}: {unsound}"
-        steps = [step for step, _ in told]
-        if len(set(steps)) > 1:
-            most = steps.index(max(steps))
-            least = steps.index(min(steps))
-            return f"rank {least} has finished update {steps[least]:,}, and rank {most} update {steps[most]:,}"
-        with over_store(exchange):
-            is_saved = self._axis.broadcast(self._is_saved() if self._axis.rank == 0 else None)
-            return None if is_saved else self._save_now(saver)
-
-    def _rescue_alone(self, identity: Identity) -> str | None:
-        """By one rank, without a collective."""
-        session, name = self._session, name_of(self._session.progress.steps)
-        state = session.state(synchronized=False)
-        with self._storage.alone(name) as first:
-            if first:
-                saver = Saver(self._storage.apart(), LocalGroup(), components_of(session).world.device, identity)
-                saver.start(state, self._moment(state))
-                saver.finish()
-                return next((report.failure for report in saver.outcomes()), None)
-        return self._wait_for(name)
-
-    def _wait_for(self, name: str) -> str | None:
-        """Another rank saves it: the end of this one would end it, too."""
-        until = time.monotonic() + components_of(self._session).config.launch.timeout
-        while time.monotonic() < until and self._storage.is_taken(name):
-            time.sleep(0.05)
-        return None if name in self._storage.names() else "another rank could not save it"
+        rescue = Rescue(self._session, self._storage, self._saver, self._failure_state, self._moment)
+        return rescue.save(error)
 
     def finish(self) -> list[SaveReport]:
         """Waits for the save under way; returns those that have ended since `outcomes`, on all ranks."""
@@ -585,61 +473,3 @@ class Checkpoints:
 def flat(evaluations: Iterable[EvaluationReport]) -> dict[str, float]:
     """`set.metric` -> value."""
     return {f"{report.name}.{name}": value for report in evaluations for name, value in report.metrics.items()}
-
-
-def data_facts(session: Session) -> dict[str, Any]:
-    """By what a run knows its data again."""
-    source = components_of(session).source
-    return {
-        "fingerprint": source.fingerprint,
-        "samples": source.facts.samples,
-        "epoch_samples": components_of(session).plan.epoch_samples,
-    }
-
-
-# --- the same run? ------------------------------------------------------------------------------------------------
-
-_DATA = {
-    "fingerprint": "the fingerprint of data.train",
-    "samples": "the samples of data.train",
-    "epoch_samples": "the samples of an epoch (those that fill batch.global_size, with data.drop_last)",
-}
-_THE_RUN = ("model", "objective", "data.train", "data.shuffle", "data.drop_last", "run.seed", "optim.name")
-
-
-def changes(config: Mapping[str, Any], state: Mapping[str, Any], session: Session) -> list[str]:
-    """What makes this another run than the one that was saved, one line each."""
-    here = finite(to_public(components_of(session).config))
-    found = []
-    for place in _THE_RUN:
-        then, now = _at(config, place), _at(here, place)
-        if then != now and not (place == "optim.name" and now == "given"):  # earlier versions recorded another name
-            found += _differences(place, then, now)
-    then, now = _at(config, "schedule.kind"), _at(here, "schedule.kind")
-    if then == "given" != now:  # a curve of the config's may be changed; this one somebody has only left out
-        found += _differences("schedule.kind", then, now)
-    saved, mine = state.get("data", {}), data_facts(session)
-    if not any(line.startswith("data.") for line in found):
-        found += [
-            f"{_DATA[fact]}: {saved.get(fact)} then, {mine[fact]} now" for fact in mine if saved.get(fact) != mine[fact]
-        ]
-    return found
-
-
-def _at(config: Mapping[str, Any], place: str) -> Any:
-    value: Any = config
-    for key in place.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def _differences(place: str, then: Any, now: Any) -> list[str]:
-    """A key that wasn't there then has come with a newer version, as its default."""
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        return [
-            line
-            for key in then
-            if then[key] != now.get(key)
-            for line in _differences(f"{place}.{key}", then[key], now.get(key))
-        ]
-    return [f"{place}: {json.dumps(then)} then, {json.dumps(now)} now"]

@@ -87,7 +87,7 @@ class Exported:
         broken: newer checkpoints that could not be used, and why.
     """
 
-    checkpoint: Path
+    checkpoint: str
     step: int
     form: Form
     target: Path
@@ -125,7 +125,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     except Exception as error:  # torch and safetensors have exceptions of their own for a full disk
         raise RunFailed(f"{target} could not be written: {_cause(error)}") from error
     return Exported(
-        checkpoint=place.folder / taken.name,
+        checkpoint=place.where(taken.name),
         step=taken.manifest.step,
         form=form,
         target=target,
@@ -142,14 +142,14 @@ def _step(place: CheckpointLocation, arguments: ExportArguments) -> int | None:
     """Return the checkpoint's step; None for the newest whose model verifies."""
     steps = by_step(place.storage.names())
     if not steps:
-        raise ConfigError(f"{place.folder} has no checkpoint")
+        raise ConfigError(f"{place.place} has no checkpoint")
     if place.name is not None:
         if arguments.best or arguments.step is not None:
             raise ConfigError(f"{place.name} is one checkpoint; --step and --best choose one of a run's")
         return next(step for step, name in steps.items() if name == place.name)
     if arguments.step is not None and arguments.step not in steps:
         there = ", ".join(map(str, steps))
-        raise ConfigError(f"{place.folder} has no checkpoint of step {arguments.step}; it has those of {there}")
+        raise ConfigError(f"{place.place} has no checkpoint of step {arguments.step}; it has those of {there}")
     if arguments.step is not None:
         return arguments.step
     config = _config_of(place).config
@@ -163,7 +163,7 @@ def _best(place: CheckpointLocation, config: Config) -> int:
         raise ConfigError("--best: this run's config names no metric (checkpoint.best); give --step")
     step = Retention(place.storage, config.checkpoint, epoch_samples=1).best
     if step is None:
-        raise ConfigError(f"no checkpoint in {place.folder} has {config.checkpoint.best} in it; give --step")
+        raise ConfigError(f"no checkpoint in {place.place} has {config.checkpoint.best} in it; give --step")
     return step
 
 
@@ -175,16 +175,16 @@ def _config_of(place: CheckpointLocation) -> LoadedConfig:
     faults = []
     for step in sorted(names, reverse=True):
         try:
-            return _config_in(read_manifest(place.storage, names[step]), place.folder / names[step] / MANIFEST)
+            return _config_in(read_manifest(place.storage, names[step]), f"{place.where(names[step])}/{MANIFEST}")
         except CorruptCheckpoint as fault:
             faults.append(f"\n  {names[step]}: {fault}")
-    raise RunFailed(f"{place.folder} has no checkpoint that can be used:{''.join(faults)}")
+    raise RunFailed(f"{place.place} has no checkpoint that can be used:{''.join(faults)}")
 
 
-def _config_in(manifest: Manifest, file: Path) -> LoadedConfig:
+def _config_in(manifest: Manifest, file: str) -> LoadedConfig:
     """Return the manifest's config as that of its run."""
     loaded = validate(manifest.config)
-    run = RunConfig(str(file), file.parent, known_as(manifest.run, manifest.config))
+    run = RunConfig(file, Path(file).parent, known_as(manifest.run, manifest.config))
     return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
 
 

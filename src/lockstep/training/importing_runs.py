@@ -23,13 +23,15 @@ from lockstep.models.weight_matching import match_weights
 from lockstep.models.zero_files import ZeroCheckpoint, read_zero
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import RunFolder, is_run
-from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
+from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.job import opened
+from lockstep.training.locations import storage_of
 from lockstep.training.session import components_of
 from lockstep.training.user_objects import UserObjects
 
 if TYPE_CHECKING:
-    from lockstep.training.session import Session
+    from lockstep.training.locations import storage_of
+from lockstep.training.session import Session
 
 _ADAMS = ("adamw", "adam")
 

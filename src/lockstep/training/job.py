@@ -22,7 +22,7 @@ from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import ran_out
 from lockstep.core.ranks import names_a_rank
-from lockstep.core.records import Request, RunInfo, StepReport
+from lockstep.core.records import Request, RestartReport, RunInfo, StepReport
 from lockstep.data.hub import names_hub
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
@@ -41,16 +41,17 @@ from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
-from lockstep.training.checkpoints import Checkpoints, Resume, storage_of
+from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, looking
+from lockstep.training.locations import storage_of
 from lockstep.training.out_of_memory import Setting, explain, setting_of
 from lockstep.training.ownership import run_folder_for
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of
 from lockstep.training.text import codec_of, sample
-from lockstep.training.user_objects import UserObjects
+from lockstep.training.user_objects import UserObjects, user_monitors
 from lockstep.training.weights import save_weights, tokenizer_of
 
 if TYPE_CHECKING:
@@ -108,9 +109,15 @@ def run_job(job: Job) -> Finished:
     with opened(job.config, job.given) as session, _tracebacks_kept(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
-        monitors = Monitors(_watchers(job.config, folder, components_of(session).world, checkpoints))
+        world = components_of(session).world
+        users = user_monitors(job.config, job.given) if world.rank == 0 else []
+        monitors = Monitors(_watchers(job.config, folder, world, checkpoints), users)
         with _watched(session, checkpoints, folder) as held:
             with metric_log.recording(MetricLog()) as log, _shown(monitors, facts):
+                if checkpoints.resumed_from is not None:
+                    monitors.restarted(
+                        RestartReport(session.attempt, checkpoints.resumed_from, session.progress.samples)
+                    )
                 drain = _Drain(session, monitors, log)
                 try:
                     results = run(session, monitors, checkpoints, drain)
@@ -119,9 +126,7 @@ def run_job(job: Job) -> Finished:
                 if job.config.evaluation.prompt is not None:
                     metric_log.text("sample", sample(session, job.config.evaluation.prompt))
                 drain.show(results.progress.steps)
-            with run_signals(
-                shown=components_of(session).world.rank == 0, ends=True
-            ):  # it is done: a stop has nothing to do
+            with run_signals(shown=world.rank == 0, ends=True):  # the run is done: there is nothing to stop
                 summary = _leave(session, checkpoints, facts, results, held)
     return Finished(summary, folder)
 
@@ -267,7 +272,9 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     """Goes on from a checkpoint or begins anew; either way the folder then tells of one run, up to here."""
     first = components_of(session).world.rank == 0
     environment = {"recipe": job.recipe, **describe()} if first else {}
-    checkpoints = Checkpoints(session, storage_of(job.config, folder), environment, folder, job.recipe)
+    checkpoints = Checkpoints(
+        session, storage_of(job.config, folder, job.given.storage), environment, folder, job.recipe
+    )
     notes = checkpoints.begin(job.resume)
     if first:
         place = RunFolder.open(folder)

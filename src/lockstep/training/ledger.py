@@ -61,7 +61,7 @@ class Ledger:
     def __init__(self, ranks: int, order: OrderFacts) -> None:
         self._ranks = ranks
         self._order = order
-        self._attempt = 1
+        self.attempt = 1
         self._ended: list[Segment] = []
         self._first = self._last = 0
         self._digest = 0
@@ -80,7 +80,7 @@ class Ledger:
         if self._first == self._last:
             return list(self._ended)
         digest = self._digest % MODULUS
-        open_one = Segment(self._attempt, self._ranks, self._first, self._last, digest, self._order)
+        open_one = Segment(self.attempt, self._ranks, self._first, self._last, digest, self._order)
         return [*self._ended, open_one]
 
     def state(self) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ class Ledger:
     def restore(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Goes on with a new attempt."""
         self._ended = segments_in(state)
-        self._attempt = 1 + max((segment.attempt for segment in self._ended), default=0)
+        self.attempt = 1 + max((segment.attempt for segment in self._ended), default=0)
         self._first = self._last = self._ended[-1].last if self._ended else 0
         self._digest = 0
 

@@ -15,30 +15,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.inspection import aside_in, is_checkpoint
+from lockstep.checkpoint.inspection import is_checkpoint
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.reading import by_step
+from lockstep.config.foreign_code import GIVEN
 from lockstep.config.known_runs import id_of_run
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.extensions import instance
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_escaping_links
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
+    from lockstep.core.protocols import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLocation:
-    """Checkpoints that somebody means.
+    """The checkpoints that a path stands for.
 
     Attributes:
-        folder: that they lie in.
-        run: folder of the run that they are of; None: only they were named.
-        loaded: the config of that run, if it has one, to be looked at.
-        name: of the one that was named; None: all of them were.
+        storage: holds them.
+        run: folder of the run that they belong to; None: only they were named.
+        loaded: the config of that run, if it has one; not yet approved.
+        name: of the single checkpoint that was named; None: all of them were.
     """
 
-    folder: Path
+    storage: Storage
     run: Path | None = None
     loaded: LoadedConfig | None = None
     name: str | None = None
@@ -48,8 +53,42 @@ class CheckpointLocation:
         return self.loaded.config if self.loaded is not None else None
 
     @property
-    def storage(self) -> LocalStorage:
-        return LocalStorage(self.folder, id_of_run(self.run) if self.run is not None else None)
+    def place(self) -> str:
+        """Path or address of all of them, for messages."""
+        return self.storage.place
+
+    def where(self, name: str) -> str:
+        """Return the path or address of one of them, for messages."""
+        return f"{self.place}/{name}"
+
+
+def checkpoint_folder(config: Config, run: Path) -> Path:
+    """Return the absolute folder of a run's checkpoints. Raises ConfigError if that is a file."""
+    place = Path(config.checkpoint.folder or run / CHECKPOINTS).absolute()
+    if place.exists() and not place.is_dir():
+        raise ConfigError(Problem("", "checkpoint.folder", f"{place} is a file; name a folder"))
+    return place
+
+
+def storage_of(config: Config, run: Path, given: ObjectStore | None = None) -> Storage:
+    """Return the storage of a run's checkpoints.
+
+    Args:
+        run: the run's folder.
+        given: the object store that was passed in Python, if any.
+
+    Raises:
+        ConfigError: checkpoint.folder is a file, or checkpoint.storage can't be had.
+    """
+    section = config.checkpoint.storage
+    if section is None:
+        return LocalStorage(checkpoint_folder(config, run), id_of_run(run))
+    key = "checkpoint.storage.target"
+    if section.target != GIVEN:
+        return ObjectStorage(instance("storage", section.target, section.arguments, key=key), id_of_run(run))
+    if given is None:
+        raise ConfigError(Problem("", key, "the checkpoints are in a storage that was passed in Python; pass it again"))
+    return ObjectStorage(given, id_of_run(run))
 
 
 def find(path: Path, *, trusted: bool = False) -> CheckpointLocation:
@@ -64,7 +103,7 @@ def find(path: Path, *, trusted: bool = False) -> CheckpointLocation:
         return _of_run(where, trusted=trusted)
     if is_checkpoint(where):
         around = _around(where.parent)
-        return CheckpointLocation(where.parent, around.run, around.loaded, where.name)
+        return CheckpointLocation(around.storage, around.run, around.loaded, where.name)
     if _holds_checkpoints(where):
         return _around(where)
     if not path.exists():
@@ -80,50 +119,53 @@ def choose(place: CheckpointLocation, step: int | None) -> str:
     """
     if place.name is not None:
         if step is not None:
-            raise ConfigError(f"--step chooses among checkpoints, and {place.folder / place.name} is one")
+            raise ConfigError(f"--step chooses among checkpoints, and {place.where(place.name)} is one")
         return place.name
     steps = by_step(place.storage.names())
     if not steps:
-        raise ConfigError(f"there is no checkpoint in {place.folder}")
+        raise ConfigError(f"there is no checkpoint in {place.place}")
     if step is None:
         return steps[max(steps)]
     if step not in steps:
         near = min(steps, key=lambda known: abs(known - step))
-        raise ConfigError(f"{place.folder} has no checkpoint of step {step}; the nearest is that of step {near}")
+        raise ConfigError(f"{place.place} has no checkpoint of step {step}; the nearest is that of step {near}")
     return steps[step]
 
 
 def _of_run(run: Path, *, trusted: bool = False) -> CheckpointLocation:
-    from lockstep.config.approval import outside
+    from lockstep.config.approval import approved, outside
     from lockstep.config.loading import load
 
     refuse_escaping_links(run)
     file = run / CONFIG
     loaded = load([file], environ={}, of_runs=[file]) if file.is_file() else None
-    folder = loaded.config.checkpoint.folder if loaded is not None else None
-    if loaded is None or folder is None:
-        return CheckpointLocation(run / CHECKPOINTS, run, loaded)
-    if not trusted and loaded.runs[0].known is None and outside(folder, run):
+    if loaded is None:
+        return CheckpointLocation(LocalStorage(run / CHECKPOINTS, id_of_run(run)), run)
+    config = loaded.config
+    if config.checkpoint.storage is not None:
+        config = approved(loaded, trusted=trusted)  # the storage is code that the run's config names
+    folder = config.checkpoint.folder
+    if folder is not None and not trusted and loaded.runs[0].known is None and outside(folder, run):
         raise ConfigError(
             f"{file} says that its checkpoints lie in {Path(folder).absolute()}, outside of the run's folder, and you "
             "have not started that run here; if you mean that folder, name it instead of the run"
         )
-    return CheckpointLocation(Path(folder).absolute(), run, loaded)
+    return CheckpointLocation(storage_of(config, run), run, loaded)
 
 
 def _around(folder: Path) -> CheckpointLocation:
-    """A folder of checkpoints, with the run that it is part of, if it is."""
+    """Return a folder of checkpoints, with the run that it is part of, if it is."""
     if folder.name == CHECKPOINTS and is_run(folder.parent):
         of_run = _of_run(folder.parent, trusted=True)  # what is returned lies where the user has said
-        if of_run.folder == folder:
+        if of_run.place == str(folder):
             return of_run
-    return CheckpointLocation(folder)
+    return CheckpointLocation(LocalStorage(folder))
 
 
 def _holds_checkpoints(folder: Path) -> bool:
     if not folder.is_dir():
         return False
-    return bool(by_step(LocalStorage(folder).names()) or aside_in(folder)) or folder.name == CHECKPOINTS
+    return bool(by_step(LocalStorage(folder).names()) or LocalStorage(folder).aside()) or folder.name == CHECKPOINTS
 
 
 @contextmanager

@@ -26,10 +26,11 @@ from lockstep.core.progress import Progress
 from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import is_finished as is_at_its_end
-from lockstep.training.checkpoints import checkpoint_folder
+from lockstep.training.locations import checkpoint_folder
 from lockstep.training.saved_state import epoch_samples_in
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.storage import Storage
     from lockstep.config.schema import Config
 
 LENGTHS = ("steps", "samples", "tokens", "epochs")
@@ -84,7 +85,7 @@ def other_settings(config: Config, other: Config) -> list[str]:
     ]
 
 
-def _held(storage: LocalStorage) -> _Held | None:
+def _held(storage: Storage) -> _Held | None:
     """None: there is nothing that another run could lose."""
     if not by_step(storage.names()):
         return None
@@ -94,7 +95,7 @@ def _held(storage: LocalStorage) -> _Held | None:
     return _Held(owner, newest) if owner is not None else None
 
 
-def _newest(storage: LocalStorage) -> Manifest | None:
+def _newest(storage: Storage) -> Manifest | None:
     for _, name in sorted(by_step(storage.names()).items(), reverse=True):
         try:
             return read_manifest(storage, name)
@@ -142,7 +143,7 @@ def _folder_of(owner: Owner) -> Path | None:
     return Path(owner.folder)
 
 
-def _refusal(config: Config, recipe: str, storage: LocalStorage, held: _Held) -> str:
+def _refusal(config: Config, recipe: str, storage: Storage, held: _Held) -> str:
     at = f", at step {held.newest.step:,}" if held.newest is not None else ""
     folder = _folder_of(held.owner)
     done = " (finished)" if folder is not None and is_finished(folder) else ""

@@ -1,4 +1,4 @@
-"""A run that an exception ends keeps what it has learned: its state after the last finished update is saved.
+"""The save that an exception triggers: the state after the last finished update is saved before the run ends.
 
 exception in a data set, an objective, a custom loop --> saved, if the state is sound --> the exception
 sys.exit(), Ctrl-C                                   --> saved, if the state is sound --> the same exit code
@@ -8,36 +8,168 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
+from lockstep.checkpoint.reading import by_step
+from lockstep.checkpoint.saving import Moment, Saver, name_of, reason_of
 from lockstep.core.errors import Rescued, Stopped
+from lockstep.core.peers import blames_a_peer
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
+from lockstep.distributed.collectives import LocalGroup, over_store
+from lockstep.distributed.timeouts import is_timeout
+from lockstep.strategies.registry import find_strategy
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
-    from lockstep.training.session import Session
+    from lockstep.checkpoint.storage import Storage
+    from lockstep.core.records import SaveReport, TrainingState
+    from lockstep.distributed.store_exchange import StoreExchange
+    from lockstep.training.session import FailureState, Session
 
 
 @contextmanager
-def rescuing(session: Session, *hopeless: type[Exception]) -> Iterator[None]:
-    """Saves the session's state when an exception leaves the block, which then states where.
+def rescuing(session: Session, *excluded: type[Exception]) -> Iterator[None]:
+    """Save the session's state when an exception leaves the block; a note on the exception states where.
 
     Args:
-        hopeless: exceptions after which there is nothing to save.
+        excluded: exceptions after which nothing is saved.
     """
     try:
         yield
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        outcome = None if isinstance(error, (Stopped, *hopeless)) else session.rescue(error)
+        outcome = None if isinstance(error, (Stopped, *excluded)) else session.rescue(error)
         if outcome is not None:
             error.add_note(Rescued(outcome))
-            if isinstance(error, SystemExit) and not started_by_lockstep(os.environ):  # nobody shows anything of it
+            if isinstance(error, SystemExit) and not started_by_lockstep(os.environ):  # nothing else prints it
                 echo(f"lockstep: {outcome}", file=sys.stderr, flush=True)
         raise
     finally:
         exchange = components_of(session).world.exchange
         if exchange is not None:
             exchange.leave()
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """Saves what a run that fails has learned since its last save. No older checkpoint is deleted for it.
+
+    Attributes:
+        saver: of the run.
+        moment: describes a state, for its manifest.
+    """
+
+    session: Session
+    storage: Storage
+    saver: Saver
+    failure_state: FailureState
+    moment: Callable[[TrainingState], Moment]
+
+    def save(self, error: BaseException) -> str:
+        """Save the state, and return what to report.
+
+        Where all ranks know of the failure, they save together. Otherwise a rank that holds the whole state saves it
+        alone; one that doesn't calls the others, which may wait for it in a collective, and all save together.
+        """
+        step, place = self.session.progress.steps, self.storage.place
+        try:
+            failure = self._save(error)
+        except Exception as another:
+            failure = reason_of(another)
+        if failure is None:
+            return f"the state after step {step:,} is saved in {place}; start it again to continue"
+        newest = max(by_step(self.storage.names()), default=None)
+        kept = f"; the newest checkpoint is that of step {newest:,}" if newest is not None else ""
+        return f"the state after step {step:,} could not be saved: {failure}{kept}"
+
+    def _save(self, error: BaseException) -> str | None:
+        """Return why nothing could be saved; None if the checkpoint exists."""
+        together = self.failure_state.fails_together
+        if together:
+            self.saver.finish()
+        else:
+            self.saver.abandon()
+        unsound = self._why_unsound()
+        if not together and not self._holds_everything():
+            return self._save_with_others(unsound, error)
+        if self._is_saved():
+            return None
+        if unsound is not None:
+            return unsound
+        return self._save_together() if together else self._save_alone()
+
+    def _why_unsound(self) -> str | None:
+        """Return why the state is not that after the last update, and can't be restored to it; None if it is."""
+        if self.failure_state.updating:
+            return "the failure came in the middle of an update"
+        lost = self.failure_state.undo_forward(components_of(self.session).sharding.state.model)
+        if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"
+        return None
+
+    def _holds_everything(self) -> bool:
+        """Return whether this rank has the whole state, and no part of it differs between ranks."""
+        plan = components_of(self.session).plan
+        if not find_strategy(plan.strategy).holds_everything or plan.mesh.ranks != plan.mesh.data:
+            return False
+        return not self.session.state(synchronized=False).changes_in_forward
+
+    def _is_saved(self) -> bool:
+        return self.session.progress.steps in by_step(self.storage.names())
+
+    def _save_together(self) -> str | None:
+        """Save by all ranks together; return why it failed, None if the checkpoint exists."""
+        self.saver.keep_all()
+        step, state = self.session.progress.steps, self.session.state()
+        self.saver.start(state, self.moment(state))
+        self.saver.finish()
+        reports = components_of(self.session).world.axis.broadcast(self.saver.outcomes())
+        return next((report.failure for report in cast("list[SaveReport]", reports) if report.step == step), None)
+
+    def _save_with_others(self, unsound: str | None, error: BaseException) -> str | None:
+        """Save with the other ranks, which may not know of the failure yet; collectives can't be used anymore."""
+        exchange = components_of(self.session).world.exchange
+        assert exchange is not None, "a single rank fails together with all ranks"
+        if not exchange.called():
+            if blames_a_peer(error) or is_timeout(error):
+                return "it is divided over ranks, and another rank has ended or hangs"
+            exchange.call()
+        states = cast("list[tuple[int, str | None]]", exchange.meet((self.session.progress.steps, unsound)))
+        try:
+            return self._save_over_store(exchange, states)
+        finally:
+            exchange.close()
+
+    def _save_over_store(self, exchange: StoreExchange, states: Sequence[tuple[int, str | None]]) -> str | None:
+        """Save over the store, if every rank's (step, why it is unsound) allows it."""
+        for rank, (_, unsound) in enumerate(states):
+            if unsound is not None:
+                return f"rank {rank}: {unsound}"
+        steps = [step for step, _ in states]
+        if len(set(steps)) > 1:
+            most, least = steps.index(max(steps)), steps.index(min(steps))
+            return f"rank {least} has finished update {steps[least]:,}, and rank {most} update {steps[most]:,}"
+        axis = components_of(self.session).world.axis
+        with over_store(exchange):
+            is_saved = axis.broadcast(self._is_saved() if axis.rank == 0 else None)
+            return None if is_saved else self._save_together()
+
+    def _save_alone(self) -> str | None:
+        """Save by this rank, without a collective; or wait for the rank that does: this one's end would end it."""
+        components, name = components_of(self.session), name_of(self.session.progress.steps)
+        state = self.session.state(synchronized=False)
+        with self.storage.alone(name) as first:
+            if first:
+                saver = Saver(self.storage.apart(), LocalGroup(), components.world.device, self.saver.identity)
+                saver.start(state, self.moment(state))
+                saver.finish()
+                return next((report.failure for report in saver.outcomes()), None)
+        until = time.monotonic() + components.config.launch.timeout
+        while time.monotonic() < until and self.storage.is_taken(name):
+            time.sleep(0.05)
+        return None if name in self.storage.names() else "another rank could not save it"

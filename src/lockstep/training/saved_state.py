@@ -8,14 +8,21 @@ A manifest whose hash is right says what somebody wrote; whether that makes sens
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST
+from lockstep.config.writing import to_public
 from lockstep.core.progress import Progress
+from lockstep.monitor.jsonl import finite
 from lockstep.training.ledger import Segment, segments_in
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Source
 
 
 class _Patience(BaseModel):
@@ -68,3 +75,68 @@ def epoch_samples_in(manifest: Manifest) -> int:
     data = manifest.state.get("data")
     found = data.get("epoch_samples") if isinstance(data, dict) else None
     return found if isinstance(found, int) and found > 0 else 1
+
+
+def data_identity(source: Source, epoch_samples: int) -> dict[str, Any]:
+    """Return what identifies the data of a run, as each of its checkpoints records it."""
+    return {"fingerprint": source.fingerprint, "samples": source.facts.samples, "epoch_samples": epoch_samples}
+
+
+_DATA = {
+    "fingerprint": "the fingerprint of data.train",
+    "samples": "the samples of data.train",
+    "epoch_samples": "the samples of an epoch (those that fill batch.global_size, with data.drop_last)",
+}
+_THE_RUN = (
+    "model",
+    "objective",
+    "data.train",
+    "data.shuffle",
+    "data.drop_last",
+    "run.seed",
+    "optim.name",
+    "transforms",
+)
+
+
+def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list[str]:
+    """Return how this run differs from the one that was saved, one line each.
+
+    Args:
+        config: of this run.
+        data: of this run, as `data_identity` has it.
+    """
+    here = finite(to_public(config))
+    lines = []
+    for key in _THE_RUN:
+        then, now = _at(manifest.config, key), _at(here, key)
+        if then != now and not (key == "optim.name" and now == "given"):  # earlier versions recorded another name
+            lines += _differences(key, then, now)
+    then, now = _at(manifest.config, "schedule.kind"), _at(here, "schedule.kind")
+    if then == "given" != now:  # a schedule of the config may be changed; one that was passed was only forgotten
+        lines += _differences("schedule.kind", then, now)
+    saved = manifest.state.get("data", {})
+    if not any(line.startswith("data.") for line in lines):
+        lines += [
+            f"{_DATA[fact]}: {saved.get(fact)} then, {now} now" for fact, now in data.items() if saved.get(fact) != now
+        ]
+    return lines
+
+
+def _at(config: Mapping[str, Any], place: str) -> Any:
+    value: Any = config
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _differences(place: str, then: Any, now: Any) -> list[str]:
+    """Return the values that differ. A key that is missing then came with a newer version, as its default."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        return [
+            line
+            for key in then
+            if then[key] != now.get(key)
+            for line in _differences(f"{place}.{key}", then[key], now.get(key))
+        ]
+    return [f"{place}: {json.dumps(then)} then, {json.dumps(now)} now"]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Engine, EvaluatedObjective, Source
+    from lockstep.core.protocols import Engine, EvaluatedObjective, ObjectStore, Source
     from lockstep.data.loader import TrainingLoader
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
@@ -247,6 +247,11 @@ class Session:
         return self._ledger.segments
 
     @property
+    def attempt(self) -> int:
+        """Number of this attempt at the run, from 1: one more than the checkpoint's that it resumed from."""
+        return self._ledger.attempt
+
+    @property
     def seconds(self) -> float:
         """Seconds since the run's first update began, in whatever process."""
         return time.perf_counter() - self._began
@@ -257,7 +262,7 @@ class Session:
 
     def checkpoints(
         self,
-        place: str | os.PathLike[str],
+        place: str | os.PathLike[str] | ObjectStore,
         *,
         fresh: bool = False,
         accept_changes: bool = False,
@@ -268,7 +273,7 @@ class Session:
         the background, `.finish()` waits for it.
 
         Args:
-            place: a folder.
+            place: a folder, or an object store.
             fresh: start from the beginning; the checkpoints that are there are set aside.
             accept_changes: resume although data, model or seed differ from those of the checkpoint.
 

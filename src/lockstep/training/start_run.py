@@ -25,18 +25,18 @@ from lockstep.launch.local import launch
 from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, recipe_of
 from lockstep.plan.schedule import used_of_budget
-from lockstep.training.checkpoints import Resume, storage_of
+from lockstep.training.checkpoints import Resume
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
-from lockstep.training.locations import CheckpointLocation, choose
+from lockstep.training.locations import CheckpointLocation, choose, storage_of
 from lockstep.training.out_of_memory import advice, setting_of
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
 from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.local import LocalStorage
     from lockstep.checkpoint.manifest import Manifest
+    from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
 
@@ -88,7 +88,7 @@ def _check_start(config: Config, resume: Resume) -> None:
     elif config.run.folder is None:
         raise ConfigError("--from resumes a run: lockstep train RUN --from STEP, or give its run.folder")
     else:
-        place = CheckpointLocation(Path(storage_of(config, Path(config.run.folder)).place))
+        place = CheckpointLocation(storage_of(config, Path(config.run.folder)))
     start = _readable(place.storage, choose(place, resume.step))
     if start is None:
         return
@@ -167,7 +167,7 @@ def _too_long(config: Config, folder: Path, *, finished: bool) -> str | None:
     )
 
 
-def _readable(storage: LocalStorage, name: str) -> Manifest | None:
+def _readable(storage: Storage, name: str) -> Manifest | None:
     """Return a checkpoint's manifest; None if it is damaged: the run reports that and resumes from an earlier one."""
     try:
         return read_manifest(storage, name)

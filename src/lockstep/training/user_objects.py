@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import nn
 
+from lockstep.config.foreign_code import GIVEN, extensions_in
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.extensions import instance
 from lockstep.optim.stepping import needs_closure
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
+    from lockstep.core.protocols import Monitor, ObjectStore, Transform
 
 
 class Objects(TypedDict, total=False):
@@ -32,6 +35,9 @@ class Objects(TypedDict, total=False):
         optimizer: makes a torch optimizer from parameter groups, in place of `optim.name`. A function, because a
             strategy may replace parameters. Its own `lr` is the peak, unless the config sets `optim.lr`.
         schedule: (step from 0, steps of the run or None) -> learning rate as a share of its peak.
+        monitors: see each report on the first rank, and may answer with requests (`lockstep.Monitor`).
+        transforms: applied to the model before it is sharded (`lockstep.Transform`).
+        storage: holds the checkpoints in place of a folder (`lockstep.ObjectStore`).
     """
 
     model: nn.Module | Callable[[], nn.Module] | None
@@ -41,6 +47,9 @@ class Objects(TypedDict, total=False):
     objective: object | None
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None
     schedule: Callable[[int, int | None], float] | None
+    monitors: Sequence[Monitor]
+    transforms: Sequence[Transform]
+    storage: ObjectStore | None
 
 
 _RENAMED = {"dataset": "train_dataset", "evaluation": "eval_datasets"}
@@ -61,6 +70,9 @@ class UserObjects:
     objective: object | None = None
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None
     schedule: Callable[[int, int | None], float] | None = None
+    monitors: Sequence[Monitor] = ()
+    transforms: Sequence[Transform] = ()
+    storage: ObjectStore | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -162,6 +174,11 @@ _DATASET = "a map-style Dataset"
 _OBJECTIVE = "an object with `count` and `loss_sum`"
 _COLLATE = "a function: list of items -> batch"
 _OPTIMIZER = "a function of parameter groups that makes a torch optimizer"
+_EXTENSIONS = {
+    "monitors": "monitors (`lockstep.Monitor`)",
+    "transforms": "transforms (`lockstep.Transform`)",
+    "storage": "an object store (`lockstep.ObjectStore`)",
+}
 _SCHEDULE = "a function (step, steps) -> share of optim.lr"
 
 
@@ -176,6 +193,10 @@ def handed_in(config: Config) -> Iterator[Handed]:
         yield Handed("optim.name", "optimizer", _OPTIMIZER, "adamw")
     if config.schedule.kind == "given":
         yield Handed("schedule.kind", "schedule", _SCHEDULE, "cosine")
+    for key, section in extensions_in(config):
+        argument = key.partition("[")[0].removeprefix("checkpoint.")
+        if section.target == GIVEN:
+            yield Handed(f"{key}.target", argument, _EXTENSIONS[argument], "module:Name")
 
 
 def _handed_data(config: Config) -> Iterator[Handed]:
@@ -190,13 +211,16 @@ def _handed_data(config: Config) -> Iterator[Handed]:
             yield Handed(f"{key}.collate", "collate", _COLLATE, "null")
 
 
+_LOOKED_FOR_HERE = ("optimizer", "schedule", "collate", "monitors", "transforms", "storage")
+
+
 def refuse_missing(config: Config, given: UserObjects) -> None:
     """Raises ConfigError: the config says that an optimizer, a schedule or a collate function was handed over, and here
     none was. Models, data and objectives are looked for where they are used."""
     missing = [
         _missing(one)
         for one in handed_in(config)
-        if one.argument in ("optimizer", "schedule", "collate") and getattr(given, one.argument) is None
+        if one.argument in _LOOKED_FOR_HERE and not getattr(given, one.argument)
     ]
     if missing:
         raise ConfigError(missing)
@@ -228,3 +252,21 @@ def not_given(key: str, wanted: str, got: object) -> ConfigError:
     """What a config leaves to the program, and the program didn't give."""
     found = "nothing was" if got is None else f"a {type(got).__name__} was"
     return ConfigError(Problem("", key, f"kind `given` takes {wanted} handed over in Python, and {found}"))
+
+
+def user_monitors(config: Config, given: UserObjects) -> list[Monitor]:
+    """Return the monitors that the config names, and those that were passed in Python."""
+    return [*_instances(config, "monitors"), *given.monitors]
+
+
+def user_transforms(config: Config, given: UserObjects) -> list[Transform]:
+    """Return the transforms that the config names, and those that were passed in Python."""
+    return [*_instances(config, "transforms"), *given.transforms]
+
+
+def _instances(config: Config, kind: str) -> list[Any]:
+    return [
+        instance(kind, section.target, section.arguments, key=f"{key}.target")
+        for key, section in extensions_in(config)
+        if key.startswith(f"{kind}[") and section.target != GIVEN
+    ]

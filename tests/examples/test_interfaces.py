@@ -1,0 +1,138 @@
+"""The examples of monitors, transforms and storage: passed in Python, and named in a config."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import small
+from kit.worlds import in_world
+
+import lockstep
+from lockstep.cli.main import main
+from lockstep.core.extensions import import_target
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MONITOR, TRANSFORM, STORAGE = (EXAMPLES / f"own_{name}.py" for name in ("monitor", "transform", "storage"))
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def _from(file: Path, name: str) -> Any:
+    return import_target(f"{file}:{name}")
+
+
+def _config(folder: Path, steps: int = 4, **sections: Any) -> dict[str, Any]:
+    return small.config(run={"steps": steps, "folder": str(folder)}, schedule={"kind": "constant"}, **sections)
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("file", [MONITOR, TRANSFORM, STORAGE])
+def test_an_example_is_short(file: Path) -> None:
+    assert len(file.read_text().splitlines()) < 40
+
+
+def test_a_monitor_hears_of_updates_restarts_and_the_end_and_its_requests_are_followed(tmp_path: Path) -> None:
+    messages: list[str] = []
+    monitor = _from(MONITOR, "Messages")(messages.append, below=100.0)
+    lockstep.train(_config(tmp_path / "run", evaluation={"at_end": False}), monitors=[monitor])
+    assert messages[0].startswith("run: loss ")
+    assert messages[-1] == "run: done"
+    assert "evaluation" in _summary(tmp_path / "run")
+    messages.clear()
+    lockstep.train(_config(tmp_path / "run", steps=6), monitors=[monitor], name="again")
+    assert messages[0] == "again: attempt 2 resumes from step 4"
+
+
+def test_a_monitor_by_name_and_one_that_raises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken_monitor.py"
+    broken.write_text(
+        "import lockstep\nclass Broken(lockstep.Monitor):\n    def see(self, report): raise ValueError('x')\n"
+    )
+    lockstep.train(
+        _config(tmp_path / "run", monitors=[{"target": f"{MONITOR}:Messages"}, {"target": f"{broken}:Broken"}])
+    )
+    assert "run: done" in capsys.readouterr().out
+    assert "Broken failed" in caplog.text
+    with pytest.raises(lockstep.ConfigError, match=r"monitors\[0\]\.target: .*has no Mesages; did you mean Messages\?"):
+        lockstep.train(_config(tmp_path / "other", monitors=[{"target": f"{MONITOR}:Mesages"}]))
+
+
+def test_a_transform_changes_what_is_trained_and_is_part_of_the_run(tmp_path: Path) -> None:
+    quantized = {"target": f"{TRANSFORM}:QuantizedInputs", "arguments": {"bits": 3}}
+
+    def loss(run: Path, **objects: Any) -> float:
+        sections = objects.pop("sections", {})
+        return float(lockstep.train(_config(run, **sections), **objects).summary["loss"])
+
+    plain = loss(tmp_path / "plain")
+    by_name = loss(tmp_path / "named", sections={"transforms": [quantized]})
+    by_object = loss(tmp_path / "object", transforms=[_from(TRANSFORM, "QuantizedInputs")(bits=3)])
+    assert by_name == by_object != plain
+    with pytest.raises(lockstep.ConfigError, match="transforms"):
+        lockstep.train(_config(tmp_path / "named", steps=6))
+    assert main(["train", str(tmp_path / "object"), "--run.steps=6"]) == 2
+
+
+def _transformed() -> list[float]:
+    with lockstep.session(small.config(), transforms=[_from(TRANSFORM, "QuantizedInputs")()]) as session:
+        return [report.loss for report in session]
+
+
+def test_a_transform_is_applied_on_every_rank() -> None:
+    [alone] = in_world(1, _transformed)
+    for losses in in_world(2, _transformed):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_run_trains_and_resumes_from_a_storage_in_memory(tmp_path: Path) -> None:
+    memory = _from(STORAGE, "Memory")()
+    whole = lockstep.train(_config(tmp_path / "whole", steps=6)).summary
+    lockstep.train(_config(tmp_path / "run"), storage=memory)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "step-00000004/manifest.json" in memory.objects
+    resumed = lockstep.train(_config(tmp_path / "run", steps=6), storage=memory).summary
+    assert resumed["loss"] == whole["loss"]
+    with lockstep.session(small.config(run={"steps": 8}, schedule={"kind": "constant"})) as session:
+        checkpoints = session.checkpoints(memory, accept_changes=True)
+        assert checkpoints.resumed_from == 6
+
+
+def test_verbs_see_checkpoints_in_a_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory, target = _from(STORAGE, "MEMORY"), {"target": f"{STORAGE}:MEMORY"}
+    memory.objects.clear()
+    checkpoint = {"storage": target, "every": "2 steps", "keep_last": 2}
+    run = tmp_path / "run"
+    lockstep.train(_config(run, steps=6, checkpoint=checkpoint))
+    capsys.readouterr()
+    assert main(["ckpt", "ls", str(run)]) == 0
+    listed = capsys.readouterr().out
+    assert listed.startswith("memory")
+    assert "\n   6 " in listed
+    assert main(["ckpt", "verify", str(run)]) == 0
+    assert main(["export", str(run), "--to", str(tmp_path / "model.safetensors")]) == 0
+    assert main(["ckpt", "show", str(run)]) == 0
+    assert main(["ckpt", "prune", str(run), "--keep-last", "1"]) == 0
+    assert {name.partition("/")[0] for name in memory.objects} == {"owner.json", "step-00000006"}
+    file = "step-00000006/rank-00000.safetensors"
+    memory.objects[file] = memory.objects[file][:-1] + bytes([memory.objects[file][-1] ^ 1])
+    capsys.readouterr()
+    assert main(["ckpt", "verify", str(run)]) == 3
+    assert "memory/step-00000006 is damaged" in capsys.readouterr().err
+
+
+def test_a_storage_and_a_folder_exclude_each_other(tmp_path: Path) -> None:
+    both = {"folder": str(tmp_path), "storage": {"target": f"{STORAGE}:MEMORY"}}
+    with pytest.raises(lockstep.ConfigError, match="exclude each other"):
+        lockstep.train(_config(tmp_path / "run", checkpoint=both))
