@@ -14,7 +14,6 @@ TYPE_CHECKING = False  # importing `typing` would take most of the time
 if TYPE_CHECKING:
     from typing import Any
 
-    from lockstep.config.importing import import_config as import_config
     from lockstep.config.schema import Config as Config
     from lockstep.core.errors import CollectiveTimeout as CollectiveTimeout
     from lockstep.core.errors import ConfigError as ConfigError
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.user_collectives import broadcast as broadcast
     from lockstep.distributed.user_collectives import gather as gather
     from lockstep.distributed.user_collectives import print_once as print_once
+    from lockstep.interop.importing import import_config as import_config
     from lockstep.launch.torchrun import exit_with as exit_with
     from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from lockstep.training.user_objects import Objects as Objects
 
 __version__ = "0.1.0"
+
+KEY_HINTS = "lockstep.interop.hints"
+"""The module that knows other tools' keys: `config.hints` imports it when a config has an unknown one."""
 
 _HOMES = {
     "Batch": "lockstep.core.records",
@@ -81,7 +84,7 @@ _HOMES = {
     "count_parameters": "lockstep.models.build",
     "exit_with": "lockstep.launch.torchrun",
     "gather": "lockstep.distributed.user_collectives",
-    "import_config": "lockstep.config.importing",
+    "import_config": "lockstep.interop.importing",
     "positions": "lockstep.distributed.sequences",
     "print_once": "lockstep.distributed.user_collectives",
     "register_generator": "lockstep.distributed.generators",

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.config import deepspeed_words
-from lockstep.config.deepspeed import Derived, check, check_alone, engine_config, not_carried_out, plain_config
+from lockstep.config import deepspeed_check
+from lockstep.config.deepspeed import engine_config, not_carried_out, plain_config
+from lockstep.config.deepspeed_check import Derived, check, check_alone
+from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 
@@ -133,11 +135,11 @@ def test_what_deepspeed_alone_would_be_given() -> None:
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "global batch": (
         {"train_batch_size": 64},
-        'train_batch_size: 64, but batch.global_size says 16; write `batch.global_size: 64`, or "auto" here',
+        'train_batch_size: 64, but batch.global_size is 16; write `batch.global_size: 64`, or "auto" here',
     ),
     "micro-batch": (
         {"train_micro_batch_size_per_gpu": 8},
-        'train_micro_batch_size_per_gpu: 8, but batch.micro_size says 4; write `batch.micro_size: 8`, or "auto" here',
+        'train_micro_batch_size_per_gpu: 8, but batch.micro_size is 4; write `batch.micro_size: 8`, or "auto" here',
     ),
     "accumulation": (
         {"gradient_accumulation_steps": 4},
@@ -146,33 +148,33 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "clipping": (
         {"gradient_clipping": 0.5},
-        'gradient_clipping: 0.5, but optim.clip_norm says 1.0; write `optim.clip_norm: 0.5`, or "auto" here',
+        'gradient_clipping: 0.5, but optim.clip_norm is 1.0; write `optim.clip_norm: 0.5`, or "auto" here',
     ),
     "no clipping": (
         {"gradient_clipping": 0},
-        'gradient_clipping: 0, but optim.clip_norm says 1.0; write `optim.clip_norm: null`, or "auto" here',
+        'gradient_clipping: 0, but optim.clip_norm is 1.0; write `optim.clip_norm: null`, or "auto" here',
     ),
     "optimizer": (
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-        'optimizer.type: "SGD", but optim.name says "adamw"; write `optim.name: sgd`, or "auto" here\n'
-        'optimizer.params.lr: 0.1, but optim.lr says 0.001; write `optim.lr: 0.1`, or "auto" here',
+        'optimizer.type: "SGD", but optim.name is "adamw"; write `optim.name: sgd`, or "auto" here\n'
+        'optimizer.params.lr: 0.1, but optim.lr is 0.001; write `optim.lr: 0.1`, or "auto" here',
     ),
     "an Adam that is not AdamW": (
         {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "betas": [0.9, 0.95]}}},
-        'optimizer.type: "Adam", but optim.name says "adamw"; write `optim.name: adam`, or "auto" here\n'
-        "optimizer.params.betas: [0.9, 0.95], but optim.betas says [0.9, 0.999]; write `optim.betas: [0.9, 0.95]`, or "
+        'optimizer.type: "Adam", but optim.name is "adamw"; write `optim.name: adam`, or "auto" here\n'
+        "optimizer.params.betas: [0.9, 0.95], but optim.betas is [0.9, 0.999]; write `optim.betas: [0.9, 0.95]`, or "
         '"auto" here',
     ),
     "an optimizer that is not there": (
         {"optimizer": {"type": "OneBitAdam"}},
-        "optimizer.type: OneBitAdam is not there; `optim.name` is adamw, adam, sgd or lion",
+        "optimizer.type: OneBitAdam is not supported; `optim.name` is adamw, adam, sgd or lion",
     ),
     "schedule": (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "warmup_type": "log"}}},
         'scheduler.type: WarmupDecayLR, but schedule.kind is cosine; write `schedule.kind: linear`, or "auto" here\n'
-        "scheduler.params.warmup_num_steps: 10, but schedule.warmup_steps says 0; write `schedule.warmup_steps: 10`, "
+        "scheduler.params.warmup_num_steps: 10, but schedule.warmup_steps is 0; write `schedule.warmup_steps: 10`, "
         'or "auto" here\n'
-        'scheduler.params.warmup_type: "log", but schedule.warmup_type says "linear"; write '
+        'scheduler.params.warmup_type: "log", but schedule.warmup_type is "linear"; write '
         '`schedule.warmup_type: "log"`, or "auto" here',
     ),
     "what a scheduler leaves to DeepSpeed": (
@@ -184,7 +186,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a rate to begin with": (
         {"scheduler": {"params": {"warmup_min_lr": 1e-6, "warmup_tpye": 3}}},
-        "scheduler.params.warmup_min_lr: 1e-06 is not taken: warm-ups begin above 0; write 0, or leave it out\n"
+        "scheduler.params.warmup_min_lr: 1e-06 is not accepted: warm-ups begin above 0; write 0, or leave it out\n"
         "scheduler.params.warmup_tpye: DeepSpeed has no such key; did you mean warmup_type?",
     ),
     "precision": (
@@ -193,7 +195,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "stage": (
         {"zero_optimization": {"stage": 3}},
-        "zero_optimization.stage: 3, but parallel.deepspeed.zero_stage says 2; write `parallel.deepspeed.zero_stage: "
+        "zero_optimization.stage: 3, but parallel.deepspeed.zero_stage is 2; write `parallel.deepspeed.zero_stage: "
         '3`, or "auto" here',
     ),
     "what stage 3 keeps whole": (
@@ -212,7 +214,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "offload": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        'zero_optimization.offload_optimizer.device: "cpu", but parallel.deepspeed.offload_optimizer says "none"; '
+        'zero_optimization.offload_optimizer.device: "cpu", but parallel.deepspeed.offload_optimizer is "none"; '
         'write `parallel.deepspeed.offload_optimizer: "cpu"`, or "auto" here',
     ),
     "activation checkpointing": (
@@ -223,9 +225,9 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "what would lose bits": (
         {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}, "communication_data_type": "fp16"},
-        "zero_optimization.zero_quantized_gradients: true is not taken: it loses bits of each gradient; write false, "
-        "or leave it out\n"
-        'communication_data_type: "fp16" is not taken: gradients are summed in fp32, so that the run is the single '
+        "zero_optimization.zero_quantized_gradients: true is not accepted: it loses bits of each gradient; write "
+        "false, or leave it out\n"
+        'communication_data_type: "fp16" is not accepted: gradients are summed in fp32, so that the run is the single '
         'process\'s; write "fp32", or leave it out',
     ),
     "what Lockstep does": (
@@ -271,7 +273,7 @@ def test_deepspeed_s_activation_checkpointing_is_done_by_ours() -> None:
     assert not_carried_out(moved) == []
     check(config({"activation_checkpointing": dict.fromkeys(section, False)}), DERIVED)
     assert said({"activation_checkpointing": {"profile": True}}, memory=full).startswith(
-        "activation_checkpointing.profile: true is not taken: Lockstep doesn't time each block"
+        "activation_checkpointing.profile: true is not accepted: Lockstep doesn't time each block"
     )
 
 
@@ -285,11 +287,11 @@ def test_what_deepspeed_would_be_given_can_be_given_back() -> None:
 def test_loss_scaling_of_fp16_must_agree() -> None:
     fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 1000, "hysteresis": 2}
     assert said({"fp16": fp16}, precision={"compute": "fp16"}) == (
-        "fp16.initial_scale_power: 12, but precision.loss_scale.initial says 16.0; write "
+        "fp16.initial_scale_power: 12, but precision.loss_scale.initial is 16.0; write "
         '`precision.loss_scale.initial: 4096`, or "auto" here\n'
-        "fp16.loss_scale_window: 1000, but precision.loss_scale.growth_interval says 2000; write "
+        "fp16.loss_scale_window: 1000, but precision.loss_scale.growth_interval is 2000; write "
         '`precision.loss_scale.growth_interval: 1000`, or "auto" here\n'
-        "fp16.hysteresis: 2 is not taken: the loss scale is lowered at each overflow; write 1, or leave it out"
+        "fp16.hysteresis: 2 is not accepted: the loss scale is lowered at each overflow; write 1, or leave it out"
     )
 
 
@@ -304,27 +306,32 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
 
 def test_offloading_fits_the_stage() -> None:
     assert said(None, {"offload_optimizer": "nvme"}).startswith(
-        "parallel.deepspeed.offload_optimizer: nvme is not there"
+        "parallel.deepspeed.offload_optimizer: nvme is not supported"
     )
     assert said(None, {"offload_param": "cpu"}) == (
-        "parallel.deepspeed.offload_param: cpu is of zero_stage 3, and it is 2"
+        "parallel.deepspeed.offload_param: cpu requires zero_stage 3, and it is 2"
     )
 
 
 def test_what_does_not_go_with_it() -> None:
     assert said({"gradient_clipping": 2.0}, {"offload_param": "cpu"}) == (
-        "parallel.deepspeed.offload_param: cpu is of zero_stage 3, and it is 2\n"
-        'gradient_clipping: 2.0, but optim.clip_norm says 1.0; write `optim.clip_norm: 2.0`, or "auto" here'
+        "parallel.deepspeed.offload_param: cpu requires zero_stage 3, and it is 2\n"
+        'gradient_clipping: 2.0, but optim.clip_norm is 1.0; write `optim.clip_norm: 2.0`, or "auto" here'
     )
+
+
+def test_every_key_that_must_agree_is_compared() -> None:
+    compared = set(deepspeed_check._in_deepspeed_s_terms(config(), DERIVED))
+    must_agree = {row.path for row in deepspeed_keys().values() if row.rule == "same"}
+    by_name = {"zero_allow_untested_optimizer", "optimizer.type", "optimizer.params.adam_w_mode", "scheduler.type",
+               "fp16.enabled", "bf16.enabled", "bfloat16.enabled"}  # fmt: skip
+    assert compared | by_name == must_agree
 
 
 def test_every_key_that_deepspeed_reads_is_answered() -> None:
     """A newer DeepSpeed may have keys that nobody has thought of."""
     zero = pytest.importorskip("deepspeed.runtime.zero.config")
-    answered = {
-        *deepspeed_words.ZERO_HANDED_ON, *deepspeed_words.ZERO_ONE_VALUE, *deepspeed_words.ZERO_REFUSED,
-        "stage", "offload_optimizer", "offload_param",
-    }  # fmt: skip
+    answered = set(keys_of("zero_optimization"))
     fields = zero.DeepSpeedZeroConfig.model_fields
     assert {one for name, field in fields.items() for one in (name, field.alias) if one} <= answered
 

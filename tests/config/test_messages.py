@@ -78,24 +78,24 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
     "words of transformers": (
         GOOD + HUGGING_FACE,
         [],
-        "/run.yaml:4:1: learning_rate: Lockstep's word is optim.lr: write `optim.lr: 5e-5`\n"
+        "/run.yaml:4:1: learning_rate: Lockstep's key is optim.lr: write `optim.lr: 5e-5`\n"
         f"/run.yaml:5:1: per_device_train_batch_size: {DERIVES}\n"
         f"/run.yaml:6:1: gradient_accumulation_steps: {DERIVES}\n"
-        "/run.yaml:7:1: max_grad_norm: Lockstep's word is optim.clip_norm: write `optim.clip_norm: 1.0`\n"
-        "/run.yaml:8:1: num_train_epochs: Lockstep's word is run.epochs: write `run.epochs: 3`\n"
-        "/run.yaml:9:1: lr_scheduler_type: Lockstep's word is schedule.kind: write `schedule.kind: constant`\n"
-        "/run.yaml:10:1: fp16: Lockstep's word is precision.compute: write `precision.compute: fp16`\n"
-        "/run.yaml:11:1: save_steps: Lockstep's word is checkpoint.every: write `checkpoint.every: 500`",
+        "/run.yaml:7:1: max_grad_norm: Lockstep's key is optim.clip_norm: write `optim.clip_norm: 1.0`\n"
+        "/run.yaml:8:1: num_train_epochs: Lockstep's key is run.epochs: write `run.epochs: 3`\n"
+        "/run.yaml:9:1: lr_scheduler_type: Lockstep's key is schedule.kind: write `schedule.kind: constant`\n"
+        "/run.yaml:10:1: fp16: Lockstep's key is precision.compute: write `precision.compute: fp16`\n"
+        "/run.yaml:11:1: save_steps: Lockstep's key is checkpoint.every: write `checkpoint.every: 500`",
     ),
     "words of Lightning and DeepSpeed": (
         GOOD + "trainer:\n  devices: 4\n  strategy: fsdp\n  precision: bf16-mixed\n  gradient_clip_val: 0\n"
         "zero_optimization: {stage: 2}\n",
         [],
         "/run.yaml:4:1: trainer: there is no such section\n"
-        "/run.yaml:5:3: trainer.devices: Lockstep's word is launch.ranks: write `launch.ranks: 4`\n"
-        "/run.yaml:6:3: trainer.strategy: Lockstep's word is parallel.strategy: write `parallel.strategy: fsdp`\n"
-        "/run.yaml:7:3: trainer.precision: Lockstep's word is precision.compute: write `precision.compute: bf16`\n"
-        "/run.yaml:8:3: trainer.gradient_clip_val: Lockstep's word is optim.clip_norm: write `optim.clip_norm: null`\n"
+        "/run.yaml:5:3: trainer.devices: Lockstep's key is launch.ranks: write `launch.ranks: 4`\n"
+        "/run.yaml:6:3: trainer.strategy: Lockstep's key is parallel.strategy: write `parallel.strategy: fsdp`\n"
+        "/run.yaml:7:3: trainer.precision: Lockstep's key is precision.compute: write `precision.compute: bf16`\n"
+        "/run.yaml:8:3: trainer.gradient_clip_val: Lockstep's key is optim.clip_norm: write `optim.clip_norm: null`\n"
         "/run.yaml:9:1: zero_optimization: write `parallel.strategy: deepspeed`, and the stage as "
         "`parallel.deepspeed.zero_stage`",
     ),
@@ -104,21 +104,21 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "parallel: {fsdp: {fsdp_activation_checkpointing: false}}\nmemory: {activation_checkpointing: {every: 2}}\n"
         "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
         [],
-        "/run.yaml:6:19: parallel.fsdp.fsdp_activation_checkpointing: Lockstep's word is "
+        "/run.yaml:6:19: parallel.fsdp.fsdp_activation_checkpointing: Lockstep's key is "
         "memory.activation_checkpointing.mode: write `memory.activation_checkpointing.mode: none`\n"
         "/run.yaml:7:10: memory.activation_checkpointing: every 2 says of which blocks; say what, too: mode: "
         "full, or leave it out\n"
-        "/run.yaml:4:1: gradient_checkpointing: Lockstep's word is memory.activation_checkpointing.mode: write "
+        "/run.yaml:4:1: gradient_checkpointing: Lockstep's key is memory.activation_checkpointing.mode: write "
         "`memory.activation_checkpointing.mode: full`\n"
-        "/run.yaml:5:1: activation_checkpointing: Lockstep's word is memory.activation_checkpointing: write "
-        "`memory.activation_checkpointing: {mode: full, every: 1}`\n"
-        "/run.yaml:8:1: gradient_checkpointing_kwargs: activation checkpointing has no such options: it is never "
-        "reentrant, and keeps what was drawn; leave it out",
+        "/run.yaml:5:1: activation_checkpointing: Lockstep's key is memory.activation_checkpointing.mode; true "
+        "or false, full or selective\n"
+        "/run.yaml:8:1: gradient_checkpointing_kwargs: activation checkpointing is never reentrant here, and keeps "
+        "the random draws",
     ),
     "a switch of another tool that is off": (
         GOOD + "fp16: no\n",
         [],
-        "/run.yaml:4:1: fp16: Lockstep's word is precision.compute: write `precision.compute: fp32`",
+        "/run.yaml:4:1: fp16: Lockstep's key is precision.compute: write `precision.compute: fp32`",
     ),
     "no length of the run, or two": (
         "model: {kind: transformer}\ndata: {train: {kind: stdlib-text}}\nrun: {steps: 10, epochs: 2}\n",
@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "--launch.ranks: has no value; write --launch.ranks VALUE\n"
         "--model.freeze: 'head.*' is not a list of text; write [head.*]\n"
         "--data.loader: 3 is not a mapping\n"
-        "/run.yaml:4:8: optim: Lockstep's word is optim.name: write `optim.name: adamw`\n"
+        "/run.yaml:4:8: optim: Lockstep's key is optim.name: write `optim.name: adamw`\n"
         "--evaluation.every: 'often' is not an interval; write a number of steps (100), or '100 steps', '64k samples', "
         "'1M tokens', '5 minutes', '0.5 epochs'",
     ),

@@ -16,7 +16,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import lockstep
-from lockstep.config.deepspeed import Derived, engine_config
+from lockstep.config.deepspeed import engine_config
+from lockstep.config.deepspeed_check import Derived
 from lockstep.config.loading import load, validate
 
 GUIDE = Path(__file__).parents[2] / "examples" / "guide"

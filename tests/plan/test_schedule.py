@@ -85,7 +85,8 @@ def test_rates_are_those_of_deepspeed_s_own_scheduler(kind, warmup_type):
     import torch
 
     schedulers = pytest.importorskip("deepspeed.runtime.lr_schedules")
-    from lockstep.config.deepspeed import Derived, plain_config
+    from lockstep.config.deepspeed import plain_config
+    from lockstep.config.deepspeed_check import Derived
     from lockstep.config.loading import validate
 
     steps, warmup = 200, 20

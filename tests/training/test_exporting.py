@@ -23,10 +23,10 @@ from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.config.writing import to_yaml
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.interop.weights import import_weights
 from lockstep.models.model_tensors import model_tensors
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.finished_run import loaded_config, run_config
-from lockstep.training.importing_weights import import_weights
 from lockstep.training.session import components_of
 from lockstep.training.sources import make_model, open_sources
 from lockstep.training.user_objects import UserObjects

@@ -235,7 +235,7 @@ def _import(words: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"{overrides[0].place} is for a config, and none is given; --config RECIPE names one")
 
-    from lockstep.training.importing_weights import import_weights
+    from lockstep.interop.weights import import_weights
 
     made = import_weights(args.file, args.folder, force=args.force)
     echo(made)
@@ -249,7 +249,7 @@ def _import_run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
         raise ConfigError("--force replaces a file of weights; a run is made in a new folder")
     loaded, name = approved_config([args.config], overrides, trusted=args.trust_run)
 
-    from lockstep.training.importing_runs import import_run
+    from lockstep.interop.runs import import_run
     from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)

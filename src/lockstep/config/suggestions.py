@@ -15,21 +15,17 @@ from typing import get_args
 
 from lockstep.config import shape
 from lockstep.config.every import Unit
-from lockstep.config.foreign_words import Context, translate
-from lockstep.config.import_words import NOT_NEEDED, NOT_THERE, TO_DO
-from lockstep.config.reading import Leaf, Node
+from lockstep.config.hints import hints
+from lockstep.config.reading import Leaf, Node, Table
 from lockstep.config.shape import ValueShape
 from lockstep.core.closest import closest_match
 
 
-def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, context: Context) -> str:
-    """A sentence about an unknown key."""
-    answer = translate(path[-1], node, context) or _of_other_tools(path, node)
-    if answer:
-        return answer
-    elsewhere = _interval(path, siblings, node) or _elsewhere(path)
-    if elsewhere:
-        return elsewhere
+def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, tree: Table) -> str:
+    """Return a sentence about an unknown key."""
+    other = _flag_of_others(path, node) or _interval(path, siblings, node) or hints().key_hint(path, node, tree)
+    if other := other or _elsewhere(path):
+        return other
     near = closest_match(path[-1], siblings)
     if near:
         return f"unknown key; did you mean {near}?"
@@ -39,15 +35,13 @@ def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, context:
     return f"unknown key; the keys here are {', '.join(siblings)}"
 
 
-def _of_other_tools(path: tuple[str, ...], node: Node) -> str | None:
-    """Why there is no such thing, or what does it."""
+def _flag_of_others(path: tuple[str, ...], node: Node) -> str | None:
+    """Return what does the same as a flag of other commands."""
     word = path[-1].lower().replace("-", "_")
-    if len(path) == 1 and word in _FLAGS:
-        value = node.text or node.value if isinstance(node, Leaf) else None
-        return _FLAGS[word].format("FILE.yaml" if value in (None, True) else value)
-    tables = (NOT_THERE, TO_DO, NOT_NEEDED) if len(path) == 1 else (NOT_THERE,)
-    alike = (word, word.partition("_")[0]) if len(path) == 1 else (word,)
-    return next((table[one] for one in alike for table in tables if one in table), None)
+    if len(path) > 1 or word not in _FLAGS:
+        return None
+    value = node.text or node.value if isinstance(node, Leaf) else None
+    return _FLAGS[word].format("FILE.yaml" if value in (None, True) else value)
 
 
 _FLAGS = {
@@ -56,7 +50,6 @@ _FLAGS = {
     ),
     **dict.fromkeys(("dry_run", "dryrun", "simulate"), "`lockstep plan` shows what a run will be, and starts none"),
 }
-"""Flags of other commands."""
 
 
 def for_value(text: str, choices: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lockstep.config import shape, suggestions
-from lockstep.config.foreign_words import Context, absent_value, instead, translate
+from lockstep.config.hints import hints
 from lockstep.config.merging import inside
 from lockstep.config.overrides import PREFIX
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves
@@ -36,8 +36,7 @@ def problems(error: ValidationError, tree: Table) -> list[Problem]:
     answered = dict(list(grouped.items())[:_MOST])
     for path in [path for path, group in answered.items() if _meant_otherwise(path, group, tree, grouped)]:
         del answered[path]
-    context = _context(tree)
-    found = [problem for path, group in answered.items() for problem in _about(path, group, tree, context)]
+    found = [problem for path, group in answered.items() for problem in _about(path, group, tree)]
     left = len(grouped) - _MOST
     return [*found, Problem("", "", f"{left:,} more keys are wrong")] if left > 0 else found
 
@@ -50,12 +49,12 @@ def _meant_otherwise(path: Path, group: list[ErrorDetails], tree: Table, grouped
     return words_alone and deeper and at.values is not None and isinstance(node, Table)
 
 
-def _about(path: Path, group: list[ErrorDetails], tree: Table, context: Context) -> list[Problem]:
+def _about(path: Path, group: list[ErrorDetails], tree: Table) -> list[Problem]:
     details, key = group[0], ".".join(path)
     node, at, where = _find(tree, path)
     match details["type"]:
         case "extra_forbidden":
-            return _unknown(path, tree, context)
+            return _unknown(path, tree)
         case "missing" | "union_tag_not_found":
             return [Problem(where, key, _missing(at))]
         case "value_error":
@@ -63,7 +62,7 @@ def _about(path: Path, group: list[ErrorDetails], tree: Table, context: Context)
             return [Problem(_flag_named(message, path, node) or where, key, message)]
     if node is None:
         return [Problem(where, key, details["msg"])]
-    return [Problem(where, key, _refused(path, node, at, context))]
+    return [Problem(where, key, _refused(path, node, at, tree))]
 
 
 def _flag_named(message: str, path: Path, node: Node | None) -> str | None:
@@ -82,21 +81,21 @@ def _flag_named(message: str, path: Path, node: Node | None) -> str | None:
 # --- unknown and missing keys -------------------------------------------------------------------------------------
 
 
-def _unknown(path: Path, tree: Table, context: Context) -> list[Problem]:
+def _unknown(path: Path, tree: Table) -> list[Problem]:
     node, _, _ = _find(tree, path)
     _, parent, _ = _find(tree, path[:-1])
     assert node is not None
     siblings = list(dict.fromkeys(key for section in _chosen(tree, path[:-1], parent) for key in shape.fields(section)))
-    answered = translate(path[-1], node, context) is None and _unknown_inside(path, node, tree, context)
-    said = "there is no such section" if answered else suggestions.for_key(path, siblings, node, context)
+    answered = hints().key_hint(path, node, tree) is None and _unknown_inside(path, node, tree)
+    said = "there is no such section" if answered else suggestions.for_key(path, siblings, node, tree)
     return [Problem(_key_place(tree, path), ".".join(path), said), *(answered or ())]
 
 
-def _unknown_inside(path: Path, node: Node, tree: Table, context: Context) -> list[Problem]:
+def _unknown_inside(path: Path, node: Node, tree: Table) -> list[Problem]:
     """Words of another tool, under a section of another tool."""
     if not isinstance(node, Table):
         return []
-    answers = [(path + deeper, translate(deeper[-1], leaf, context)) for deeper, leaf in leaves(node) if deeper]
+    answers = [(path + deeper, hints().key_hint(path + deeper, leaf, tree)) for deeper, leaf in leaves(node) if deeper]
     return [Problem(_key_place(tree, found), ".".join(found), answer) for found, answer in answers if answer]
 
 
@@ -109,15 +108,41 @@ def _missing(at: ValueShape) -> str:
 # --- values -------------------------------------------------------------------------------------------------------
 
 
-def _refused(path: Path, node: Node, at: ValueShape, context: Context) -> str:
+def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
     """Why the value doesn't do, and what would."""
     if at.kinds and path[-1] == "kind" and isinstance(node, Leaf):
         near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
         return f"{shown(node)} is not a kind of {_thing(path)}{near or '; one of ' + ', '.join(at.kinds)}"
-    answer = translate(path[-1], node, context) if at.sections() else absent_value(path[-1], node)
     key = ".".join(path)
-    hint = instead(key, node) or _hint(node, at) or _examples(key)
+    hint = _as_text(key, node) or _other_value(key, node) or _hint(node, at) or _examples(key)
+    answer = hints().key_hint(path, node, tree) if at.sections() and key not in _TEXTS else None
     return answer or f"{shown(node)} is not {expectation(at)}{hint}"
+
+
+def _other_value(key: str, node: Node) -> str:
+    hint = hints().value_hint(key, node)
+    return f"; {hint}" if hint else ""
+
+
+def _as_text(key: str, node: Node) -> str:
+    """Return what to write for a text where a section or a list is wanted."""
+    if not isinstance(node, Leaf) or not isinstance(node.value, str):
+        return ""
+    if key == "parallel.fsdp.wrap" and node.value[:1].isupper():
+        return f"; classes are a list: write [{node.value}]"
+    return f"; {_TEXTS[key].format(node.value)}" if key in _TEXTS else ""
+
+
+_DATA = (
+    "a name goes into data.train: {{kind: huggingface, name: {0}}}, a folder of tokens into data.train: "
+    "{{kind: tokens, folder: {0}}}"
+)
+_TEXTS = {
+    "model": "a name or folder goes into model: {{kind: huggingface, task: causal-lm, pretrained: {0}}}",
+    "data": _DATA,
+    "data.train": _DATA,
+    "checkpoint": "a folder goes into checkpoint.folder; `lockstep train RUN` resumes the run in a folder",
+}
 
 
 def _hint(node: Node, at: ValueShape) -> str:
@@ -236,14 +261,3 @@ def _chosen(tree: Table, path: Path, at: ValueShape) -> tuple[type, ...]:
     kind = node.get("kind") if isinstance(node, Table) else None
     section = at.select(kind.value if isinstance(kind, Leaf) else None)
     return (section,) if section else at.sections()
-
-
-def _context(tree: Table) -> Context:
-    """All values by dotted key and by last word, for answers that need two of them."""
-    context: dict[str, object] = {}
-    for path, leaf in leaves(tree):
-        value = leaf.value if isinstance(leaf, Leaf) else None
-        context[".".join(path)] = value
-        if path:
-            context.setdefault(path[-1], value)
-    return context

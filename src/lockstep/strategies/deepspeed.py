@@ -79,7 +79,7 @@ STRATEGY = Strategy(
     },
     needs_optimizer=True,
     check="lockstep.config.deepspeed:check_plan",
-    check_alone="lockstep.config.deepspeed:check_alone",
+    check_alone="lockstep.config.deepspeed_check:check_alone",
     variants=(
         Variant(
             name="zero0",

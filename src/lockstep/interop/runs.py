@@ -18,9 +18,9 @@ from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config, Parallel
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
+from lockstep.interop.zero_files import ZeroCheckpoint, read_zero
 from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
-from lockstep.models.zero_files import ZeroCheckpoint, read_zero
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import RunFolder, is_run
 from lockstep.training.checkpoints import Checkpoints, Resume

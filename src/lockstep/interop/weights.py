@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.interop.zero_files import is_zero, read_zero
 from lockstep.models.weight_files import Weights, read_weights, readable
-from lockstep.models.zero_files import is_zero, read_zero
 from lockstep.training.weights import FILE, save_tensors
 
 _RESERVED = "__metadata__"

@@ -15,26 +15,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.cli.main import main
-from lockstep.config import deepspeed_words, foreign_words, import_words
-from lockstep.config.foreign_files import Kind, read_foreign
-from lockstep.config.import_table import ANSWERS
-from lockstep.config.importing import Imported, import_config, import_file, listed, nested
+from lockstep.config import shape
+from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
 from lockstep.config.loading import load
 from lockstep.config.override import Override
 from lockstep.config.reading import leaves, read_file
 from lockstep.core.errors import ConfigError
+from lockstep.interop.answers import RULES
+from lockstep.interop.foreign import ForeignKind, read_foreign
+from lockstep.interop.importing import ImportedConfig, import_config, import_file, listed, nested
+from lockstep.interop.keys import key_rows
 
 WHOLE = {"model.kind": "transformer", "data.train.kind": "stdlib-text"}
 
 
-def imported(tmp_path: Path, values: Any, kind: Kind | None = None, ranks: int | None = 8) -> Imported:
+def imported(tmp_path: Path, values: Any, kind: ForeignKind | None = None, ranks: int | None = 8) -> ImportedConfig:
     file = tmp_path / "theirs.json"
     file.write_text(json.dumps(values))
     return import_file(file, kind, ranks)
 
 
-def standings(found: Imported) -> dict[str, str]:
-    return {one.key: one.answer.standing for one in found.findings}
+def standings(found: ImportedConfig) -> dict[str, str]:
+    return {one.key: one.answer.status for one in found.findings}
 
 
 def said(tmp_path: Path, values: Any, ranks: int | None = 8) -> str:
@@ -76,7 +78,7 @@ def test_each_field_has_an_answer_when_it_asks_for_something(
             file = tmp_path / "one.json"
             file.write_text(json.dumps({"output_dir": "out", "save_steps": 5, name: value}))
             for one in listed(read_foreign(file, "trainer"), 8):
-                assert one.answer.standing != "not known" or one.key.endswith("a_key"), (one, value)
+                assert one.answer.status != "not known" or one.key.endswith("a_key"), (one, value)
 
 
 def test_what_trainer_leaves_to_its_defaults_comes_with_them(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_a_field_that_asks_for_something_is_not_called_unneeded(
         file = tmp_path / "one.json"
         file.write_text(json.dumps({"output_dir": "out", "save_steps": 5, **beside, name: asking}))
         found = {one.key: one.answer for one in listed(read_foreign(file, "trainer"), 8)}
-        assert found[name].standing != "not needed", (name, asking, found[name])
+        assert found[name].status != "not needed", (name, asking, found[name])
 
 
 LIGHTNING = {
@@ -183,7 +185,7 @@ def test_each_argument_of_lightning_s_trainer_has_an_answer(tmp_path: Path) -> N
     assert [one.key.removeprefix("trainer.") for one in found.unanswered] == LOST_OF_LIGHTNING
     assert (found.settings["optim.name"], found.settings["optim.momentum"]) == ("sgd", 0.5)
     assert (found.settings["evaluation.every"], found.settings["run.seed"]) == ("0.25 epochs", 7)
-    to_do = {one.key.removeprefix("trainer.") for one in found.findings if one.answer.standing == "to do"}
+    to_do = {one.key.removeprefix("trainer.") for one in found.findings if one.answer.status == "to do"}
     assert {"num_nodes", "fast_dev_run", "limit_train_batches", "limit_val_batches", "overfit_batches"} <= to_do
 
 
@@ -193,7 +195,7 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
     for field in dataclasses.fields(config_args.ClusterConfig):
         for value in (True, 7, "x", ["x"]):
             file.write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", field.name: value}))
-            assert all(one.answer.standing != "not known" for one in listed(read_foreign(file, "accelerate"), 8)), field
+            assert all(one.answer.status != "not known" for one in listed(read_foreign(file, "accelerate"), 8)), field
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"save_safetensors": True}, "not needed", "asks for nothing"),
         ({"debug": ["underflow_overflow"]}, "not there", "isn't traced"),
         ({"bf16_full_eval": True, "bf16": True}, "not needed", "evaluation computes in precision.compute"),
-        ({"bf16_full_eval": True}, "not there", "and bf16 isn't said"),
+        ({"bf16_full_eval": True}, "not there", "and bf16 isn't set"),
         ({"run_name": "a"}, "to do", "write run.folder: runs/a"),
         ({"run_name": "a", "output_dir": "b"}, "not needed", "output_dir names it"),
         ({"resume_from_checkpoint": True}, "not needed", "asks for nothing"),
@@ -237,7 +239,7 @@ def test_what_is_lost_is_not_called_unneeded(words: dict[str, Any], standing: st
     file.write_text(json.dumps(words))
     found = listed(read_foreign(file, "deepspeed" if "zero_optimization" in words else "yaml"), 1)
     one = next(one.answer for one in found if one.key != "optimizer.type")
-    assert (one.standing, why in one.why) == (standing, True), one
+    assert (one.status, why in one.why) == (standing, True), one
 
 
 @pytest.mark.parametrize(
@@ -294,18 +296,33 @@ def test_options_of_what_is_off_are_not_taken(file: dict[str, Any], kind: str | 
 
 
 def test_every_key_that_is_known_of_deepspeed_has_an_answer(tmp_path: Path) -> None:
-    inside = {"zero_optimization": [*deepspeed_words.ZERO_HANDED_ON, *deepspeed_words.ZERO_ONE_VALUE,
-                                    *deepspeed_words.ZERO_REFUSED, "stage"]}  # fmt: skip
-    everything: dict[str, Any] = dict.fromkeys(deepspeed_words.TOP, 1)
-    everything |= {name: dict.fromkeys(keys, 1) for name, keys in inside.items()}
-    everything["zero_optimization"]["offload_optimizer"] = {
-        "device": "cpu", "pin_memory": True, **dict.fromkeys(deepspeed_words.OFFLOAD_OF_NVME, 1),
-        **dict.fromkeys(deepspeed_words.OFFLOAD_ONE_VALUE, 1),
-    }  # fmt: skip
+    settings = {row.path: 1 for row in deepspeed_keys().values() if row.rule != "section"}
+    del settings["torch_autocast"]  # a section, of which some keys have rows
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps(everything))
+    file.write_text(json.dumps(nested(settings)))
     for one in listed(read_foreign(file, "deepspeed"), 1):
-        assert one.answer.standing != "not known", one
+        assert one.answer.status != "not known", one
+
+
+def test_a_batch_left_to_auto_is_not_asked_for_where_it_follows(tmp_path: Path) -> None:
+    words = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+    found = standings(imported(tmp_path, words))
+    assert found["train_batch_size"] == "not needed"
+    assert found["train_micro_batch_size_per_gpu"] == "derived"
+    del words["train_micro_batch_size_per_gpu"]
+    assert standings(imported(tmp_path, words))["train_batch_size"] == "to do"
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [({}, "trainer"), ({"lora": {"r": 8}}, "trainer"), ({"model": {"name": "gpt2"}, "data": {"path": "x"}}, "yaml")],
+)
+def test_one_foreign_section_leaves_training_arguments_ones(section: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "args.yaml"
+    file.write_text(
+        yaml.safe_dump({"output_dir": "o", "num_train_epochs": 2, "logging_steps": 5, "lr": 0.1, **section})
+    )
+    assert read_foreign(file, None).kind == kind
 
 
 DEEPSPEED = {
@@ -326,7 +343,8 @@ DEEPSPEED = {
 
 
 def test_a_deepspeed_json_becomes_a_config_that_deepspeed_takes(tmp_path: Path) -> None:
-    from lockstep.config.deepspeed import Derived, plain_config
+    from lockstep.config.deepspeed import plain_config
+    from lockstep.config.deepspeed_check import Derived
 
     found = imported(tmp_path, DEEPSPEED)
     assert (found.file.kind, found.unanswered) == ("deepspeed", ())
@@ -417,7 +435,7 @@ def test_deepspeed_s_activation_checkpointing_becomes_ours(
     memory: Any = nested(found.settings).get("memory", {})
     assert memory.get("activation_checkpointing") == ours
     assert [one.key.rpartition(".")[2] for one in found.unanswered] == lost
-    to_do = [one.key for one in found.findings if one.answer.standing == "to do"]
+    to_do = [one.key for one in found.findings if one.answer.status == "to do"]
     assert to_do == ["activation_checkpointing.cpu_checkpointing"] * bool(section.get("cpu_checkpointing"))
 
 
@@ -437,16 +455,6 @@ def test_how_often_a_script_checkpoints_blocks_is_taken(
     found = imported(tmp_path, {"activation_checkpointing": section, "epochs": 1})
     memory: Any = nested(found.settings).get("memory", {})
     assert (memory.get("activation_checkpointing"), found.unanswered) == (ours, ())
-
-
-def test_the_words_that_are_compared_are_those_of_the_comparison() -> None:
-    import inspect
-
-    from lockstep.config import deepspeed
-
-    source = inspect.getsource(deepspeed._Comparison.problems)
-    assert all(f'"{word}":' in source for word in deepspeed_words.COMPARED)
-    assert source.count("self._") >= len(deepspeed_words.COMPARED)
 
 
 def test_a_json_that_is_named_is_read_from_beside_the_file(tmp_path: Path) -> None:
@@ -590,13 +598,13 @@ def test_words_are_answered_by_what_they_mean(tmp_path: Path) -> None:
         ({"lr_decay_iters": 50, "max_iters": 100}, "not there", "the whole run, which is 100 long"),
         ({"lr_decay_iters": 50}, "to do", "write run.steps, as long"),
         ({"decay_lr": False}, "taken", ""),
-        ({"decay_lr": "x"}, "not there", "'x' is not true or false"),
-        ({"decay_lr": True, "lr_scheduler_type": "linear"}, "not needed", "lr_scheduler_type says the curve"),
+        ({"decay_lr": "x"}, "not there", "'x' has no counterpart; true or false"),
+        ({"decay_lr": True, "lr_scheduler_type": "linear"}, "not needed", "lr_scheduler_type decides"),
         ({"init_from": "gpt2-xl"}, "to do", "pretrained: gpt2-xl"),
         ({"bias": True, "n_layer": 2}, "not there", "transformer has none; write false"),
-        ({"bias": True, "model_name": "resnet18"}, "to do", "a shape of its own"),
+        ({"bias": True, "model_name": "resnet18"}, "to do", "the named model has its shape"),
         ({"step_size": 30}, "not there", "a rate that falls in steps is not there"),
-        ({"gradient_checkpointing": "often"}, "not there", "'often' is not true or false"),
+        ({"gradient_checkpointing": "often"}, "not there", "'often' has no counterpart; true or false"),
         ({"amp_dtype": "bfloat16"}, "taken", ""),
         ({"amp_dtype": "bf16", "use_amp": False}, "not needed", "automatic mixed precision is off"),
         ({"fp16": "O1"}, "not there", "'O1' is not true or false"),
@@ -609,7 +617,7 @@ def test_a_value_decides_what_a_word_comes_to(words: dict[str, Any], standing: s
     file = tmp_path / "one.json"
     file.write_text(json.dumps(words))
     first = listed(read_foreign(file, "yaml"), 1)[0].answer
-    assert (first.standing, why in first.why) == (standing, True), first
+    assert (first.status, why in first.why) == (standing, True), first
 
 
 def test_bare_words_mean_what_readers_of_yaml_1_1_hear(tmp_path: Path) -> None:
@@ -618,7 +626,7 @@ def test_bare_words_mean_what_readers_of_yaml_1_1_hear(tmp_path: Path) -> None:
     found = import_file(file, "yaml", 1)
     assert found.settings["precision.compute"] == "bf16"
     assert "memory.activation_checkpointing.mode" not in found.settings
-    assert [one.value for one in found.file.said][-1] == "no"
+    assert [one.value for one in found.file.keys][-1] == "no"
     file.write_text("compute_environment: X\ndistributed_type: NO\ndynamo_config: {dynamo_backend: NO}\n")
     assert import_file(file).settings["parallel.strategy"] == "single"
     assert "model.compile" not in import_file(file).settings
@@ -646,14 +654,14 @@ def test_in_python_the_ranks_are_those_that_were_started(tmp_path: Path, monkeyp
     file = tmp_path / "theirs.yaml"
     file.write_text("batch_size: 2\ngradient_accumulation_steps: 2\nepochs: 1\n")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match="say how many it was made for: ranks=N"):
+    with pytest.raises(ConfigError, match="state how many it was made for: ranks=N"):
         import_config(file)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert import_config(file)["batch"] == {"global_size": 16, "micro_size": 2}
     assert import_config(file, ranks=2)["batch"] == {"global_size": 8, "micro_size": 2}
     file.write_text("batch_size: 2\nepochs: 1\nworld_size: 3\n")
     assert import_config(file)["batch"] == {"global_size": 6, "micro_size": 2}
-    with pytest.raises(ConfigError, match="is for 3 ranks, and ranks says 2; leave ranks out"):
+    with pytest.raises(ConfigError, match="is for 3 ranks, and ranks is 2; leave ranks out"):
         import_config(file, ranks=2)
 
 
@@ -675,7 +683,7 @@ def test_what_contradicts_is_not_there(tmp_path: Path) -> None:
     [
         (16, 3, "16 / (2 micro-batches x 3 ranks) is no whole number of samples; ranks that divide it: 2 or 4"),
         (16, 9, "is no whole number of samples; ranks that divide it: 8"),
-        (15, 3, "2 micro-batches don't divide 15, on however many ranks"),
+        (15, 3, "2 micro-batches don't divide 15, on any number of ranks"),
     ],
 )
 def test_a_batch_that_the_ranks_do_not_divide_is_not_rounded(whole: int, ranks: int, why: str, tmp_path: Path) -> None:
@@ -787,25 +795,27 @@ def test_a_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None
 
 # --- whatever is in it ------------------------------------------------------------------------------------------------
 
-TABLES = (import_words.NOT_NEEDED, import_words.NOT_THERE, import_words.TO_DO, import_words.OWN)
-WORDS = sorted(
-    {*foreign_words.words(), *(word for table in TABLES for word in table), *(word.split(".")[-1] for word in ANSWERS)}
-)
+WORDS = sorted({word.split(".")[-1] for word in key_rows()})
 
 
-def test_a_word_stands_in_one_table() -> None:
-    seen: set[str] = set()
-    for table in TABLES:
-        assert not seen & set(table)
-        seen |= set(table)
+def test_every_row_has_a_rule_and_every_rule_a_row() -> None:
+    assert {row.rule for row in key_rows().values()} == set(RULES)
+    assert all(
+        row.ours or row.note or row.rule in ("decay length", "bias", "narrow evaluation") for row in key_rows().values()
+    )
+    ours = {".".join(key) for key in shape.all_keys()}
+    sections = {key.rpartition(".")[0] for key in ours}
+    named = {row.ours for row in key_rows().values() if row.ours and not row.ours.startswith("model.architecture.")}
+    assert named <= ours | sections | {"data.evaluation"}
 
 
-def test_every_word_of_the_hints_has_an_answer(tmp_path: Path) -> None:
-    for word in foreign_words.words():
+def test_every_key_has_an_answer(tmp_path: Path) -> None:
+    for word in WORDS:
         file = tmp_path / "one.json"
         file.write_text(json.dumps({word: 3}))
         for one in listed(read_foreign(file, "yaml"), 8):
-            assert one.answer.standing != "not known", word
+            known = one.answer.status != "not known"
+            assert known or word not in key_rows(), word
 
 
 SECTIONS = [
@@ -845,13 +855,13 @@ VALUES = st.sampled_from(
 FLAT = st.dictionaries(st.sampled_from([*WORDS, "nobodys", "Un-Known"]), VALUES, max_size=6)
 OWN = ["optim", "data", "parallel", "run", "model", "batch", "memory", "launch", "checkpoint", "precision", "schedule"]
 FILES = st.dictionaries(
-    st.sampled_from([*WORDS, *SECTIONS, *OWN, *sorted(deepspeed_words.TOP)]), VALUES | FLAT, min_size=1, max_size=8
+    st.sampled_from([*WORDS, *SECTIONS, *OWN, *sorted(keys_of(""))]), VALUES | FLAT, min_size=1, max_size=8
 )
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=FILES, kind=st.sampled_from(["yaml", "deepspeed", "trainer", "accelerate"]))
-def test_no_key_goes_unlisted(values: dict[str, Any], kind: Kind, tmp_path: Path) -> None:
+def test_no_key_goes_unlisted(values: dict[str, Any], kind: ForeignKind, tmp_path: Path) -> None:
     file = tmp_path / "any.json"
     file.write_text(json.dumps(values))
     tree, _ = read_file(file)
@@ -869,7 +879,7 @@ def test_no_key_goes_unlisted(values: dict[str, Any], kind: Kind, tmp_path: Path
         (
             {"num_processes": 4},
             ["--ranks", "2"],
-            "is for 4 ranks, and --ranks says 2; leave --ranks out, or correct it",
+            "is for 4 ranks, and --ranks is 2; leave --ranks out, or correct it",
         ),
         ({"bf16": True, "fp16": True}, ["--ranks", "2"], "would be lost"),
         ({"num_processes": 4}, ["--to", ".", "--force"], "is a folder; --to names the file to write"),

@@ -23,11 +23,11 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
+from lockstep.interop.runs import import_run
+from lockstep.interop.weights import import_weights
+from lockstep.interop.zero_files import STAND_INS, read_zero
 from lockstep.models.weight_files import read_torch, read_weights
-from lockstep.models.zero_files import STAND_INS, read_zero
 from lockstep.training.checkpoints import Checkpoints, Resume
-from lockstep.training.importing_runs import import_run
-from lockstep.training.importing_weights import import_weights
 from lockstep.training.session import components_of
 
 pytest.importorskip("deepspeed")

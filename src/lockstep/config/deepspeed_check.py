@@ -1,0 +1,334 @@
+"""A DeepSpeed config beside Lockstep's: what both state must agree, and the rest is handed on to DeepSpeed.
+
+    ds.json     {"train_batch_size": "auto", "gradient_clipping": 0.5, "zero_optimization": {"stage": 3, ...}, ...}
+                        |                          |                            |
+                  filled in by `deepspeed`   compared with optim.clip_norm    handed on, or refused by name
+                                             and refused if it differs
+
+Which keys there are, and what becomes of each, is in `deepspeed_keys`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.deepspeed_keys import DeepSpeedKey, deepspeed_keys, keys_of
+from lockstep.config.reading import MOST_BYTES
+from lockstep.core.bounded_files import read_bounded
+from lockstep.core.closest import closest_match
+from lockstep.core.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config, DeepSpeed
+
+AUTO = "auto"
+_PLACE = "parallel.deepspeed.config"
+_RANK_DEPENDENT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
+"""Keys whose values are compared with what only a plan knows."""
+_CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_OF_ONE_SCHEDULER = {"warmup_max_lr": "WarmupDecayLR", "cos_min_ratio": "WarmupCosineLR"}
+"""Parameters whose defaults matter under one scheduler; those of the others' defaults matter under every one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """Numbers that a plan knows.
+
+    Attributes:
+        steps: Number of updates in the whole run; None if only running tells.
+        trainable: Number of trainable elements.
+    """
+
+    ranks: int
+    micro_size: int
+    accumulation: int
+    steps: int | None
+    trainable: int
+
+
+def check_alone(config: Config) -> None:
+    """Check what depends neither on the number of ranks nor on the model; raises ConfigError, as `check` does."""
+    check(config, Derived(ranks=1, micro_size=1, accumulation=1, steps=None, trainable=0), later=_RANK_DEPENDENT)
+
+
+def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
+    """Check the DeepSpeed config against Lockstep's.
+
+    Args:
+        later: Keys that are left to a later check.
+
+    Raises:
+        ConfigError: All that contradicts, isn't accepted, or is no key of DeepSpeed's.
+    """
+    given, problems = read_deepspeed(config.parallel.deepspeed)
+    problems += _section_problems(config)
+    comparison = _Comparison(config, derived)
+    comparison.section("", {key: given[key] for key in given if key not in later})
+    problems += comparison.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_deepspeed(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]]:
+    """Return the JSON, or why there is none."""
+    if section.config is None or isinstance(section.config, Mapping):
+        return section.config or {}, []
+    path = Path(section.config)
+    try:
+        content = json.loads(read_bounded(path, MOST_BYTES))
+    except RecursionError:
+        return {}, [Problem("", _PLACE, f"{path} is nested too deep for a DeepSpeed config")]
+    except OSError as error:
+        return {}, [Problem("", _PLACE, f"can't read {path}: {error.strerror or error}")]
+    except ValueError as error:
+        return {}, [Problem("", _PLACE, f"{path} is not JSON: {error}")]
+    if not isinstance(content, dict):
+        return {}, [Problem("", _PLACE, f"{path} holds no JSON object, but a {type(content).__name__}")]
+    return content, []
+
+
+def warmup_steps(config: Config, derived: Derived) -> int:
+    schedule = config.schedule
+    if schedule.warmup_ratio is not None:
+        return round(schedule.warmup_ratio * (derived.steps or 0))
+    return schedule.warmup_steps or 0
+
+
+def warmup_num_steps(config: Config, derived: Derived) -> int:
+    """Return DeepSpeed's number for this warm-up: it counts from an update of rate 0."""
+    return warmup_steps(config, derived) + (2 if config.schedule.warmup_type == "log" else 1)
+
+
+# --- what is compared ---------------------------------------------------------------------------------------------
+
+
+def _section_problems(config: Config) -> list[Problem]:
+    """Return what is wrong with parallel.deepspeed itself, or doesn't go with it."""
+    section, problems = config.parallel.deepspeed, list[Problem]()
+    if config.parallel.ddp.find_unused_parameters:
+        why = "DeepSpeed gives a parameter that isn't used a gradient of zero; write false, or take ddp"
+        problems.append(Problem("", "parallel.ddp.find_unused_parameters", why))
+    for key in ("offload_optimizer", "offload_param"):
+        if getattr(section, key) == "nvme":
+            why = "nvme is not supported: DeepSpeed moves that state between files, where no checkpoint can read it"
+            problems.append(Problem("", f"parallel.deepspeed.{key}", f"{why}; take cpu"))
+    if section.offload_param != "none" and section.zero_stage != 3:
+        why = f"{section.offload_param} requires zero_stage 3, and it is {section.zero_stage}"
+        problems.append(Problem("", "parallel.deepspeed.offload_param", why))
+    if section.offload_optimizer != "none" and section.zero_stage == 0:
+        why = f"{section.offload_optimizer} requires zero_stage 1, 2 or 3, and it is 0"
+        problems.append(Problem("", "parallel.deepspeed.offload_optimizer", why))
+    return problems
+
+
+def _in_deepspeed_s_terms(config: Config, derived: Derived) -> dict[str, Any]:
+    """Return what each key that is compared would be for this config."""
+    optim, schedule, zero, scale = config.optim, config.schedule, config.parallel.deepspeed, config.precision.loss_scale
+    return {
+        "train_batch_size": config.batch.global_size,
+        "train_micro_batch_size_per_gpu": derived.micro_size,
+        "gradient_accumulation_steps": derived.accumulation,
+        "gradient_clipping": optim.clip_norm or 0.0,
+        "dataloader_drop_last": config.data.drop_last,
+        "optimizer.params.lr": optim.lr,
+        "optimizer.params.betas": list(optim.betas),
+        "optimizer.params.eps": optim.eps,
+        "optimizer.params.weight_decay": optim.weight_decay,
+        "optimizer.params.momentum": optim.momentum,
+        "optimizer.params.nesterov": optim.nesterov,
+        "scheduler.params.warmup_num_steps": warmup_steps(config, derived),
+        "scheduler.params.warmup_type": schedule.warmup_type,
+        "scheduler.params.warmup_max_lr": optim.lr,
+        "scheduler.params.total_num_steps": derived.steps,
+        "scheduler.params.cos_min_ratio": schedule.final_ratio,
+        "fp16.initial_scale_power": math.log2(scale.initial),
+        "fp16.loss_scale_window": scale.growth_interval,
+        "zero_optimization.stage": zero.zero_stage,
+        "zero_optimization.offload_optimizer.device": zero.offload_optimizer,
+        "zero_optimization.offload_optimizer.pin_memory": zero.pin_memory,
+        "zero_optimization.offload_param.device": zero.offload_param,
+        "zero_optimization.offload_param.pin_memory": zero.pin_memory,
+    }
+
+
+class _Comparison:
+    """Compares a DeepSpeed config with Lockstep's, key by key.
+
+    Attributes:
+        problems: What differs, isn't accepted or isn't known, in the order of the file.
+    """
+
+    def __init__(self, config: Config, derived: Derived) -> None:
+        self.problems: list[Problem] = []
+        self._config = config
+        self._derived = derived
+        self._ours = _in_deepspeed_s_terms(config, derived)
+
+    def section(self, path: str, values: Mapping[str, Any]) -> None:
+        """Compare what stands under `path`."""
+        enabled = path != "fp16" or self._computes_in(values.get("enabled", False), "fp16")
+        offloads = values.get("device", "none") != "none"
+        if path == "zero_optimization" and "stage" not in values:
+            self._agrees(deepspeed_keys()[f"{path}.stage"], 0)
+        if path in ("fp16", "bf16", "bfloat16") and "enabled" not in values:
+            self._precision(f"{path}.enabled", False)
+        for name, value in values.items():
+            key = f"{path}.{name}" if path else name
+            row = deepspeed_keys().get(key)
+            if row is None:
+                near = closest_match(name, keys_of(path))
+                meant = f"did you mean {near}?" if near else "see the list of keys in DeepSpeed's documentation"
+                self._add(key, f"DeepSpeed has no such key; {meant}")
+            elif row.rule == "section":
+                self._section(key, value)
+            elif value != AUTO and (enabled or name == "enabled") and (offloads or name != "pin_memory"):
+                self._value(row, name, value, values)
+            if row is not None and row.rule == "nvme" and offloads and value not in (False, None):
+                self._add(key, "NVMe is not supported; leave it out")
+
+    def _section(self, key: str, value: Any) -> None:
+        absent = not value if key.endswith(".params") else value is None and ".offload_" in key
+        if value == AUTO or absent:
+            return None
+        if key == "zero_optimization" and isinstance(value, bool):
+            return self._add(key, f'{_json(value)} is an old spelling; write {{"stage": {int(value)}}}')
+        if not isinstance(value, Mapping):
+            return self._add(key, f"{_json(value)} is not a mapping")
+        if ".offload_" in key and "device" not in value:
+            self._agrees(deepspeed_keys()[f"{key}.device"], "none")
+        mode = self._config.memory.activation_checkpointing.mode
+        if key == "activation_checkpointing" and mode == "none" and not all(map(_is_off, value.values())):
+            self._add(
+                key,
+                "DeepSpeed checkpoints activations only of models that call its functions, and "
+                "memory.activation_checkpointing.mode is none; write `memory.activation_checkpointing.mode: full`, or "
+                "leave it out",
+            )
+        if key == "scheduler" and (kind := value.get("type", AUTO)) not in (AUTO, *_CURVES):
+            return self._add(f"{key}.type", f"{kind} is not supported; {', '.join(_CURVES)} are")
+        self.section(key, value)
+        if key == "scheduler" and (params := value.get("params", {})) != AUTO:
+            self._defaults(value.get("type"), params if isinstance(params, Mapping) else {})
+        return None
+
+    def _value(self, row: DeepSpeedKey, name: str, value: Any, section: Mapping[str, Any]) -> None:
+        if row.rule == "only" and value != row.value:
+            write = f"write {_json(row.value)}, or leave it out"
+            self._add(row.path, f"{_json(value)} is not accepted: {row.note}; {write}")
+        elif row.rule == "refuse" and not _is_off(value):
+            self._add(row.path, f"{row.note}; leave it out")
+        elif name.endswith("_persistence_threshold") and not is_number_of_elements(value):
+            self._add(row.path, f"{_json(value)} is not a whole number of 0 or more")
+        elif row.path in self._ours:
+            self._agrees(row, value)
+        elif name == "enabled":
+            self._precision(row.path, value)
+        elif row.path == "optimizer.type":
+            self._optimizer(str(value), section.get("params"))
+        elif row.path == "scheduler.type" and _CURVES[value] != self._config.schedule.kind:
+            write = f'write `schedule.kind: {_CURVES[value]}`, or "auto" here'
+            self._add(row.path, f"{value}, but schedule.kind is {self._config.schedule.kind}; {write}")
+        elif name == "zero_allow_untested_optimizer" and not value and self._config.optim.name not in ("adam", "adamw"):
+            rule = self._config.optim.name
+            self._add(row.path, f"false, but DeepSpeed calls {rule} untested; write true, or leave it out")
+
+    def _add(self, key: str, message: str) -> None:
+        self.problems.append(Problem("", f"{_PLACE}.{key}", message))
+
+    def _agrees(self, row: DeepSpeedKey, value: Any) -> None:
+        ours = self._ours[row.path]
+        as_written = row.path.endswith("warmup_num_steps") and value == warmup_num_steps(self._config, self._derived)
+        if _same(value, ours) or as_written:
+            return
+        write = f"{row.ours}: {_json(value)}"
+        if row.path == "gradient_clipping" and not value:
+            write = f"{row.ours}: null"
+        elif row.path == "fp16.initial_scale_power":
+            write = f"{row.ours}: {2.0 ** (value if _is_number(value) and abs(value) < 1000 else 0):g}"
+        is_ours = f"{row.ours} is {_json(ours)}"
+        if row.path == "gradient_accumulation_steps":
+            size, ranks, micro = self._config.batch.global_size, self._derived.ranks, self._derived.micro_size
+            is_ours = f"batch.global_size and batch.micro_size come to {ours} ({size} samples on {ranks} x {micro})"
+            fitting = -(-size // (ranks * value)) if isinstance(value, int) and value > 0 else micro
+            write = f"{row.ours}: {fitting}"
+        self._add(row.path, f'{_json(value)}, but {is_ours}; write `{write}`, or "auto" here')
+
+    def _optimizer(self, name: str, params: Any) -> None:
+        """DeepSpeed's Adam is AdamW unless `adam_w_mode` is false."""
+        ours = {"adam": "adamw"}.get(name.lower(), name.lower())
+        if (
+            name.lower() == "adam"
+            and isinstance(params, Mapping)
+            and params.get("adam_w_mode", True) not in (True, AUTO)
+        ):
+            ours = "adam"
+        if ours not in ("adamw", "adam", "sgd", "lion"):
+            self._add("optimizer.type", f"{name} is not supported; `optim.name` is adamw, adam, sgd or lion")
+        elif ours != self._config.optim.name:
+            write = f'write `optim.name: {ours}`, or "auto" here'
+            self._add("optimizer.type", f'"{name}", but optim.name is "{self._config.optim.name}"; {write}')
+
+    def _defaults(self, scheduler: Any, params: Any) -> None:
+        """Compare what the section leaves to DeepSpeed's defaults."""
+        for row in deepspeed_keys().values():
+            name = row.path.removeprefix("scheduler.params.")
+            if (
+                scheduler not in _CURVES
+                or name == row.path
+                or row.rule != "same"
+                or row.value is None
+                or name in params
+            ):
+                continue
+            immaterial = name == "warmup_type" and not warmup_steps(self._config, self._derived)
+            ours = self._ours[row.path]
+            if _OF_ONE_SCHEDULER.get(name, scheduler) == scheduler and not immaterial and not _same(row.value, ours):
+                why = f"not given, which is {_json(row.value)} to DeepSpeed, but {row.ours} is {_json(ours)}"
+                self._add(row.path, f'{why}; write `{row.ours}: {_json(row.value)}`, or "auto" here')
+
+    def _computes_in(self, enabled: Any, dtype: str) -> bool:
+        return enabled is True or (enabled == AUTO and self._config.precision.compute == dtype)
+
+    def _precision(self, key: str, enabled: Any) -> None:
+        dtype, compute = "fp16" if key.startswith("fp16") else "bf16", self._config.precision.compute
+        if enabled is True and compute != dtype:
+            self._add(
+                key, f'true, but precision.compute is {compute}; write `precision.compute: {dtype}`, or "auto" here'
+            )
+        if enabled is False and compute == dtype:
+            self._add(
+                key, f'false, but precision.compute is {compute}; write `precision.compute: fp32`, or "auto" here'
+            )
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a section requests nothing."""
+    return not value or value == AUTO or (isinstance(value, Mapping) and value.get("enabled") is False)
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    if _is_number(first) and _is_number(second):
+        return math.isclose(first, second, rel_tol=1e-9)
+    return bool(first == second)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def is_number_of_elements(value: object) -> bool:
+    """Return whether it is a whole number of 0 or more, which JSON may write as 1e5."""
+    if isinstance(value, float):
+        return value >= 0 and value.is_integer()
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

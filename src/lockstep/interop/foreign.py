@@ -1,0 +1,227 @@
+"""A config of another tool as it lies on the disk: which kind it is, and all its keys.
+
+    args.json    {"output_dir": "out", "fsdp_config": {"min_num_params": 0}, ...}     trainer
+                                |
+    ForeignKey(("output_dir",), "out", args.json:2:17), ForeignKey(("fsdp_config", "min_num_params"), 0, ...), ...
+
+The kind follows from the keys, not from the file's name. Nothing that is read is executed: a pickle is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from lockstep.config.deepspeed_keys import keys_of
+from lockstep.config.reading import Leaf, Node, Table, leaves, read_file, to_python
+from lockstep.core.errors import ConfigError, Problem
+
+ForeignKind = Literal["yaml", "deepspeed", "trainer", "accelerate"]
+KINDS: tuple[ForeignKind, ...] = get_args(ForeignKind)
+NAMES: Mapping[ForeignKind, str] = {
+    "yaml": "a script's YAML",
+    "deepspeed": "a DeepSpeed config",
+    "trainer": "HF TrainingArguments",
+    "accelerate": "Accelerate's config",
+}
+Status = Literal["taken", "derived", "not needed", "to do", "not there", "not known"]
+Settings: TypeAlias = Mapping[str, object]
+_MOST_KEYS = 1000
+
+
+def plain(word: str) -> str:
+    """Return a key as all tools would spell it."""
+    return word.lower().replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignKey:
+    """A key of the file that holds no further keys.
+
+    Attributes:
+        path: The key and the sections that it is in, in the file's spelling.
+        value: As read; a list, too.
+        where: file:line:column.
+    """
+
+    path: tuple[str, ...]
+    value: object
+    where: str = ""
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def word(self) -> str:
+        return plain(self.path[-1])
+
+    @property
+    def section(self) -> str:
+        return plain(self.path[-2]) if len(self.path) > 1 else ""
+
+    def ends_with(self, word: str) -> bool:
+        """Return whether the key is `word`, or `section.word`."""
+        return f".{plain(self.key)}".endswith(f".{word}")
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFile:
+    """Another tool's config.
+
+    Attributes:
+        ranks: The number of ranks that its numbers are meant for, if anything states it.
+    """
+
+    path: Path
+    kind: ForeignKind
+    keys: tuple[ForeignKey, ...]
+    ranks: int | None = None
+
+    def find(self, *words: str) -> ForeignKey | None:
+        """Return the first of these words (or `section.word`) that has a value."""
+        for word in words:
+            for key in self.keys:
+                if key.value not in (None, "auto") and key.ends_with(word):
+                    return key
+        return None
+
+    def value(self, *words: str) -> object:
+        key = self.find(*words)
+        return None if key is None else key.value
+
+    def number(self, *words: str) -> int | None:
+        """Return the value, if it is a whole number above 0."""
+        value = self.value(*words)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    def has_section(self, *names: str) -> bool:
+        return any(plain(part) in names for key in self.keys for part in key.path[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a key.
+
+    Attributes:
+        settings: Keys of Lockstep's with their values.
+        why: How it was derived, or why nothing came of it.
+    """
+
+    status: Status
+    settings: Settings = field(default_factory=dict)
+    why: str = ""
+
+
+def taken(key: str, value: object, why: str = "") -> Answer:
+    return Answer("taken", {key: value}, why)
+
+
+def derived(why: str, settings: Settings) -> Answer:
+    return Answer("derived", settings, why)
+
+
+def not_needed(why: str) -> Answer:
+    return Answer("not needed", {}, why)
+
+
+def to_do(why: str) -> Answer:
+    return Answer("to do", {}, why)
+
+
+def not_there(why: str) -> Answer:
+    return Answer("not there", {}, why)
+
+
+NOTHING = not_needed("it asks for nothing")
+
+
+class NeedsRanks(Exception):
+    """A number can't be computed without the number of ranks."""
+
+
+def is_off(value: object) -> bool:
+    """Return whether a value asks for nothing: a switch that is off, an empty list, a size of 1."""
+    if isinstance(value, bool):
+        return not value
+    return value in (None, "", 0, 1, [], {}, "no", "none", "auto")
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
+    """Read another tool's config.
+
+    Args:
+        kind: None: as its keys tell.
+
+    Raises:
+        ConfigError: The file can't be read, is no mapping, or is a pickle.
+    """
+    _refuse_pickle(path)
+    tree, problems = read_file(path)
+    if tree is None or problems:
+        raise ConfigError(problems)
+    if not tree.entries:
+        raise ConfigError(Problem(str(path), "", "is empty"))
+    keys = tuple(ForeignKey(way, as_yaml_1_1(node), node.where) for way, node in leaves(tree))
+    if len(keys) > _MOST_KEYS:
+        why = f"has {len(keys):,} keys, and a config of another tool {_MOST_KEYS:,} at most; leave out what is data"
+        raise ConfigError(Problem(str(path), "", why))
+    return ForeignFile(path, kind or _kind(tree), keys)
+
+
+def as_yaml_1_1(node: Node) -> object:
+    """Return the value as the other tools' readers of YAML 1.1 see it, to whom a bare `no` is false."""
+    if isinstance(node, Leaf) and node.text is not None and node.text in _SWITCHES_OF_YAML_1_1:
+        return _SWITCHES_OF_YAML_1_1[node.text]
+    return to_python(node)
+
+
+_SWITCHES_OF_YAML_1_1 = {
+    spelling: value
+    for word, value in (("yes", True), ("no", False), ("on", True), ("off", False))
+    for spelling in (word, word.capitalize(), word.upper())
+}
+_ACCELERATE_ONLY = {"compute_environment", "distributed_type", "downcast_bf16", "main_training_function"}
+_DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "steps_per_print"}
+_TRAINER_ONLY = {
+    "output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "lr_scheduler_type",
+    "eval_strategy", "evaluation_strategy", "save_strategy", "logging_strategy", "logging_steps", "save_steps",
+    "save_total_limit", "adam_beta2",
+}  # fmt: skip
+_TRAINER_SECTIONS = {
+    "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "liger_kernel_config",
+    "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs",
+}  # fmt: skip
+
+
+def _kind(tree: Table) -> ForeignKind:
+    """Return which tool's config it most likely is; a stray key or section doesn't change that."""
+    keys = {plain(key) for key in tree.entries}
+    sections = {plain(key) for key, entry in tree.entries.items() if isinstance(entry.node, Table)}
+    if keys & _ACCELERATE_ONLY:
+        return "accelerate"
+    if keys & _DEEPSPEED_ONLY and 2 * len(keys & set(keys_of(""))) > len(keys):
+        return "deepspeed"
+    strays = sections - _TRAINER_SECTIONS
+    if len((keys - sections) & _TRAINER_ONLY) >= 2 + len(strays) and len(strays) <= 1:
+        return "trainer"
+    return "yaml"
+
+
+def _refuse_pickle(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(2)
+    except OSError as error:
+        raise ConfigError(Problem(str(path), "", f"can't be read: {error.strerror}")) from error
+    if start == b"PK" or start[:1] == b"\x80":
+        why = (
+            "is a pickle, and reading one runs what is in it; where it was made, write the same as JSON: "
+            'Path("training_args.json").write_text(training_args.to_json_string())'
+        )
+        raise ConfigError(Problem(str(path), "", why))

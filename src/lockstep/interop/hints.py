@@ -1,0 +1,94 @@
+"""Other tools' keys in a config of ours, answered with ours and, where it can be computed, the value.
+
+    max_grad_norm: 0.5                      ->   Lockstep's key is optim.clip_norm: write `optim.clip_norm: 0.5`
+    gradient_accumulation_steps: 4          ->   write `batch.global_size: 64` and `batch.micro_size: 16`
+      beside per_device_train_batch_size: 16
+
+The answers are those of an import, one key at a time. `config.hints` calls this module.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from lockstep.config.reading import Leaf, Node, Table, leaves, to_python
+from lockstep.config.wording import yaml_like
+from lockstep.interop.answers import apply
+from lockstep.interop.foreign import NOTHING, ForeignFile, ForeignKey, as_yaml_1_1, plain
+from lockstep.interop.keys import key_rows
+from lockstep.interop.rules import keys_for
+from lockstep.interop.strategy_rules import strategy_hint
+
+_AS_TYPED = ("rename", "length", "shape")
+"""Rules that leave a value as it is."""
+_OFF = {"precision.compute": "fp32", "memory.activation_checkpointing.mode": "none"}
+"""Values for a switch of theirs that is off, where ours is a choice."""
+
+
+def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
+    """Return what to write instead of another tool's key; None if no tool has it."""
+    word = plain(path[-1])
+    row = key_rows().get(word)
+    if row is None and len(path) == 1:
+        row = key_rows().get(word.partition("_")[0])
+        return row.note if row is not None and row.rule == "not there" else None
+    if row is None:
+        return None
+    if row.rule in ("not there", "to do", "not needed"):
+        return row.note_for(node.value if isinstance(node, Leaf) else "NAME")
+    has_value = isinstance(node, Leaf) and node.value is not None
+    if not has_value and row.note.startswith("write "):
+        return row.note
+    keys = tuple(ForeignKey(way, to_python(leaf)) for way, leaf in leaves(tree) if way)
+    if row.rule == "accumulation" or row.ours == "batch.micro_size":
+        return _batch_hint(ForeignFile(Path(), "yaml", keys))
+    if not isinstance(node, Leaf) or not has_value:
+        return f"{_key_is(row.ours)}{'; ' if row.note else ''}{row.note}" if row.ours else None
+    typed = node.text if row.rule in _AS_TYPED and isinstance(node.value, int | float) else None
+    key = ForeignKey(path, as_yaml_1_1(node))
+    answer = apply(row, key, ForeignFile(Path(), "yaml", (key,) if row.rule == "length" else keys))
+    stated = {other.key for other in keys}
+    settings = {ours: value for ours, value in answer.settings.items() if not (ours[-5:] == ".kind" and ours in stated)}
+    if answer == NOTHING and row.ours:
+        settings = {row.ours: _OFF[row.ours]} if row.ours in _OFF else {}
+        if not settings:
+            return f"{_key_is(row.ours)}; leave it out for {yaml_like(node.value)}"
+    if not settings:
+        return answer.why
+    written = " and ".join(f"`{ours}: {typed or _yaml(value)}`" for ours, value in settings.items())
+    return f"{_key_is(next(iter(settings)))}: write {written}"
+
+
+def value_hint(key: str, node: Node) -> str | None:
+    """Return what to write instead of another tool's value for a key of ours; None if no tool has it."""
+    if not isinstance(node, Leaf) or not isinstance(node.value, str):
+        return None
+    if key == "parallel.strategy":
+        return strategy_hint(node.value.lower())
+    row = key_rows().get(key.rpartition(".")[2])
+    if row is None or row.ours != key or row.rule != "choice":
+        return None
+    answer = apply(row, ForeignKey((row.key,), node.value), ForeignFile(Path(), "yaml", ()))
+    return row.note if answer.why == row.note else None
+
+
+def _key_is(ours: str) -> str:
+    return f"Lockstep's key is {ours}"
+
+
+def _yaml(value: object) -> str:
+    return value if isinstance(value, str) else yaml_like(value)
+
+
+def _batch_hint(file: ForeignFile) -> str:
+    """Return the global batch from micro-batch, accumulation and ranks, of which one may be unknown."""
+    micro = file.number(*keys_for("batch", "batch.micro_size"))
+    accumulation = file.number(*keys_for("accumulation", "batch.global_size"))
+    ranks = file.number("launch.ranks", *keys_for("ranks", "launch.ranks"))
+    derives = "Lockstep derives accumulation from the global batch"
+    if micro is None:
+        return f"{derives}: write `batch.global_size` = {accumulation or 'accumulation'} x samples per forward x ranks"
+    factors = [micro, accumulation or 1] + ([ranks] if ranks else [])
+    product = " x ".join(map(str, factors)) + ("" if ranks else ", times the number of ranks it was made for")
+    return f"{derives}: write `batch.global_size: {math.prod(factors)}` ({product}) and `batch.micro_size: {micro}`"

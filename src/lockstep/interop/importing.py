@@ -1,0 +1,364 @@
+"""Another tool's config as ours: an answer for every key, and what comes out is checked.
+
+    args.json  -->  read_foreign  -->  an Answer a key  -->  settings  -->  YAML, `lockstep config check`ed
+                                            |
+                    learning_rate           taken        optim.lr: 5e-05
+                    per_device_train_...    derived      batch.global_size: 64 = 8 samples x 1 x 8 ranks
+                    logging_nan_inf_filter  not needed   a NaN is never averaged
+                    neftune_noise_alpha     not there    ...
+                    lerning_rate            not known    did you mean learning_rate?
+
+What the file leaves to its tool's defaults comes out with these, where ours are others. What no file can state (the
+script's own model and data) comes out as a marked place, or from overrides.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.config import shape
+from lockstep.config.loading import validate
+from lockstep.config.merging import ALTERNATIVES
+from lockstep.config.override import Override
+from lockstep.config.overrides import from_flags
+from lockstep.config.reading import Table, leaves, to_python
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.terminal import echo
+from lockstep.interop import deepspeed
+from lockstep.interop.answers import answered
+from lockstep.interop.foreign import (
+    NAMES,
+    Answer,
+    ForeignFile,
+    ForeignKey,
+    ForeignKind,
+    NeedsRanks,
+    derived,
+    not_there,
+    plain,
+    read_foreign,
+    to_do,
+)
+from lockstep.interop.keys import key_rows
+from lockstep.interop.rules import batch
+
+_FLAG, _ARGUMENT = "--ranks N", "ranks=N"
+"""How whoever imports would state the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedKey:
+    """A key of the file, and what became of it. `key` is in brackets where the file left it to a default."""
+
+    key: str
+    where: str
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class ImportedConfig:
+    """Another tool's config as ours.
+
+    Attributes:
+        findings: One a key, in the order of the file; then defaults.
+        settings: Values by dotted key of ours.
+        missing: What a run needs besides, with how to write it.
+    """
+
+    file: ForeignFile
+    findings: tuple[ImportedKey, ...]
+    settings: Mapping[str, object]
+    missing: Mapping[str, str]
+
+    @property
+    def unanswered(self) -> tuple[ImportedKey, ...]:
+        """The keys of which nothing came, and which the run would lack."""
+        return _lost(self.findings)
+
+
+def _lost(findings: Sequence[ImportedKey]) -> tuple[ImportedKey, ...]:
+    return tuple(finding for finding in findings if finding.answer.status in ("not there", "not known"))
+
+
+def import_file(
+    path: Path,
+    kind: ForeignKind | None = None,
+    ranks: int | None = None,
+    also: Sequence[Override] = (),
+    lenient: bool = False,
+) -> ImportedConfig:
+    """Import a file.
+
+    Args:
+        kind: None: as the file's keys tell.
+        ranks: The number of ranks that it was meant for.
+        also: Further settings, which win.
+        lenient: Whether what is not there or not known is no mistake beside others.
+
+    Raises:
+        ConfigError: The file can't be read; a number needs `ranks`; a value, or two together, can't be in our config,
+            with what is not there or not known besides.
+    """
+    return _imported(read_foreign(path, kind), ranks, also, lenient=lenient)
+
+
+def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> dict[str, object]:
+    """Return another tool's config, or one of ours, as a mapping of sections that `lockstep.train` takes.
+
+    It may be a script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, or Accelerate's config; `lockstep config
+    import` lists what becomes of each key. What only you can decide is named on stderr, by the first rank.
+
+    Args:
+        ranks: The number of ranks that it was meant for, where a number needs it. None: what the file states, else
+            WORLD_SIZE, which torchrun sets.
+
+    Raises:
+        ConfigError: As of `import_file`; or a key would be lost.
+    """
+    file = read_foreign(Path(path), None)
+    started = os.environ.get("WORLD_SIZE", "")
+    imported = _imported(
+        file, ranks or _ranks_of(file) or (int(started) if started.isdecimal() else None), asks=_ARGUMENT
+    )
+    if imported.unanswered:
+        raise ConfigError([*map(_problem, imported.unanswered)])
+    if os.environ.get("RANK", "0") == "0":
+        for finding in imported.findings:
+            if finding.answer.status == "to do":
+                echo(f"lockstep: to do: {_problem(finding)}", file=sys.stderr)
+    return nested(imported.settings)
+
+
+def _imported(
+    file: ForeignFile,
+    ranks: int | None,
+    also: Sequence[Override] = (),
+    asks: str = _FLAG,
+    lenient: bool = False,
+) -> ImportedConfig:
+    stated, word = _ranks_of(file), asks.rstrip("= N")
+    if None not in (ranks, stated) and stated != ranks:
+        raise ConfigError(f"{file.path} is for {stated} ranks, and {word} is {ranks}; leave {word} out, or correct it")
+    findings = listed(file, ranks, asks)
+    over = _overridden(also)
+    values = {key: value for finding in findings for key, value in finding.answer.settings.items()}
+    settings = {key: value for key, value in values.items() if not _is_replaced(key, over)} | over
+    missing = {key: how for key, (how, _) in _NECESSARY.items() if not _has(settings, key)}
+    by_key = {key: finding for finding in findings for key in finding.answer.settings if key not in over}
+    whole = dict(settings)
+    for key in missing:
+        whole |= _NECESSARY[key][1]
+    try:
+        validate(nested(whole))
+    except ConfigError as error:
+        problems = [_placed(problem, by_key, over) for problem in error.problems]
+        raise ConfigError([*problems, *([] if lenient else map(_problem, _lost(findings)))]) from None
+    return ImportedConfig(file, findings, settings, missing)
+
+
+def listed(file: ForeignFile, ranks: int | None = None, asks: str = _FLAG) -> tuple[ImportedKey, ...]:
+    """Return what becomes of each key, before anything is checked.
+
+    Args:
+        asks: How whoever imports would state the ranks.
+
+    Raises:
+        ConfigError: A number needs `ranks`.
+    """
+    file = replace(file, ranks=ranks or _ranks_of(file))
+    findings, problems = [], []
+    for key in file.keys:
+        try:
+            findings.append(ImportedKey(key.key, key.where, answered(key, file)))
+        except NeedsRanks as needs:
+            problems.append(Problem(key.where, key.key, f"{needs}; state how many it was made for: {asks}"))
+    if problems:
+        raise ConfigError(problems)
+    settled = _settled(findings)
+    return (*settled, *_defaults(file, settled, asks))
+
+
+def nested(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return dotted keys as sections, in the order of the schema.
+
+    Raises:
+        ConfigError: A key is both a section and a value.
+    """
+    tree: dict[str, object] = {}
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        at = tree
+        for section in sections:
+            inner = at.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(Problem("", key, f"{section} is both the value {inner!r} and a section"))
+            at = inner
+        at[last] = value
+    root = shape.root().section
+    assert root is not None
+    order = [*shape.fields(root), *tree]  # a section that there isn't comes last, to be refused by name
+    return {name: tree[name] for name in dict.fromkeys(order) if name in tree}
+
+
+def _overridden(also: Sequence[Override]) -> dict[str, object]:
+    tree, problems = from_flags(also, Table())
+    if problems:
+        raise ConfigError(problems)
+    return {".".join(path): to_python(node) for path, node in leaves(tree) if path}
+
+
+def _is_replaced(key: str, over: Mapping[str, object]) -> bool:
+    """Return whether an override states in another way what this key does, as `run.steps` replaces `run.epochs`."""
+    section, _, word = key.rpartition(".")
+    ways = ALTERNATIVES.get((section,), ())
+    return word in ways and any(over.get(f"{section}.{way}") is not None for way in ways)
+
+
+def _ranks_of(file: ForeignFile) -> int | None:
+    here, machines = file.number("nproc_per_node"), file.number("nnodes", "num_nodes", "num_machines") or 1
+    return here * machines if here is not None else file.number(*_RANKS)
+
+
+_RANKS = ("num_processes", "world_size", "num_gpus", "devices", "gpus")
+
+
+# --- all together ---------------------------------------------------------------------------------------------------
+
+
+def _settled(findings: Sequence[ImportedKey]) -> list[ImportedKey]:
+    """Return the findings where the first of two keys that set the same holds; a second that differs is named."""
+    first: dict[str, tuple[object, ImportedKey]] = {}
+    settled = []
+    for finding in findings:
+        settings = finding.answer.settings
+        clash = next((key for key, value in settings.items() if key in first and first[key][0] != value), None)
+        if clash is None:
+            for key, value in settings.items():
+                first.setdefault(key, (value, finding))
+            settled.append(finding)
+        else:
+            value, other = first[clash]
+            why = f"{other.key} ({other.where}) sets {clash}: {value}; keep one of the two"
+            settled.append(replace(finding, answer=not_there(why)))
+    return settled
+
+
+_DEFAULTS: Mapping[ForeignKind, tuple[tuple[str, str, Mapping[str, object]], ...]] = {
+    "trainer": (
+        ("learning_rate", "optim.lr", {"optim.lr": 5e-5}),
+        ("weight_decay", "optim.weight_decay", {"optim.weight_decay": 0.0}),
+        ("lr_scheduler_type", "schedule.kind", {"schedule.kind": "linear"}),
+        ("bf16, fp16", "precision.compute", {"precision.compute": "fp32"}),
+        ("num_train_epochs", "run.epochs", {"run.epochs": 3.0}),
+    ),
+    "deepspeed": (
+        ("gradient_clipping", "optim.clip_norm", {"optim.clip_norm": None}),
+        ("scheduler", "schedule.kind", {"schedule.kind": "constant"}),
+        ("bf16, fp16", "precision.compute", {"precision.compute": "fp32"}),
+        (
+            "zero_optimization.stage",
+            "parallel.strategy",
+            {"parallel.strategy": "deepspeed", "parallel.deepspeed.zero_stage": 0},
+        ),
+    ),
+    "accelerate": (("mixed_precision", "precision.compute", {"precision.compute": "fp32"}),),
+}
+"""Defaults of the tools by kind of file: their key, ours that it would have set, and what it is there."""
+
+
+def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> Iterator[ImportedKey]:
+    """Yield what the file leaves to its tool, and ours would do otherwise."""
+    settings = {key: value for finding in findings for key, value in finding.answer.settings.items()}
+    for word, ours, default in _DEFAULTS.get(file.kind, ()):
+        has_length = ours == "run.epochs" and _has(dict.fromkeys(settings, 1), ours)
+        if ours not in settings and not has_length and not _left_open(word, file):
+            why = f"not in the file; the default of {NAMES[file.kind]}"
+            yield ImportedKey(f"({word})", "", derived(why, default))
+    if file.kind == "trainer" and not settings.keys() & {"batch.global_size", "batch.micro_size"}:
+        key = ForeignKey(("per_device_train_batch_size",), 8)
+        try:
+            yield ImportedKey(f"({key.key})", "", batch(key_rows()[key.key], key, file))
+        except NeedsRanks as needs:
+            why = f"{needs} (8 is HF Trainer's default); state how many: {asks}"
+            raise ConfigError(Problem("", key.key, why)) from None
+    if file.kind == "deepspeed":
+        yield from _deepspeed_defaults(file, settings)
+    if file.kind == "yaml" and "parallel.strategy" not in settings:
+        yield from _strategy_of_options(file, settings)
+
+
+def _left_open(words: str, file: ForeignFile) -> bool:
+    """Return whether one of these is in the file, as `auto`."""
+    keys = {f"{word}{end}" for word in words.split(", ") for end in ("", ".enabled", ".type")}
+    return any(key.value == "auto" and plain(key.key) in keys for key in file.keys)
+
+
+def _deepspeed_defaults(file: ForeignFile, settings: Mapping[str, object]) -> Iterator[ImportedKey]:
+    name = "optimizer.params.weight_decay"
+    if "optim.name" in settings and "optim.weight_decay" not in settings and not _left_open(name, file):
+        yield ImportedKey(f"({name})", "", derived("not in the file; DeepSpeed's default", {"optim.weight_decay": 0.0}))
+    if settings.get("optim.weight_decay"):
+        why = "DeepSpeed's optimizer decays every parameter that it is given"
+        yield ImportedKey(f"({name})", "", derived(why, {"optim.decay": "all"}))
+    for name, ours in deepspeed.scheduler_defaults(file).items():
+        yield ImportedKey(f"(scheduler.params.{name})", "", derived("not in the file; DeepSpeed's default", ours))
+
+
+def _strategy_of_options(file: ForeignFile, settings: Collection[str]) -> Iterator[ImportedKey]:
+    """Yield the strategy whose options the file has; a question, where they are options of several."""
+    sections = {"fsdp": ("fsdp", "fsdp_config"), "deepspeed": ("deepspeed", "zero_optimization"), "ddp": ("ddp",)}
+    of_several = "parallel.ddp.find_unused_parameters"  # fsdp's, too
+    own = [key.split(".")[1] for key in settings if key.startswith("parallel.") and key != of_several]
+    named = [name for name, names in sections.items() if file.has_section(*names)]
+    there = named or [name for name in sections if name in own]
+    if len(there) == 1:
+        why = f"the file has options of {there[0]}, and of no other"
+        yield ImportedKey("(strategy)", "", derived(why, {"parallel.strategy": there[0]}))
+    elif there:
+        why = f"write parallel.strategy: the file has options of {', '.join(there[:-1])} and {there[-1]}"
+        yield ImportedKey("(strategy)", "", to_do(why))
+
+
+_NECESSARY: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "model": (
+        "{kind: huggingface, task: causal-lm, pretrained: NAME}, or {kind: custom, target: 'file.py:Name'}",
+        {"model.kind": "given"},
+    ),
+    "model.task": (
+        "causal-lm, masked-lm, sequence-classification, seq2seq, or another one of docs/config.md",
+        {"model.task": "causal-lm"},
+    ),
+    "data.train": (
+        "{kind: huggingface, name: NAME}, {kind: tokens, folder: FOLDER} or {kind: custom, target: 'file.py:Name'}",
+        {"data.train.kind": "given"},
+    ),
+    "run.epochs": ("how long the run is; or run.steps, run.samples, run.tokens", {"run.epochs": 1}),
+}
+"""The keys that a run needs: how to write each, and what stands in for it, so that all else can be checked."""
+
+
+def _has(settings: Mapping[str, object], key: str) -> bool:
+    if key == "run.epochs":
+        return any(settings.get(f"run.{unit}") is not None for unit in ("steps", "samples", "tokens", "epochs"))
+    if key == "model.task":
+        return settings.get("model.kind") != "huggingface" or key in settings
+    return f"{key}.kind" in settings
+
+
+def _problem(finding: ImportedKey) -> Problem:
+    return Problem(finding.where, finding.key, finding.answer.why)
+
+
+def _placed(problem: Problem, by_key: Mapping[str, ImportedKey], over: Collection[str]) -> Problem:
+    """Return the problem with its place in the imported file, or on the command line."""
+    finding = by_key.get(problem.key)
+    if finding is not None:
+        ours = "" if problem.key == finding.key else f"{problem.key}: "
+        return Problem(finding.where, finding.key, f"{ours}{problem.message}")
+    if any(f"{key}.".startswith(f"{problem.key}.") for key in over):
+        return Problem(f"--{problem.key}", problem.key, problem.message)
+    return Problem("", problem.key, problem.message)  # of several keys together

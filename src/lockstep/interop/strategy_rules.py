@@ -1,0 +1,184 @@
+"""How another tool's value becomes ours: strategies and their options, ranks, activation checkpointing.
+
+fsdp: full_shard auto_wrap offload      parallel.strategy: fsdp, ...sharding_strategy: FULL_SHARD, ...cpu_offload: true
+deepspeed: ds.json                      the file is read, and its keys are imported
+num_processes: 8 on num_machines: 2     launch.ranks: 4
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.interop import deepspeed
+from lockstep.interop.foreign import (
+    NOTHING,
+    Answer,
+    ForeignFile,
+    ForeignKey,
+    derived,
+    is_off,
+    not_needed,
+    not_there,
+    plain,
+    read_foreign,
+    taken,
+    to_do,
+)
+from lockstep.interop.keys import KeyRow, key_rows
+from lockstep.interop.rules import Rule, arithmetic, keys_for
+
+_ALL_GPUS = ("gpu", "auto", "-1", -1)
+
+
+def fsdp_dtype(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """A part of FSDP's mixed precision; or one name for its whole."""
+    whole = key.word == "mixed_precision"
+    compute = arithmetic(key.value) if isinstance(key.value, str) or not whole else None
+    if whole and key.value is False:
+        return NOTHING
+    if compute is None and whole:
+        return to_do("write precision.compute: bf16 (autocast), or parallel.fsdp.mixed_precision.param_dtype")
+    if compute is None:
+        return not_there("one of fp32, bf16 and fp16")
+    return derived(row.note, {row.ours: compute}) if whole else taken(row.ours, compute)
+
+
+def fsdp(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """HF Trainer's `fsdp: full_shard auto_wrap offload`, as text or as a list; or a switch."""
+    if key.value in ("", False, []):
+        return NOTHING
+    settings: dict[str, object] = {row.ours: "fsdp"}
+    shardings = dict(key_rows()["sharding_strategy"].values)
+    for word in re.findall(r"\w+", str(key.value).lower()):
+        if word in shardings and not word.isdigit():
+            settings["parallel.fsdp.sharding_strategy"] = shardings[word]
+        elif word == "offload":
+            settings["parallel.fsdp.cpu_offload"] = True
+        elif word not in ("auto_wrap", "true"):
+            options = "full_shard, shard_grad_op, no_shard, hybrid_shard, offload"
+            return not_there(f"{word} is no option of it; {options} are")
+    return Answer("taken", settings)
+
+
+def wrap(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """Classes by name."""
+    classes = [key.value] if isinstance(key.value, str) else key.value
+    if not isinstance(classes, list):
+        return not_there("a class, or a list of them")
+    names = [name.strip() for entry in classes for name in str(entry).split(",") if name.strip()]
+    return taken(row.ours, names) if names else NOTHING
+
+
+def wrap_size(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    policy = str(file.value("auto_wrap_policy", "fsdp_auto_wrap_policy") or "size").upper()
+    if not key.value:
+        return NOTHING
+    if not policy.startswith("SIZE"):
+        return not_needed("it is for wrapping by size, and the file has another policy")
+    return Answer("taken", {row.ours: key.value, "parallel.fsdp.wrap": "size"})
+
+
+def deepspeed_file(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """A path to DeepSpeed's own JSON, or a switch."""
+    if key.value in (False, "", {}):
+        return NOTHING
+    if isinstance(key.value, bool):
+        return taken(row.ours, "deepspeed")
+    named = (file.path.parent / str(key.value), Path(str(key.value)))
+    path = next((place for place in named if place.is_file()), None)
+    if path is None:
+        return not_there(f"there is no file {key.value}; import it by itself: lockstep config import FILE")
+    inner = read_foreign(path, "deepspeed")
+    inner = ForeignFile(path, "deepspeed", inner.keys, file.ranks)
+    stage = next((option.value for option in inner.keys if option.word == "stage"), 0)
+    settings: dict[str, object] = {}
+    for option in inner.keys:
+        answer = deepspeed.answer([plain(part) for part in option.path], option, inner)
+        if answer is None or answer.status == "not there":
+            return not_there(f"{option.where}: {option.key} {answer.why if answer else 'is no key of DeepSpeed'}")
+        settings |= answer.settings
+    zero = {row.ours: "deepspeed", "parallel.deepspeed.zero_stage": stage if isinstance(stage, int) else 0}
+    return derived(f"from {path}", settings | zero)
+
+
+def offload(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    device = key.value if not isinstance(key.value, bool) else "cpu" if key.value else "none"
+    if device == "nvme":
+        return not_there("state on NVMe can't be in a checkpoint; take cpu")
+    return taken(row.ours, device)
+
+
+def cpu_offload(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """`cpu_offload`, FSDP's option and an old one of DeepSpeed's."""
+    of_fsdp = any(plain(part).startswith("fsdp") for part in key.path) or file.find("sharding_strategy")
+    if of_fsdp or file.find("zero_stage", "stage") is None:
+        return taken(row.ours, key.value)
+    return NOTHING if is_off(key.value) else taken("parallel.deepspeed.offload_optimizer", "cpu")
+
+
+def strategy(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    name = plain(str(key.value))
+    if name in ("no", "none", "", "false"):
+        return NOTHING if file.kind != "accelerate" else taken(row.ours, "single")
+    if name in ("multi_gpu", "multi_cpu", "multi_npu", "multi_xpu", "distributeddataparallel"):
+        return derived(f"{key.value} is DDP", {row.ours: "ddp"})
+    stage = re.search(r"stage_([0-3])" if name.startswith("deepspeed") else r"^zero\w*([0-3])$", name)
+    if stage:
+        return Answer("taken", {row.ours: "deepspeed", "parallel.deepspeed.zero_stage": int(stage[1])})
+    if name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard"):
+        return Answer("taken", {row.ours: "fsdp", "parallel.fsdp.sharding_strategy": name.upper()})
+    if name.startswith("ddp"):
+        unused = {"parallel.ddp.find_unused_parameters": True} if "unused_parameters_true" in name else {}
+        return Answer("taken", {row.ours: "ddp", **unused})
+    for ours in ("fsdp", "deepspeed"):
+        if name.startswith(ours):
+            return taken(row.ours, ours)
+    if name in ("dp", "auto", "single", "single_device"):
+        return taken(row.ours, name.removesuffix("_device"))
+    if name in ("cpu", "gpu", "cuda"):
+        return taken("launch.device", "cpu" if name == "cpu" else "cuda")
+    return not_there(
+        strategy_hint(name) or f"{key.value} is not a strategy; they are auto, single, dp, ddp, fsdp and deepspeed"
+    )
+
+
+def strategy_hint(name: str) -> str | None:
+    """Return what to write for a way of dividing work that has a key of its own; None for a name that nobody knows."""
+    for word, key in (("pipeline", "pipeline"), ("tensor", "tensor"), ("context", "context"), ("ring", "context")):
+        if name.startswith(word):
+            return f"write `parallel.{key}: 2`, for two ranks, beside `parallel.strategy: ddp` or fsdp"
+    if stage := re.fullmatch(r"(?:deepspeed_?)?zero_?(?:stage_?)?([0-3])", name):
+        return f"write `parallel.strategy: deepspeed` and `parallel.deepspeed.zero_stage: {stage[1]}`"
+    return None
+
+
+def ranks(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """The ranks of this machine, where a file may count those of all."""
+    machines = file.number("num_machines", "nnodes", "num_nodes") or 1
+    if key.value in _ALL_GPUS and not isinstance(key.value, bool):
+        return derived(f"{key.value}: all GPUs of the machine", {row.ours: "auto"})
+    if machines == 1 or key.word in ("nproc_per_node", "devices", "gpus", "num_gpus"):
+        return taken(row.ours, key.value)
+    if not isinstance(key.value, int) or key.value % machines:
+        return not_there(f"not a multiple of {machines} machines")
+    return derived(f"{key.value} on {machines} machines", {row.ours: key.value // machines})
+
+
+def recompute_every(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """Each Nth block; without a mode beside it, that is full."""
+    switch = file.find(*keys_for("choice", "memory.activation_checkpointing.mode"))
+    if switch is not None and is_off(switch.value):
+        return not_needed(f"{switch.key} is off")
+    if key.value in (0, False):
+        return NOTHING
+    beside = {} if switch is not None else {"memory.activation_checkpointing.mode": "full"}
+    return Answer("taken", {**beside, row.ours: key.value})
+
+
+STRATEGY_RULES: Mapping[str, Rule] = {
+    "fsdp dtype": fsdp_dtype, "fsdp": fsdp, "wrap": wrap, "wrap size": wrap_size, "deepspeed": deepspeed_file,
+    "offload": offload, "cpu offload": cpu_offload, "strategy": strategy, "ranks": ranks,
+    "recompute every": recompute_every,
+}  # fmt: skip
