@@ -81,8 +81,9 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
         device=world.device,
         count=objective.count,
     )
+    config = config.model_copy(update={"optim": optimizer.used})  # a user's optimizer may state its rate
     components = Components(
-        config=config.model_copy(update={"optim": optimizer.used}),
+        config=config,
         plan=plan,
         world=world,
         place=made.position,

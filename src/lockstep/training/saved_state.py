@@ -110,6 +110,8 @@ def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list
     lines = []
     for key in _THE_RUN:
         then, now = _at(manifest.config, key), _at(here, key)
+        if then is None and now == []:  # a key that earlier versions did not have
+            continue
         if then != now and not (key == "optim.name" and now == "given"):  # earlier versions recorded another name
             lines += _differences(key, then, now)
     then, now = _at(manifest.config, "schedule.kind"), _at(here, "schedule.kind")
