@@ -14,7 +14,7 @@ from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 from lockstep.monitor.folder import write_atomically
 from lockstep.proof.api import prove
-from lockstep.proof.html import Told, compose
+from lockstep.proof.html import ProofPage, compose
 from lockstep.proof.rows import Row, head, line, story
 from lockstep.proof.tolerances import TOLERANCES
 from lockstep.training.user_objects import UserObjects, refuse_given
@@ -72,7 +72,7 @@ def verify(
     remarks = [*outcome.notes, *(f"not run: {reason}" for reason in proof.left_out)]
     summary = verdict(rows, proof.missing)
     echo(_end(rows, remarks, precision, summary))
-    told = Told(recipe, rows, tuple(remarks), steps, precision)
+    told = ProofPage(recipe, rows, tuple(remarks), steps, precision)
     echo(_write(told, summary, page or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
     if as_json:
         emit([row.as_json() for row in rows])
@@ -123,7 +123,7 @@ def tolerances_text(precision: str) -> str:
     )
 
 
-def _write(told: Told, summary: str, path: Path) -> Path:
+def _write(told: ProofPage, summary: str, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, compose(told, summary, tolerances_text(told.precision)))

@@ -231,15 +231,15 @@ def _be_a_rank(orders: Orders) -> int:
 
 def attempt(orders: Orders, case: Case, world: World) -> Row:
     """The row of one case. A failure that all ranks have leaves them fit for the next; any other ends them."""
-    from lockstep.proof.trial import Comparison
+    from lockstep.proof.trial import RunComparison
     from lockstep.training.job import opened
 
     began = time.monotonic()
     tolerance = TOLERANCES[orders.precision]
-    comparison: Comparison | None = None
+    comparison: RunComparison | None = None
     try:
         with opened(case.config, _own(orders.given)) as session:
-            comparison = Comparison(session, orders.folder / case.reference, orders.steps, tolerance, case.optimizer)
+            comparison = RunComparison(session, orders.folder / case.reference, orders.steps, tolerance, case.optimizer)
             comparison.run(orders.tamper)
     except Stopped:
         raise

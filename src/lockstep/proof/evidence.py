@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Seen:
+class UpdateRecord:
     """One update of one run, the same on all ranks.
 
     Attributes:
@@ -92,8 +92,8 @@ class Step:
         apart: the first parameter of which ranks that hold it whole hold different values.
     """
 
-    run: Seen
-    reference: Seen
+    run: UpdateRecord
+    reference: UpdateRecord
     gradient: Compared
     drift: float = 0.0
     weights: Compared | None = None

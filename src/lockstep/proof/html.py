@@ -30,7 +30,7 @@ _LEGEND = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ProofPage:
     """What is shown."""
 
     recipe: str
@@ -40,7 +40,7 @@ class Told:
     precision: str
 
 
-def compose(told: Told, verdict: str, tolerances: str) -> str:
+def compose(told: ProofPage, verdict: str, tolerances: str) -> str:
     """Return the page."""
     failed = _failed(told)
     ranks = ", ".join(str(number) for number in dict.fromkeys(row.ranks for row in told.rows))
@@ -63,7 +63,7 @@ def compose(told: Told, verdict: str, tolerances: str) -> str:
     )
 
 
-def _figures(told: Told) -> list[tuple[str, str, str]]:
+def _figures(told: ProofPage) -> list[tuple[str, str, str]]:
     """What differs most."""
     ran = [row for row in told.rows if row.passed is not None]
     normalised = [row.max_weight_difference for row in ran if row.optimizer in NORMALISING]
@@ -84,5 +84,5 @@ def _most(values: Iterable[float | None]) -> str:
     return f"{max(found, key=lambda value: (math.isnan(value), value)):.1e}" if found else ""
 
 
-def _failed(told: Told) -> list[Row]:
+def _failed(told: ProofPage) -> list[Row]:
     return [row for row in told.rows if row.passed is False]

@@ -25,7 +25,7 @@ _DRIFT = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Discrepancy:
     """Attributes:
     step: from 1; 0: before the first.
     parameter: the first one, if it is one.
@@ -37,11 +37,11 @@ class Finding:
     reason: str
 
 
-def finding(case: Case, evidence: Evidence, tolerance: Tolerance) -> Finding | None:
+def finding(case: Case, evidence: Evidence, tolerance: Tolerance) -> Discrepancy | None:
     """The first difference that is out of tolerance; None: there is none."""
     if not evidence.begins.agrees:
         name = evidence.begins.named
-        return Finding(0, name, f"before step 1 {name} has other weights", _other_start(evidence))
+        return Discrepancy(0, name, f"before step 1 {name} has other weights", _other_start(evidence))
     for step in evidence.steps:
         found = _at(step, case, evidence, tolerance)
         if found is not None:
@@ -51,18 +51,18 @@ def finding(case: Case, evidence: Evidence, tolerance: Tolerance) -> Finding | N
             by_design = "; ".join(evidence.notes)
             return found if not by_design else _replaced(found, f"by design: {by_design}. Else: {found.reason}")
     if evidence.said is None and not evidence.steps:
-        return Finding(0, None, "no update was compared", "the run was over before its first")
+        return Discrepancy(0, None, "no update was compared", "the run was over before its first")
     if evidence.said is not None:
-        return Finding(len(evidence.steps), None, f"it ended after step {len(evidence.steps)}", evidence.said)
+        return Discrepancy(len(evidence.steps), None, f"it ended after step {len(evidence.steps)}", evidence.said)
     if evidence.published is not None and not evidence.published.agrees:
         return _published(len(evidence.steps), evidence.published)
     return None
 
 
-def _published(steps: int, published: Published) -> Finding:
+def _published(steps: int, published: Published) -> Discrepancy:
     """Of weights that aren't the reference's in the file, though they were in memory."""
     if published.said is not None:
-        return Finding(steps, None, f"after step {steps} the weights could not be published", published.said)
+        return Discrepancy(steps, None, f"after step {steps} the weights could not be published", published.said)
     parts = {
         "missing": published.missing,
         "left over": published.extra,
@@ -72,18 +72,18 @@ def _published(steps: int, published: Published) -> Finding:
     counts = ", ".join(f"{len(names)} {what}" for what, names in parts.items() if names)
     first = next(name for names in parts.values() for name in names)
     what = f"after step {steps} the published weights are not the single process's: {counts}; the first is {first}"
-    return Finding(steps, first, what, "updates agree, so the error is in how weights are gathered or written")
+    return Discrepancy(steps, first, what, "updates agree, so the error is in how weights are gathered or written")
 
 
 def _has_other_samples(step: Step) -> bool:
     return step.run.samples != step.reference.samples or step.run.digest != step.reference.digest
 
 
-def _replaced(found: Finding, reason: str) -> Finding:
-    return Finding(found.step, found.parameter, found.what, reason)
+def _replaced(found: Discrepancy, reason: str) -> Discrepancy:
+    return Discrepancy(found.step, found.parameter, found.what, reason)
 
 
-def _at(step: Step, case: Case, evidence: Evidence, tolerance: Tolerance) -> Finding | None:
+def _at(step: Step, case: Case, evidence: Evidence, tolerance: Tolerance) -> Discrepancy | None:
     number, gradient, weights = step.run.step + 1, step.gradient, step.weights
     loss, norm = loss_difference(step), norm_difference(step)
     loss_off = step.run.reported and not loss <= tolerance.loss
@@ -91,25 +91,27 @@ def _at(step: Step, case: Case, evidence: Evidence, tolerance: Tolerance) -> Fin
     unlike = _samples_differ(step, suspicious=loss_off or not gradient.agrees)
     if unlike:
         reason = _other_samples(step, evidence)
-        return Finding(number, gradient.named, f"step {number}: {unlike}{_and_loss(step, loss_off)}", reason)
+        return Discrepancy(number, gradient.named, f"step {number}: {unlike}{_and_loss(step, loss_off)}", reason)
     if step.run.reported and step.run.kept != step.reference.kept:
         verb = "kept" if step.run.kept else "discarded"
         what = f"step {number}: the update was {verb}, and by the single process it wasn't"
-        return Finding(number, gradient.named, what, "an overflow or a NaN on one side alone: compare the loss scales")
+        return Discrepancy(
+            number, gradient.named, what, "an overflow or a NaN on one side alone: compare the loss scales"
+        )
     if not gradient.agrees:
         what = f"step {number}: {_gradients_off(gradient)}{_and_loss(step, loss_off)}"
-        return Finding(number, gradient.named, what, _gradient_reason(step, case, evidence, tolerance, loss_off))
+        return Discrepancy(number, gradient.named, what, _gradient_reason(step, case, evidence, tolerance, loss_off))
     if loss_off:
         what = f"step {number}: loss {step.run.loss:.7g}, not {step.reference.loss:.7g} ({loss:.1e} relative)"
-        return Finding(number, None, what, _loss_reason(step, case))
+        return Discrepancy(number, None, what, _loss_reason(step, case))
     if norm_off:
         what = f"step {number}: gradient norm {step.run.norm:.6g}, not {step.reference.norm:.6g}, of equal gradients"
-        return Finding(number, None, what, _norm_reason(step, case))
+        return Discrepancy(number, None, what, _norm_reason(step, case))
     if step.apart is not None:
         what = f"step {number}: after the update ranks hold different values of {step.apart}"
-        return Finding(number, step.apart, what, _apart_reason(step.apart, evidence))
+        return Discrepancy(number, step.apart, what, _apart_reason(step.apart, evidence))
     if weights is not None and not weights.agrees:
-        return Finding(number, weights.named, _weights_off(number, weights), _weights_reason(step, case, evidence))
+        return Discrepancy(number, weights.named, _weights_off(number, weights), _weights_reason(step, case, evidence))
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lockstep.proof.cases import Case
 from lockstep.proof.evidence import Evidence
 from lockstep.proof.measures import loss_difference, norm_difference
-from lockstep.proof.reasons import Finding, finding
+from lockstep.proof.reasons import Discrepancy, finding
 from lockstep.proof.tolerances import Tolerance
 
 Status = Literal["passed", "failed", "refused", "crashed"]
@@ -93,7 +93,7 @@ def not_run(case: Case, status: Literal["refused", "crashed"], reason: str) -> R
     return Row(case.strategy, case.ranks, case.optimizer, case.accumulation, status, passed, reason=reason)
 
 
-def _told(found: Finding | None) -> dict[str, Any]:
+def _told(found: Discrepancy | None) -> dict[str, Any]:
     if found is None:
         return {}
     return {"step": found.step, "parameter": found.parameter, "what": found.what, "reason": found.reason}

@@ -24,7 +24,7 @@ from lockstep.data.fetching import FetchRequest, fetch
 from lockstep.data.order import MODULUS, digest
 from lockstep.models.weight_files import read_weights
 from lockstep.proof.comparing import Measure, Pairs, compare, compare_published, write
-from lockstep.proof.evidence import Compared, Evidence, Published, Seen, Step
+from lockstep.proof.evidence import Compared, Evidence, Published, Step, UpdateRecord
 from lockstep.proof.probing import measured
 from lockstep.proof.randomness import without_randomness
 from lockstep.proof.tolerances import EPS, INDIFFERENT, NORMALISING, Tolerance
@@ -52,7 +52,7 @@ def record(session: Session, folder: Path, steps: int) -> list[str]:
     folder.mkdir(parents=True)
     notes = prepare(session)
     write(components_of(session).sharding.state.weights(), folder / _weights(0))
-    seen: list[Seen] = []
+    seen: list[UpdateRecord] = []
     for step, batch in _updates(session, steps):
         scale = float(session.gradient_unit)
         session.accumulate(batch)
@@ -107,7 +107,7 @@ def _equal(one: object, other: object) -> bool:
     )
 
 
-class Comparison:
+class RunComparison:
     """A run beside its reference: made on every rank, of use on the first.
 
     Attributes:
@@ -123,9 +123,9 @@ class Comparison:
         self._allowed = tolerance.of_weights(optimizer)
         self._normalises = optimizer in NORMALISING
         self._indifferent: set[str] = set()
-        self._reference = [Seen(**one) for one in json.loads((folder / _STEPS).read_text())]
+        self._reference = [UpdateRecord(**one) for one in json.loads((folder / _STEPS).read_text())]
         self._order = _order(session)
-        self._seen: list[Seen] = []
+        self._seen: list[UpdateRecord] = []
         self.evidence = Evidence(Compared(), [], 0.0, _tied(session))
         self.evidence.measured = json.loads((folder / _MEASURED).read_text())
 
@@ -240,12 +240,12 @@ def _updates(session: Session, steps: int) -> Iterator[tuple[int, GlobalBatch]]:
             return
 
 
-def _seen(session: Session, batch: GlobalBatch) -> Seen:
+def _seen(session: Session, batch: GlobalBatch) -> UpdateRecord:
     """All ranks together; before the update is committed."""
     mine = (batch.count, batch.digest, _content(batch), [_count(session, one) for one in batch.micro_batches])
     told = mine if components_of(session).place.reports_counts else None
     everywhere = [one for one in cast("list[Any]", components_of(session).world.axis.gather(told)) if one is not None]
-    return Seen(
+    return UpdateRecord(
         step=batch.step,
         count=float(sum(count for count, _, _, _ in everywhere)),
         samples=session.progress.samples + batch.samples,
@@ -255,7 +255,7 @@ def _seen(session: Session, batch: GlobalBatch) -> Seen:
     )
 
 
-def _see(seen: list[Seen], report: StepReport) -> None:
+def _see(seen: list[UpdateRecord], report: StepReport) -> None:
     one = seen[report.step - 1]
     one.reported = True
     one.loss, one.norm, one.rate, one.kept = report.loss, report.grad_norm, report.lr, report.kept
