@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.sequences import SequencePartition
 
 Side = Literal["before", "after"]
-"""On which side of the blocks a module lies."""
+"""A side of the blocks."""
 ALL_SIDES: frozenset[Side | None] = frozenset(("before", "after", None))
 
 

@@ -1,4 +1,4 @@
-"""This rank's position in the mesh, and the groups with which it shares samples and parameters.
+"""The position of a rank in the mesh, and the groups with which it shares samples and parameters.
 
     pipeline 2 x data 2        share of the batch     holds
     rank 0 (0, 0)              0                      first half of the model
@@ -72,17 +72,17 @@ class MeshPosition:
 
     @property
     def reports_counts(self) -> bool:
-        """Whether this rank counts the samples of its share in a vote."""
+        """True if this rank counts the samples of its share in a vote."""
         return self.reports_metrics and self.coordinates["context"] == 0
 
     @property
     def reports_metrics(self) -> bool:
-        """Whether this rank's sums of an evaluation count."""
+        """True if this rank's sums of an evaluation count."""
         return self.coordinates["pipeline"] == 0 and self.coordinates["tensor"] == 0
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank's sum of losses counts in a vote."""
+        """True if this rank's sum of losses counts in a vote."""
         return self.coordinates["tensor"] == 0
 
     @property

@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank holds: boxes in the tensor's index space.
+"""The part of a tensor that a rank holds: boxes in the tensor's index space.
 
     whole, of 8 rows              on the second of two ranks
     +-----------+
@@ -44,7 +44,7 @@ class Box:
         return prod(self.sizes)
 
     def meets(self, other: Box) -> Box | None:
-        """What both hold, or None."""
+        """Return what both hold, or None."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = [
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -53,14 +53,14 @@ class Box:
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in `outer`, as an index."""
+        """Return its place in `outer`, as an index."""
         starts = [a - b for a, b in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a tensor is, whoever holds it.
+    """Shape and dtype of a tensor, whoever holds it.
 
     Attributes:
         dtype: torch's name for it, such as `bfloat16`.
@@ -79,14 +79,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class LocalShards:
-    """What one rank holds of a tensor."""
+    """The boxes that one rank holds of a tensor."""
 
     kind: TensorInfo
     boxes: tuple[Box, ...]
 
 
 class FlatShard:
-    """What a rank holds of a tensor that is divided element by element, whatever its rows: as ZeRO does.
+    """The stretch that a rank holds of a tensor that is divided element by element, as ZeRO divides it.
 
     Attributes:
         memory: this rank's elements, one after the other, 1-dim; perhaps none.
@@ -110,12 +110,12 @@ class FlatShard:
         return list(flat_boxes(self.shape, self.start, self.start + self.memory.numel()))
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same elements of a whole tensor."""
+        """Return the same elements of a whole tensor."""
         return whole.reshape(-1)[self.start : self.start + self.memory.numel()]
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The elements from `start` to `stop`, as boxes: the rest of a row, whole rows, the beginning of one."""
+    """Yield the elements from `start` to `stop`, as boxes: the rest of a row, whole rows, the beginning of one."""
     if stop <= start:
         return
     if len(shape) < 2:

@@ -45,7 +45,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 3e-2, to
 
 
 class DividedAttention(Protocol):
-    """What a model does while its sequences are divided (`transforms.context_parallel.ContextParallel`)."""
+    """The attention of a model while its sequences are divided (`transforms.context_parallel.ContextParallel`)."""
 
     @property
     def takes_mask(self) -> bool: ...

@@ -185,7 +185,7 @@ def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:
 
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
-"""In the message of torch's batch norm."""
+"""The message of torch's batch norm."""
 
 
 def _one_sample(samples: int) -> ConfigError:

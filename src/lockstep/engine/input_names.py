@@ -1,4 +1,4 @@
-"""Why a model's forward doesn't take what the data gives, by name.
+"""Errors for a forward that doesn't take the data's inputs, by name.
 
 forward(ids)    data gives tokens, mask    ->    add to model.inputs: {tokens: ids, mask: null}
 """
@@ -14,11 +14,11 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Inputs
 
 _WRAPPED = ("module", "_orig_mod")
-"""As wrappers that hand inputs on (DDP, torch.compile) call what they wrap."""
+"""The names that wrappers which pass inputs on (DDP, torch.compile) give what they wrap."""
 
 
 def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
-    """None: the forward takes them, and an error has other reasons."""
+    """Return why the forward doesn't take the inputs; None: it does, and an error has other reasons."""
     module = _unwrapped(module)
     signature = _plain(inspect.signature(module.forward))
     name = _class_name(module)
@@ -67,7 +67,7 @@ def _as_yaml(names: Mapping[str, str | None]) -> str:
 
 
 def _class_name(module: nn.Module) -> str:
-    """The name of the user's class, of which fsdp makes one of its own."""
+    """Return the name of the user's class, which fsdp replaces by a subclass."""
     return next(
         parameter.__name__
         for parameter in type(module).__mro__
@@ -76,7 +76,8 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _lost_main_input(module: nn.Module, signature: inspect.Signature, inputs: Inputs) -> str | None:
-    """The input that a model of the transformers library computes from, if the data's went into its `**kwargs`."""
+    """Return the input that a model of the transformers library computes from, if the data's went into its
+    `**kwargs`."""
     main = getattr(module, "main_input_name", None)
     if not isinstance(main, str) or main not in signature.parameters or {main, "inputs_embeds"} & set(inputs):
         return None
@@ -84,7 +85,7 @@ def _lost_main_input(module: nn.Module, signature: inspect.Signature, inputs: In
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module, inside those that hand on whatever they are given."""
+    """Return the user's module, inside wrappers that pass on their inputs."""
     children = dict(module.named_children())
     inner = next((children[name] for name in _WRAPPED if name in children), None)
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
@@ -92,7 +93,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _plain(signature: inspect.Signature) -> inspect.Signature:
-    """Without annotations."""
+    """Return the signature without annotations."""
     parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     return inspect.Signature(parameters)
 

@@ -1,4 +1,4 @@
-"""Where a model is partitioned into the stages of a pipeline, and what a stage keeps of it.
+"""The partition of a model into the stages of a pipeline.
 
 embedding    blocks.0  blocks.1  blocks.2  blocks.3    norm  head
 `- before                                               after -'

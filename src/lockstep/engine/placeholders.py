@@ -1,4 +1,4 @@
-"""What lies around the blocks of a model, and what replaces it on a rank that doesn't have it.
+"""Modules around the blocks of a model, and placeholders for those of other ranks.
 
     embedding        before    the first stage's; what is tied to something after the blocks is the last one's, too
     blocks.0 ...

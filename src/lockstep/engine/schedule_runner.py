@@ -99,7 +99,7 @@ def _example(spec: ActivationSpec, device: torch.device) -> Tensor:
 
 
 class _StageModule(nn.Module):
-    """What torch calls. The weights stay the model's."""
+    """The module that torch calls; the weights stay the model's."""
 
     def __init__(self, number: int, compute: Compute, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the layers of a Sequential make of a batch, in shape and precision, without computing it.
+"""Shapes and dtypes of the outputs of a Sequential's layers, without computing them.
 
     [8, 16] -> Linear -> [8, 64] -> ReLU -> [8, 64] -> Linear -> [8, 4]
 

@@ -42,12 +42,13 @@ _SEVERAL_IN_ONE = (
     "isn't divided into pieces of each"
 )
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-"""Of the largest gradient: outputs don't depend on some parameters, whose gradient is the rounding of others'."""
+"""Relative to the largest gradient: outputs don't depend on some parameters, whose gradient is the rounding of
+others'."""
 
 
 @dataclass(slots=True)
 class _Observed:
-    """What is observed of a forward and its gradients.
+    """Observations of a forward and its gradients.
 
     Attributes:
         whole: Whether it was computed with whole weights.

@@ -1,4 +1,4 @@
-"""On which side of a model's blocks its other weights are used, whatever the order in which they are defined.
+"""The side of a model's blocks on which its other weights are used, whatever the order of definition.
 
     defined    embedding, norm, blocks.0, blocks.1, head
     used       embedding | blocks.0, blocks.1 | norm, head

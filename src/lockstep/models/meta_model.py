@@ -83,7 +83,7 @@ def parameters_without_values() -> Iterator[None]:
 _UNSET = float("nan")
 
 Resets = Mapping[str, Callable[[], object]]
-"""What draws a module's initial values, by its qualified name."""
+"""Functions that draw modules' initial values, by qualified name."""
 
 
 @torch.no_grad()

@@ -78,7 +78,7 @@ class CollectiveOrder:
 
     @property
     def in_pass(self) -> bool:
-        """Whether a pass has begun and not ended."""
+        """True while a pass has begun and not ended."""
         return self._kind is not None
 
     def begin(self, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""What a strategy is built from, and what building it gives.
+"""The builder of a strategy: its arguments and its result.
 
     Builder.shard(context)    divides the parameters before they have memory, if the strategy does
     Builder.build(context)    -> Sharding: the gradient step and the model state, on the rank's device
@@ -52,7 +52,7 @@ class OptimizerFactory(Protocol):
 
     @property
     def is_custom(self) -> bool:
-        """Whether it is a user's, of which nothing is known: it may look at the shapes of parameters."""
+        """True if it is a user's, of which nothing is known: it may look at the shapes of parameters."""
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """Return the optimizer of these parameters."""
@@ -63,7 +63,7 @@ class OptimizerFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShardingContext:
-    """What a builder gets.
+    """The arguments of a builder.
 
     Attributes:
         model: This rank's part of the model. For `shard` it may lie on the meta device; for `build` it has its values,

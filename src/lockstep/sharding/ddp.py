@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
-"""In torch's message; indices into the trained parameters in their order."""
+"""Part of torch's message; indices into the trained parameters in their order."""
 
 
 class DDPStep(GradientStep):

@@ -51,7 +51,7 @@ class FSDPUnit:
 
     @property
     def trained(self) -> list[Tensor]:
-        """Its trained parameters, as this rank holds them."""
+        """The trained parameters, as this rank holds them."""
         return [param.sharded_param for param in self._trained]
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ class ParameterShard:
 
     @property
     def gradient(self) -> Tensor:
-        """This rank's part of the gradient. If each rank has an addend of it, they are summed: all ranks together."""
+        """The gradient of this rank's part. If each rank has an addend of it, they are summed: all ranks together."""
         grad: Tensor = cast("Tensor", self.whole.grad)
         if not is_sharded(self.whole):
             return grad

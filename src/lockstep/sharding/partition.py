@@ -71,7 +71,7 @@ class ModelPartition:
 
     @property
     def is_divided(self) -> bool:
-        """Whether other ranks hold other stages."""
+        """True if other ranks hold other stages."""
         return self._axis.size > 1
 
     def counts(self, name: str) -> bool:

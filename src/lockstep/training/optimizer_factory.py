@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.plan.grouping import Grouping
 
 _NO_GROUPS = "doesn't support per-parameter options"
-"""As torch's LBFGS refuses groups."""
+"""The message by which torch's LBFGS refuses groups."""
 
 
 class ConfiguredOptimizer:

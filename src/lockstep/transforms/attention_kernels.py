@@ -45,7 +45,7 @@ class AttentionGradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Which keys a query sees, and what scores are multiplied by.
+    """The keys that a query sees, and the scale of scores.
 
     Attributes:
         causal: Whether query i sees keys up to i; there is no mask then.

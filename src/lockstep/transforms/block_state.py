@@ -1,4 +1,4 @@
-"""What a block keeps from one forward to the next, and whether computing it again would change that.
+"""State that a block keeps from one forward to the next, and checks that recomputation doesn't change it.
 
     forward       mean 0.10 -> 0.19     the block's own running mean
     backward      mean 0.19 -> 0.27     computed again: counted twice, and read where it was another --> ConfigError
@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _COUNTED = (list, dict, set)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = re.compile(r"ds_\w+|applied_pre_backward_ref_cnt")
-"""What stage 3 keeps in each module, for its own hooks."""
+"""Attributes that stage 3 keeps in each module, for its hooks."""
 
 
 class StateGuard:
@@ -44,7 +44,7 @@ class StateGuard:
 
     @property
     def stops_early(self) -> bool:
-        """Whether the second forward must end where the backward needs no more of it.
+        """True if the second forward must end where the backward needs no more of it.
 
         DeepSpeed's stage 3 releases a module's parameters after its forward, also those that the backward, during which
         the second forward runs, has just gathered.

@@ -39,7 +39,7 @@ _EXPENSIVE = frozenset(
     )
     if (operator := getattr(getattr(torch.ops.aten, name, None), "default", None)) is not None
 )  # fmt: skip
-"""What selective keeps the results of: torch's matrix products and attentions, as far as this version has them."""
+"""Operators whose results selective keeps: torch's matrix products and attentions, as far as this version has them."""
 
 
 @dataclass(slots=True)

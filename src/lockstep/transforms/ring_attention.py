@@ -72,7 +72,7 @@ def ring_attention(
 
 @dataclass(frozen=True, slots=True)
 class _AttentionShape:
-    """What attention computes, whoever has which keys.
+    """The attention of all ranks together.
 
     Attributes:
         group: Queries that share a key.
@@ -84,7 +84,7 @@ class _AttentionShape:
 
 
 class _Round(NamedTuple):
-    """What one round computes.
+    """One round's queries and keys.
 
     Attributes:
         first_query: The first of this rank's queries that takes part.

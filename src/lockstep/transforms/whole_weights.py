@@ -1,4 +1,4 @@
-"""What a model computed before its matrices were divided, from the shards that there are.
+"""Forwards with whole weights, gathered from the shards of a tensor-parallel model.
 
     divided          x --> W[:half] on rank 0, W[half:] on rank 1 --> ...
     whole weights    x --> W, gathered from both for this module's call alone --> ...     the same on each rank
