@@ -24,7 +24,7 @@ _HELP = {"--help": "show help"}
 
 
 class Reply:
-    """What may stand at the cursor: words, each with a description, and whether a file may."""
+    """The words that may stand at the cursor, each with a description, and whether a file may."""
 
     def __init__(self, words: dict[str, str] | None = None, *, files: bool = False) -> None:
         self.words, self.files = words or {}, files
@@ -79,8 +79,8 @@ def _positional(
 
 
 def _names(command: dict[str, Any], before: list[str]) -> list[str]:
-    """The words that are neither flags, nor overrides, nor their values."""
-    found, skip = [], False
+    """Return the words that are neither flags, nor overrides, nor their values."""
+    names, skip = [], False
     for word in before:
         if skip and not word.startswith("--"):
             skip = False
@@ -88,8 +88,8 @@ def _names(command: dict[str, Any], before: list[str]) -> list[str]:
             known = command["flags"].get(word)
             skip = "=" not in word and (known is None or "takes" in known)
         elif not (command["overrides"] and "=" in word):
-            found.append(word)
-    return found
+            names.append(word)
+    return names
 
 
 def _value(entry: dict[str, Any], current: str, prefix: str = "") -> Reply:
@@ -105,9 +105,9 @@ def _beginning(words: dict[str, str], start: str) -> dict[str, str]:
 
 
 def _overrides(keys: dict[str, Any], current: str, dashes: str) -> dict[str, str]:
-    """Keys as far as their next dot: `optim.`, then `optim.lr=`."""
+    """Return keys as far as their next dot: `optim.`, then `optim.lr=`."""
     typed = current.removeprefix(dashes) if len(current) >= len(dashes) else ""
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     for key, entry in keys.items():
         named = _named(key, typed)
         if named is None or not named.startswith(typed):
@@ -115,8 +115,8 @@ def _overrides(keys: dict[str, Any], current: str, dashes: str) -> dict[str, str
         head, dot, _ = named[len(typed) :].partition(".")
         if "NAME" in (typed + head).split("."):
             continue
-        found[f"{dashes}{typed}{head}{dot or '='}"] = "" if dot else entry["help"]
-    return found
+        words[f"{dashes}{typed}{head}{dot or '='}"] = "" if dot else entry["help"]
+    return words
 
 
 def _entry(keys: dict[str, Any], typed: str) -> dict[str, Any] | None:
@@ -124,7 +124,7 @@ def _entry(keys: dict[str, Any], typed: str) -> dict[str, Any] | None:
 
 
 def _named(key: str, typed: str) -> str | None:
-    """The key with the free name that was typed; None: that is no plain name."""
+    """Return the key with the free name that was typed; None if that is no plain name."""
     if "NAME" not in key:
         return key
     parts, names = key.split("."), typed.split(".")
@@ -140,11 +140,11 @@ def _named(key: str, typed: str) -> str | None:
 
 
 def unquoted(word: str) -> str:
-    """The text of a word of bash's command line, whose last quote may be open. Nothing in it is expanded."""
-    found, quote, escaped = [], "", False
+    """Return the text of a word of bash's command line, whose last quote may be open. Nothing in it is expanded."""
+    letters, quote, escaped = [], "", False
     for letter in word:
         if escaped:
-            found.append(letter)
+            letters.append(letter)
             escaped = False
         elif letter == "\\" and quote != "'":
             escaped = True
@@ -153,14 +153,14 @@ def unquoted(word: str) -> str:
         elif letter in "'\"" and not quote:
             quote = letter
         else:
-            found.append(letter)
-    return "".join(found)
+            letters.append(letter)
+    return "".join(letters)
 
 
 def _table() -> dict[str, Any]:
     with open(os.path.join(os.path.dirname(__file__), "completion.json"), encoding="utf-8") as file:
-        found: dict[str, Any] = json.load(file)
-        return found
+        table: dict[str, Any] = json.load(file)
+        return table
 
 
 def main(shell: str, words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The door: finds the verb, hands over, turns failures into exit codes.
+"""The command's entry point: finds the verb, runs it, turns failures into exit codes.
 
     argv --> --local-rank=N taken out, checked --> verb's file imported --> run(arguments) --> exit code
 
@@ -48,7 +48,7 @@ _INSTALLED_BESIDE = ("torch", "numpy", "safetensors")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The whole command; returns the exit code. `argv` is what follows the program's name."""
+    """Run the command and return its exit code. `argv` is what follows the program's name."""
     try:
         return _dispatch(_without_local_rank(list(sys.argv[1:] if argv is None else argv)))
     except SystemExit as exit_:  # argparse has said what is wrong, or has printed help
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not ran_out(error):
             raise
-        asked = bytes_asked(error)
-        _say("out of memory" + (f": {asked:,} bytes were asked for" if asked else ""))
+        requested = bytes_asked(error)
+        _say("out of memory" + (f": {requested:,} bytes were asked for" if requested else ""))
         return 1
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         _to_nowhere(sys.stdout)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """Ends this process with `main`'s exit code. `lockstep.__main__` comes before it."""
+    """End this process with `main`'s exit code. `lockstep.__main__` comes before it."""
     stop_at_once()
     code = main()
     if "torch" in sys.modules:
@@ -149,7 +149,7 @@ _OTHERS_VERBS = {
 
 
 def _introduced(failure: Failure) -> str:
-    """Several problems get a line of their own each."""
+    """Return the message; several problems get a line each."""
     problems = failure.problems if isinstance(failure, ConfigError) else ()
     if len(problems) > 1:
         return f"{len(problems)} problems in the config\n" + "\n".join(f"  {problem}" for problem in problems)
@@ -157,14 +157,14 @@ def _introduced(failure: Failure) -> str:
 
 
 def _say(text: str) -> None:
-    """On stderr, if anybody is there."""
+    """Print to stderr, if it is open."""
     with suppress(OSError):
         echo(f"lockstep: {text}", file=sys.stderr)
     _flush(sys.stderr)
 
 
 def _flush(stream: TextIO) -> None:
-    """Also of a terminal that was closed, or onto a full disk."""
+    """Flush, also a terminal that was closed and a full disk."""
     try:
         stream.flush()
     except OSError:
@@ -180,7 +180,8 @@ def _takes_more(stream: TextIO) -> bool:
 
 
 def _to_nowhere(stream: TextIO) -> None:
-    """What is printed from now on, and what is left: the interpreter would try once more to write it, at its end."""
+    """Send what is printed from now on, and what is buffered, to /dev/null: at exit Python would try to write it
+    again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -190,7 +191,7 @@ _LOCAL_RANK = ("--local-rank", "--local_rank")
 
 
 def _without_local_rank(arguments: list[str]) -> list[str]:
-    """These launchers insert `--local-rank=N` or `--local_rank=N`; it must be what LOCAL_RANK says."""
+    """Return the arguments without launchers' `--local-rank=N` or `--local_rank=N`, which must equal LOCAL_RANK."""
     kept: list[str] = []
     items = iter(arguments)
     for item in items:

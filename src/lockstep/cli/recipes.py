@@ -14,8 +14,8 @@ def run(words: Sequence[str]) -> int:
 
     from lockstep.config.recipes import recipes
 
-    found = recipes()
-    width = max(len(recipe.name) for recipe in found)
-    for recipe in found:
+    available = recipes()
+    width = max(len(recipe.name) for recipe in available)
+    for recipe in available:
         echo(f"{recipe.name:<{width}}  {recipe.description}")
     return 0

@@ -36,10 +36,10 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
         ConfigError: it is of a run that this user has not started here, and names code, sets variables, or writes
             outside of the run's folder; or a value was hidden in it, and nobody knows it.
     """
-    asked = [] if trusted else _unapproved(loaded, writes)
-    if asked:
-        shown = "".join(f"\n  {key}: {printable(what)}" for key, what in asked)
-        runs = ", ".join(dict.fromkeys(printable(one.name) for one in loaded.runs))
+    reasons = [] if trusted else _unapproved(loaded, writes)
+    if reasons:
+        shown = "".join(f"\n  {key}: {printable(what)}" for key, what in reasons)
+        runs = ", ".join(dict.fromkeys(printable(run.name) for run in loaded.runs))
         raise ConfigError(
             f"{runs} is the config of a run that you have not started here, and it asks for what can run code or "
             f"reach your files:{shown}\n"
@@ -49,28 +49,28 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
 
 
 def outside(folder: str, run: Path) -> bool:
-    """Whether a folder that a run's config names lies elsewhere than in the run's."""
+    """Return whether a folder that a run's config names is outside of the run's folder."""
     return not Path(folder).absolute().resolve().is_relative_to(run.resolve())
 
 
 def _unapproved(loaded: LoadedConfig, writes: bool) -> list[tuple[str, str]]:
-    foreign = [one for one in loaded.runs if one.known is None]
+    foreign = [run for run in loaded.runs if run.known is None]
     targets = dict(code_in(loaded.config))
-    found = []
+    reasons = []
     for key, what in demands(loaded.config):
         origin = loaded.origins.get(key)  # of a whole mapping there is none
-        if any(origin is None or one.holds(origin) for one in foreign):
-            found.append((key, what))
+        if any(origin is None or run.holds(origin) for run in foreign):
+            reasons.append((key, what))
         elif key in targets and (moved := _moved(targets[key], origin or "", loaded.runs)):
-            found.append((key, moved))
-    return [*found, *(_folders(loaded, foreign) if writes else ())]
+            reasons.append((key, moved))
+    return [*reasons, *(_folders(loaded, foreign) if writes else ())]
 
 
 def _moved(target: str, origin: str, runs: tuple[RunConfig, ...]) -> str | None:
-    """What to say of code that isn't where it was when this user started the run: then it may be anybody's."""
-    for one in runs:
-        if one.known is not None and one.holds(origin):
-            then, now = one.known.code.get(target, ""), locate(target)
+    """Return the message for code that has moved since this user started the run: it may be somebody else's now."""
+    for run in runs:
+        if run.known is not None and run.holds(origin):
+            then, now = run.known.code.get(target, ""), locate(target)
             return (
                 f"{target} (it was {then or 'not found'} when you started the run, and is {now})"
                 if then != now
@@ -82,8 +82,8 @@ def _moved(target: str, origin: str, runs: tuple[RunConfig, ...]) -> str | None:
 def _folders(loaded: LoadedConfig, foreign: list[RunConfig]) -> Iterator[tuple[str, str]]:
     folders = {"run.folder": loaded.config.run.folder, "checkpoint.folder": loaded.config.checkpoint.folder}
     for key, folder in folders.items():
-        for one in foreign:
-            if folder is not None and one.holds(loaded.origins.get(key, "")) and outside(folder, one.run):
+        for run in foreign:
+            if folder is not None and run.holds(loaded.origins.get(key, "")) and outside(folder, run.run):
                 yield key, f"{folder} (it lies outside of the run's folder)"
 
 
@@ -96,7 +96,7 @@ def _with_hidden_values(loaded: LoadedConfig) -> Config:
     """The config with what was hidden when it was written; variables that this process has anyhow are left out, since
     ranks get them with its environment."""
     plain = to_plain(loaded.config)
-    known = {path: value for one in loaded.runs if one.known is not None for path, value in one.known.hidden.items()}
+    known = {path: value for run in loaded.runs if run.known is not None for path, value in run.known.hidden.items()}
     paths = list(_still_hidden(plain, ()))
     if not paths:
         return loaded.config

@@ -17,9 +17,11 @@ _EXAMPLES = "write a number of steps (100), or '100 steps', '64k samples', '1M t
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Attributes:
-    number: more than 0; whole for steps, samples and tokens.
-    unit: what is counted.
+    """An interval, such as 100 steps or 30 minutes.
+
+    Attributes:
+        number: more than 0; whole for steps, samples and tokens.
+        unit: what is counted.
     """
 
     number: float
@@ -31,7 +33,7 @@ class Every:
 
     @classmethod
     def parse(cls, value: object) -> Every:
-        """From 100 or '100 steps'; raises ValueError that says what would do."""
+        """Parse 100 or '100 steps'. Raises ValueError that names the valid forms."""
         if isinstance(value, Every):
             return value
         if isinstance(value, bool) or not isinstance(value, int | str):

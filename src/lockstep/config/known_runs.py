@@ -1,4 +1,4 @@
-"""Which run a config is of, and whether this user has started that run here.
+"""The run that a config belongs to, and whether this user has started that run here.
 
     RUN/config.yaml, RUN/environment.json      written when a run starts, without secrets; anybody may have made them
     the user's state folder, runs/ID.json      written with them: the config's hash, where the code that it names lies,
@@ -36,7 +36,7 @@ _MOST_CONFIGS = 4  # of a run: one that is resumed under other overrides has ano
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """What is remembered of a run that this user has started.
+    """The record of a run that this user has started.
 
     Attributes:
         code: where each piece of code that the config names lay.
@@ -62,7 +62,7 @@ class RunConfig:
     known: KnownRun | None
 
     def holds(self, origin: str) -> bool:
-        """Whether a value with this origin was written in this file."""
+        """Return whether a value with this origin was written in this file."""
         return re.fullmatch(re.escape(self.name) + r"(:\d+:\d+)?", origin) is not None
 
 
@@ -109,18 +109,18 @@ def recorded(config: Config, run_id: str) -> str:
 
 
 def known_as(run_id: str, values: object) -> KnownRun | None:
-    """What is remembered of a run that this user has started here under a config that says these values."""
+    """Return the record of a run that this user has started here under a config with these values."""
     if not _ID.fullmatch(run_id):
         return None
     configs = (user_state.recall(_KIND, run_id) or {}).get("configs")
-    found = configs.get(_digest(values)) if isinstance(configs, dict) else None
-    if not isinstance(found, dict):
+    record = configs.get(_digest(values)) if isinstance(configs, dict) else None
+    if not isinstance(record, dict):
         return None
-    return KnownRun(found.get("code", {}), {tuple(path): value for path, value in found.get("hidden", ())})
+    return KnownRun(record.get("code", {}), {tuple(path): value for path, value in record.get("hidden", ())})
 
 
 def run_of(file: Path, tree: Table, *, named: bool) -> RunConfig | None:
-    """What a config file is as one of a run; None: it is of none.
+    """Return a config file as that of a run; None if it belongs to none.
 
     Args:
         tree: what the file says.
@@ -139,10 +139,10 @@ def _config_of_run(file: Path, run: Path, tree: Table) -> RunConfig:
 def id_of_run(run: Path) -> str | None:
     """The id of the run in this folder, which its checkpoints carry, too; None: it has none yet."""
     try:
-        found = json.loads(read_bounded(run / ENVIRONMENT, MOST_JSON)).get("run")
+        run_id = json.loads(read_bounded(run / ENVIRONMENT, MOST_JSON)).get("run")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return found if isinstance(found, str) and found else None
+    return run_id if isinstance(run_id, str) and run_id else None
 
 
 def _digest(values: object) -> str:

@@ -34,11 +34,13 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """Attributes:
-    config: what was asked, checked.
-    origins: by dotted key, file:line:column, a flag, an environment variable, `default`, or `Python`.
-    notes: what a user should know of how it was put together, one sentence each.
-    runs: those of the files that are the configs of runs.
+    """A config, with where each value comes from.
+
+    Attributes:
+        config: what was asked, checked.
+        origins: by dotted key, file:line:column, a flag, an environment variable, `default`, or `Python`.
+        notes: what a user should know of how it was put together, one sentence each.
+        runs: those of the files that are the configs of runs.
     """
 
     config: Config
@@ -64,20 +66,20 @@ def load(
 
     Raises ConfigError with every problem there is.
     """
-    found: list[Problem] = []
+    errors: list[Problem] = []
     layers: list[Table] = []
     runs: list[RunConfig] = []
     for file in map(Path, files):
         tree, wrong = read_file(file)
-        found += wrong
+        errors += wrong
         if tree is None:
             continue
         layers.append(tree)
         run = run_of(file, tree, named=file in of_runs)
         runs += [run] if run is not None else []
     if len(layers) < len(files):  # what can't be read would look as if it were missing
-        raise ConfigError(found)
-    return _combine(layers, overrides, os.environ if environ is None else environ, found, tuple(runs))
+        raise ConfigError(errors)
+    return _combine(layers, overrides, os.environ if environ is None else environ, errors, tuple(runs))
 
 
 def validate(values: Config | Mapping[str, Any], overrides: Sequence[str | Override] = ()) -> LoadedConfig:
@@ -95,30 +97,30 @@ def _combine(
     layers: Sequence[Table],
     overrides: Sequence[str | Override],
     environ: Mapping[str, str],
-    found: list[Problem],
+    errors: list[Problem],
     runs: tuple[RunConfig, ...] = (),
 ) -> LoadedConfig:
     tree, notes = Table(), list[str]()
     for layer in layers:
-        tree, said = merge(tree, layer)
-        notes += said
+        tree, merge_notes = merge(tree, layer)
+        notes += merge_notes
     for layer, wrong in (from_environment(environ, tree), from_flags(overrides, tree)):
-        tree, said = merge(tree, layer)
-        notes += said
-        found += wrong
-    config = _check(tree, found)
+        tree, merge_notes = merge(tree, layer)
+        notes += merge_notes
+        errors += wrong
+    config = _check(tree, errors)
     return LoadedConfig(config, dict(_origins(config, tree)), tuple(notes), runs)
 
 
-def _check(tree: Table, found: list[Problem]) -> Config:
+def _check(tree: Table, errors: list[Problem]) -> Config:
     try:
         config = Config.model_validate(fit(tree, shape.root()))
     except ValidationError as error:
-        said = {problem.where for problem in found}
-        further = [problem for problem in problems(error, tree) if problem.where not in said]
-        raise ConfigError(found + further) from None
-    if found:
-        raise ConfigError(found)
+        reported = {problem.where for problem in errors}
+        further = [problem for problem in problems(error, tree) if problem.where not in reported]
+        raise ConfigError(errors + further) from None
+    if errors:
+        raise ConfigError(errors)
     return config
 
 

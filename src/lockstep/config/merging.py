@@ -19,7 +19,7 @@ ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("run",): ("steps", "samples", "tokens", "epochs"),
     ("schedule",): ("warmup_steps", "warmup_ratio"),
 }
-"""By section, words of which one holds: they say the same thing in several ways."""
+"""Keys by section of which only one can be set, since they set the same thing in several ways."""
 
 
 def merge(older: Table, newer: Table) -> tuple[Table, list[str]]:
@@ -71,11 +71,11 @@ def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ..
 def _change_alternative(older: Table, newer: Table, path: tuple[str, ...], notes: list[str]) -> Table:
     """The older layer without what the newer one says in another way."""
     ways = ALTERNATIVES.get(path, ())
-    said = [way for way in ways if _has_value(newer, way)]
-    lost = [way for way in ways if said and way not in newer.entries and _has_value(older, way)]
+    given = [way for way in ways if _has_value(newer, way)]
+    lost = [way for way in ways if given and way not in newer.entries and _has_value(older, way)]
     for way in lost:
-        entry = newer.entries[said[0]]
-        notes.append(f"{path[0]}.{said[0]} ({entry.node.where}) takes the place of {path[0]}.{way}")
+        entry = newer.entries[given[0]]
+        notes.append(f"{path[0]}.{given[0]} ({entry.node.where}) takes the place of {path[0]}.{way}")
     return Table({key: entry for key, entry in older.entries.items() if key not in lost}, older.where)
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Attributes:
-    key: dotted.
-    text: as typed; None if there was none, which is `true` for keys that are true or false.
-    where: what to call it; by default the flag.
+    """A value for one key, from a flag or from Python.
+
+    Attributes:
+        key: dotted.
+        text: as typed; None if there was none, which is `true` for keys that are true or false.
+        where: what to call it; by default the flag.
     """
 
     key: str
@@ -19,7 +21,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """From `--section.key=value`, `section.key=value` or `--section.key`."""
+        """Parse `--section.key=value`, `section.key=value` or `--section.key`."""
         key, equals, value = text.removeprefix("--").partition("=")
         return cls(key, value if equals else None)
 

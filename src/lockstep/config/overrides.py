@@ -67,7 +67,7 @@ def _value(override: Override, path: tuple[str, ...], beneath: Table) -> tuple[N
 
 
 def _may_stand_alone(path: tuple[str, ...], beneath: Table) -> bool:
-    """Whether the key is true or false; or unknown, which is then what is said of it."""
+    """Return whether the key is a boolean, or unknown: then it is reported as unknown."""
     at, node = shape.root(), beneath
     for key in path:
         at = inside(at, key, node.get("kind"))

@@ -27,10 +27,12 @@ from lockstep.core.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Attributes:
-    value: as YAML 1.2 reads it.
-    text: as written; None if it was quoted, or came from Python.
-    where: file:line:column, a flag, an environment variable, or empty.
+    """A scalar as it is written in a file.
+
+    Attributes:
+        value: as YAML 1.2 reads it.
+        text: as written; None if it was quoted, or came from Python.
+        where: file:line:column, a flag, an environment variable, or empty.
     """
 
     value: object
@@ -95,7 +97,7 @@ def read_file(path: Path) -> tuple[Table | None, list[Problem]]:
 
 
 def read_json(text: str, name: str) -> tuple[Table | None, list[Problem]]:
-    """As `read_yaml`, for JSON."""
+    """Read JSON, as `read_yaml` does YAML."""
     try:
         json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -197,7 +199,7 @@ _FLOAT = re.compile(rf"[-+]?(?:\.{_DIGITS}|{_DIGITS}(?:\.(?:{_DIGITS})?)?)(?:[eE
 
 
 def resolve(text: str) -> object:
-    """What a plain scalar means."""
+    """Return the value of a plain scalar."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -340,14 +342,14 @@ _ADVICE = (
 
 def _syntax(error: yaml.MarkedYAMLError, name: str, text: str) -> Problem:
     """PyYAML's complaint in words of the config's writer, at the place where the mistake was made."""
-    said = f"{error.context or ''} {error.problem or ''}"
+    reason = f"{error.context or ''} {error.problem or ''}"
     if error.problem in (_TOO_DEEP, _TOO_MANY) and error.problem_mark is not None:
         return Problem(_place(name, error.problem_mark), "", error.problem)
     mark = error.problem_mark or error.context_mark
-    if (error.context or "").startswith(_OPENED) and "'\\t'" not in said:
+    if (error.context or "").startswith(_OPENED) and "'\\t'" not in reason:
         mark = error.context_mark
     place = _place(name, mark) if mark else name
     for sign, advice in _ADVICE:
-        if sign in said:
+        if sign in reason:
             return Problem(place, "", advice)
-    return Problem(place, "", f"is not YAML: {' '.join(said.split())}")
+    return Problem(place, "", f"is not YAML: {' '.join(reason.split())}")

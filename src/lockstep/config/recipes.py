@@ -26,10 +26,12 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Attributes:
-    name: what a run of it is called.
-    path: of the file.
-    of_run: it was named by the folder of the run that it lies in.
+    """A config file that comes with Lockstep, or one of the user's.
+
+    Attributes:
+        name: what a run of it is called.
+        path: of the file.
+        of_run: it was named by the folder of the run that it lies in.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Recipe:
 
     @property
     def description(self) -> str:
-        """Its one line for `lockstep recipes`."""
+        """The line that `lockstep recipes` prints."""
         tree, _ = read_file(self.path)
         node = tree.get("description") if tree is not None else None
         return str(node.value) if isinstance(node, Leaf) else ""
@@ -46,15 +48,15 @@ class Recipe:
 
 def recipes() -> list[Recipe]:
     """All that ship with Lockstep; the default one first."""
-    found = [Recipe(path.stem, path) for path in _folder().glob("*.yaml")]
-    return sorted(found, key=lambda recipe: (recipe.name != DEFAULT_RECIPE, recipe.name))
+    bundled = [Recipe(path.stem, path) for path in _folder().glob("*.yaml")]
+    return sorted(bundled, key=lambda recipe: (recipe.name != DEFAULT_RECIPE, recipe.name))
 
 
 def overlays() -> list[Recipe]:
     """Files to lay over a recipe, by folder and name."""
     folder = _folder()
-    found = [(path.relative_to(folder).with_suffix(""), path) for path in sorted(folder.glob("*/*.yaml"))]
-    return [Recipe(name.as_posix(), path) for name, path in found]
+    files = [(path.relative_to(folder).with_suffix(""), path) for path in sorted(folder.glob("*/*.yaml"))]
+    return [Recipe(name.as_posix(), path) for name, path in files]
 
 
 def resolve_recipe(name_or_path: str) -> Recipe:

@@ -38,17 +38,17 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def _attributes(node: ast.ClassDef) -> dict[str, str]:
-    found = {}
+    docstrings = {}
     for statement, after in zip(node.body, node.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
             if isinstance(text, str):
-                found[statement.target.id] = inspect.cleandoc(text)
-    return found
+                docstrings[statement.target.id] = inspect.cleandoc(text)
+    return docstrings
 
 
 def description(section: type[BaseModel], key: str) -> str:
-    """What the schema says of a key; empty where the name says it all."""
+    """Return the schema's description of a key; empty where the name is enough."""
     for base in section.__mro__:
         if base is BaseModel:
             break
@@ -58,7 +58,7 @@ def description(section: type[BaseModel], key: str) -> str:
 
 
 def _implied(section: type[BaseModel], key: str) -> str:
-    """What an editor shows of a key that needs no docstring: a section has its own, and a `kind` selects one."""
+    """Return what an editor shows for a key without a docstring: that of the section, or what a `kind` selects."""
     if key == "kind":
         return f"Selects this kind: {_first_sentence(section)}"
     inner = section.model_fields[key].annotation
@@ -86,10 +86,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def _all_sections(at: ValueShape) -> list[type[BaseModel]]:
-    found = list(at.sections())
-    inner = [entry for section in found for entry in shape.fields(section).values()]
+    sections = list(at.sections())
+    inner = [entry for section in sections for entry in shape.fields(section).values()]
     inner += [item for item in (at.items, at.values) if item]
-    return found + [section for entry in inner for section in _all_sections(entry)]
+    return sections + [section for entry in inner for section in _all_sections(entry)]
 
 
 # --- docs/config.md ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What can be asked. One source of truth: the JSON Schema, the reference page and every check come from here.
+"""The config's schema, from which the JSON Schema, the reference page and every check are derived.
 
     Config
     ├── model         what is trained              ├── launch       how its processes start
@@ -35,7 +35,7 @@ from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Sect
 
 
 class ModelSection(Section):
-    """What every kind of model understands."""
+    """The keys that every kind of model has."""
 
     freeze: tuple[str, ...] = ()
     """Patterns (`embedding.*`) of parameter names that are not trained: no gradient, no optimizer state."""
@@ -142,7 +142,7 @@ class HuggingFaceModel(ModelSection):
         "speech-seq2seq",
         "ctc",
     ]
-    """What the model's head is for; it says what labels mean, as the library has it."""
+    """Task of the model's head, as the transformers library has it; it determines what labels mean."""
     pretrained: PathText | None = None
     """Folder or hub name whose weights to start from."""
     architecture: dict[str, Any] | None = None
@@ -164,7 +164,7 @@ class CustomModel(ModelSection):
     target: PathText
     """`package.module:Name` or `path/to/file.py:Name` of a class or function that returns a module."""
     arguments: dict[str, Any] = {}
-    """Its keyword arguments."""
+    """Keyword arguments of `target`."""
 
 
 class GivenModel(ModelSection):
@@ -180,7 +180,7 @@ Model = Annotated[
 
 
 class ObjectiveConfig(Section):
-    """What the model is trained for."""
+    """The objective of the training."""
 
     kind: Literal["auto", "next-token", "masked-lm", "classification", "seq2seq", "custom", "given"] = "auto"
     """`auto`: what the model is made for; `given`: an object handed over in Python."""
@@ -241,7 +241,7 @@ class Tokens(Section):
     folder: PathText
     """Folder that `lockstep data prepare --output` has written."""
     split: str = "train"
-    """Which of the splits in `folder`."""
+    """Name of a split in `folder`."""
     length: Positive = 1024
     """Tokens per sample."""
     documents: Literal["joined", "whole"] = "joined"
@@ -258,7 +258,7 @@ class HuggingFaceData(Section):
     configuration: str | None = None
     """Configuration (subset) of a data set that has several, such as `wikitext-2-raw-v1`."""
     split: str = "train"
-    """With slices, such as `train[:1000]`."""
+    """Name of a split, with slices such as `train[:1000]`."""
     text: str = "text"
     """Column with the text."""
     text_pair: str | None = None
@@ -318,10 +318,10 @@ class Loader(Section):
 
 
 class Data(Section):
-    """What the model is trained and judged on."""
+    """The data for training and evaluation."""
 
     train: DataSource
-    """What the model is trained on; `kind` selects which of these."""
+    """Training data; `kind` selects which of these."""
     evaluation: dict[str, DataSource] = {}
     """Evaluation sets by name."""
     shuffle: bool = True
@@ -355,7 +355,7 @@ class ParameterRule(Section):
 
 
 class Optim(Section):
-    """By which rule parameters are updated."""
+    """The optimizer."""
 
     name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "custom", "given"] = "adamw"
     """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `custom`: that of `target`; `given`:
@@ -378,7 +378,7 @@ class Optim(Section):
     nesterov: bool = False
     """Nesterov's momentum; of sgd, since muon always uses it."""
     decay: Literal["matrices", "all"] = "matrices"
-    """Which parameters decay: those of two or more dims (no biases, no norms), or all."""
+    """Parameters with weight decay: those of two or more dims (no biases, no norms), or all."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """The gradient's global 2-norm is scaled down to this; null: never."""
     rules: tuple[ParameterRule, ...] = ()
@@ -447,22 +447,25 @@ class LossScale(Section):
 
 
 class Precision(Section):
-    """In which arithmetic. Parameters, optimizer state and losses are fp32 under each."""
+    """Precision of the arithmetic. Parameters, optimizer state and losses are fp32 under each."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of forward and backward; auto: bf16 where the processor has it, otherwise fp32."""
+    """Precision of forward and backward; auto: bf16 where the processor has it, otherwise fp32."""
     tf32: bool = True
-    """On NVIDIA GPUs, fp32 matrix products may use TF32."""
+    """Let fp32 matrix products use TF32 on NVIDIA GPUs."""
     loss_scale: LossScale = LossScale()
-    """Of runs whose gradients pass through fp16: `compute: fp16`, or fp16 in `parallel.fsdp.mixed_precision`."""
+    """Loss scale of runs whose gradients pass through fp16: `compute: fp16`, or fp16 in
+    `parallel.fsdp.mixed_precision`."""
 
 
 # --- memory, parallel, launch -----------------------------------------------------------------------------------------
 
 
 class ActivationCheckpointing(Section):
-    """What a forward keeps for the backward. The gradient is the same to the bit under each mode; what a block draws
-    must come from torch's own generators."""
+    """Activation checkpointing: what a forward keeps for the backward.
+
+    The gradient is the same to the bit under each mode; what a block draws must come from torch's own generators.
+    """
 
     mode: Literal["none", "full", "selective", "segments", "budget", "adaptive"] = "none"
     """none: all that it needs; full: of a block its inputs alone, from which it is computed again: less memory, a third
@@ -472,7 +475,7 @@ class ActivationCheckpointing(Section):
     every: Positive = 1
     """full, selective, adaptive: each so-many-th of the modules, beginning with the first; 1: all of them."""
     modules: Literal["blocks"] | tuple[str, ...] = "blocks"
-    """What is computed again at a time: the model's repeated blocks, or the modules of these classes, such as
+    """Modules that are recomputed as a unit: the model's repeated blocks, or the modules of these classes, such as
     `[Attention, SwiGLU]`."""
     segments: Annotated[int, Field(ge=2)] = 4
     """segments: into how many each list of blocks is cut."""
@@ -563,7 +566,7 @@ class Launch(Section):
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that a collective may take before the run is declared hung."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Where ranks meet; 0: any free one."""
+    """Port of the store at which ranks meet; 0: any free one."""
     environment: dict[str, str] = {}
     """Environment variables for every rank."""
 
@@ -572,7 +575,7 @@ class Launch(Section):
 
 
 class Evaluation(Section):
-    """When the model is judged, on every set of `data.evaluation`."""
+    """When the model is evaluated on every set of `data.evaluation`."""
 
     every: Every | None = None
     """Null: only at the end."""
@@ -595,20 +598,21 @@ class Extension(Section):
 
 
 class Checkpoint(Section):
-    """When the state of the run is saved, and what is kept."""
+    """Checkpoints: when the run's state is saved, and which are kept."""
 
     every: Every | None = Every(15, "minutes")
     """Null: only when the run is stopped or done."""
     folder: PathText | None = None
-    """Where all ranks can see it; null: `checkpoints` in the run's folder."""
+    """Folder that all ranks can see; null: `checkpoints` in the run's folder."""
     storage: Extension | None = None
-    """An object store that holds the checkpoints in place of a folder (`lockstep.ObjectStore`)."""
+    """Object store that holds the checkpoints in place of a folder (`lockstep.ObjectStore`)."""
     keep_last: Positive = 3
     """So many of the newest."""
     keep_every: Every | None = None
-    """Besides, the first one of each such interval, for good."""
+    """Also keep the first checkpoint of each such interval."""
     best: str | None = None
-    """Besides, the one with the best metric of an evaluation set, such as `held-out.loss`; it is saved when found."""
+    """Also keep the checkpoint with the best metric of an evaluation set, such as `held-out.loss`; it is saved when
+    found."""
     best_is: Literal["auto", "lowest", "highest"] = "auto"
     """auto: highest for accuracy, lowest for all others."""
     asynchronous: bool = True
@@ -626,7 +630,7 @@ class Checkpoint(Section):
 
 
 class MonitorConfig(Section):
-    """What is shown and written down."""
+    """What a run shows and logs."""
 
     every: Positive = 10
     """Steps between the lines of metrics.jsonl."""
@@ -648,11 +652,11 @@ class Run(Section):
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Length as passes over the training data; may be a fraction."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
-    """Of initial weights, order of samples, dropout and augmentation. The same seed gives the same run."""
+    """Seed of initial weights, order of samples, dropout and augmentation. The same seed gives the same run."""
     folder: PathText | None = None
     """Folder that the run writes to; null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
-    """Which weights the run leaves; best: those of `checkpoint.best`."""
+    """Weights that the run leaves; best: those of `checkpoint.best`."""
     allow_untested: bool = False
     """Try what was never tested together (docs/strategies.md)."""
     determinism: Literal["default", "deterministic", "invariant"] = "default"
@@ -661,9 +665,9 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> Run:
-        said = [name for name in ("steps", "samples", "tokens", "epochs") if getattr(self, name) is not None]
-        if len(said) != 1:
-            many = f"{' and '.join(said)} contradict each other" if said else "nothing says how long the run is"
+        given = [name for name in ("steps", "samples", "tokens", "epochs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            many = f"{' and '.join(given)} contradict each other" if given else "nothing says how long the run is"
             raise ValueError(f"{many}; give exactly one of steps, samples, tokens, epochs")
         return self
 
@@ -678,7 +682,7 @@ class Config(Section):
     description: str = ""
     """One line for `lockstep recipes`."""
     model: Model
-    """What is trained; `kind` selects which of these."""
+    """The model; `kind` selects which of these."""
     objective: ObjectiveConfig = ObjectiveConfig()
     data: Data
     batch: BatchConfig = BatchConfig()

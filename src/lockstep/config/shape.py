@@ -1,4 +1,4 @@
-"""What a key may hold, read off the schema once: one description for fitting values, for wording errors, and for
+"""The values that a key may have, derived from the schema once: for fitting values, for error messages, and for
 the reference page.
 
     micro_size: Positive | Literal["auto"]   -->   Shape(whole=Range(above=0), choices=("auto",))
@@ -35,17 +35,19 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ValueShape:
-    """Attributes:
-    nullable: null is allowed.
-    anything: no rule at all.
-    boolean, text, interval: true or false; text; an interval such as `100 steps`.
-    choices: words of a fixed list.
-    whole, real: bounds of a whole number, of any number.
-    section: keys of this section.
-    kinds: keys of the section that `kind` names.
-    values: a mapping of free names to this.
-    items: a list of this.
-    length: of that list, if it is fixed.
+    """The values that a key may have.
+
+    Attributes:
+        nullable: null is allowed.
+        anything: no rule at all.
+        boolean, text, interval: true or false; text; an interval such as `100 steps`.
+        choices: words of a fixed list.
+        whole, real: bounds of a whole number, of any number.
+        section: keys of this section.
+        kinds: keys of the section that `kind` names.
+        values: a mapping of free names to this.
+        items: a list of this.
+        length: of that list, if it is fixed.
     """
 
     nullable: bool = False

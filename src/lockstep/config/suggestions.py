@@ -1,4 +1,4 @@
-"""What was probably meant by a key or a value that doesn't exist.
+"""Suggestions for keys and values that don't exist.
 
 optim.momentun   ->   did you mean momentum?
 lr               ->   write optim.lr
@@ -67,7 +67,7 @@ def _interval(path: tuple[str, ...], siblings: Sequence[str], node: Node) -> str
 
 
 def _elsewhere(path: tuple[str, ...]) -> str | None:
-    """Where the same word is a key: here, but of another kind; or in other sections."""
+    """Return where the same word is a key: here, for another kind; or in other sections."""
     places = [key for key in dict.fromkeys(shape.all_keys()) if key[-1] == path[-1]]
     here = next((key for key in places if _same_place(key, path)), None)
     if here:

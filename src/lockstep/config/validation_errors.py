@@ -36,13 +36,13 @@ def problems(error: ValidationError, tree: Table) -> list[Problem]:
     answered = dict(list(grouped.items())[:_MOST])
     for path in [path for path, group in answered.items() if _meant_otherwise(path, group, tree, grouped)]:
         del answered[path]
-    found = [problem for path, group in answered.items() for problem in _about(path, group, tree)]
+    reported = [problem for path, group in answered.items() for problem in _about(path, group, tree)]
     left = len(grouped) - _MOST
-    return [*found, Problem("", "", f"{left:,} more keys are wrong")] if left > 0 else found
+    return [*reported, Problem("", "", f"{left:,} more keys are wrong")] if left > 0 else reported
 
 
 def _meant_otherwise(path: Path, group: list[ErrorDetails], tree: Table, grouped: Mapping[Path, object]) -> bool:
-    """Whether a word would do, too, but a mapping was written, in which something else is wrong."""
+    """Return whether a word is valid, too, but a mapping was written in which something else is wrong."""
     node, at, _ = _find(tree, path)
     words_alone = all(details["type"] in ("literal_error", "string_type") for details in group)
     deeper = any(other[: len(path)] == path and other != path for other in grouped)
@@ -87,8 +87,8 @@ def _unknown(path: Path, tree: Table) -> list[Problem]:
     assert node is not None
     siblings = list(dict.fromkeys(key for section in _chosen(tree, path[:-1], parent) for key in shape.fields(section)))
     answered = hints().key_hint(path, node, tree) is None and _unknown_inside(path, node, tree)
-    said = "there is no such section" if answered else suggestions.for_key(path, siblings, node, tree)
-    return [Problem(_key_place(tree, path), ".".join(path), said), *(answered or ())]
+    answer = "there is no such section" if answered else suggestions.for_key(path, siblings, node, tree)
+    return [Problem(_key_place(tree, path), ".".join(path), answer), *(answered or ())]
 
 
 def _unknown_inside(path: Path, node: Node, tree: Table) -> list[Problem]:
@@ -96,7 +96,7 @@ def _unknown_inside(path: Path, node: Node, tree: Table) -> list[Problem]:
     if not isinstance(node, Table):
         return []
     answers = [(path + deeper, hints().key_hint(path + deeper, leaf, tree)) for deeper, leaf in leaves(node) if deeper]
-    return [Problem(_key_place(tree, found), ".".join(found), answer) for found, answer in answers if answer]
+    return [Problem(_key_place(tree, place), ".".join(place), answer) for place, answer in answers if answer]
 
 
 def _missing(at: ValueShape) -> str:
@@ -109,7 +109,7 @@ def _missing(at: ValueShape) -> str:
 
 
 def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
-    """Why the value doesn't do, and what would."""
+    """Return why the value is invalid, and which is valid."""
     if at.kinds and path[-1] == "kind" and isinstance(node, Leaf):
         near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
         return f"{shown(node)} is not a kind of {_thing(path)}{near or '; one of ' + ', '.join(at.kinds)}"
@@ -154,7 +154,7 @@ def _hint(node: Node, at: ValueShape) -> str:
 
 
 def _examples(key: str) -> str:
-    """Of what has a form of its own."""
+    """Return the message for errors that need a special form."""
     return next((f"; {example}" for began, example in _EXAMPLES if key.startswith(began)), "")
 
 
@@ -228,7 +228,7 @@ def _path(loc: Sequence[int | str], kind: str) -> Path:
 
 
 def _find(tree: Table, path: Path) -> tuple[Node | None, ValueShape, str]:
-    """What was written at the path, what is wanted there, and the nearest place there is."""
+    """Return what is written at the path, what is valid there, and the nearest place in the file."""
     node: Node | None = tree
     at, where = shape.root(), tree.where
     for key in path:

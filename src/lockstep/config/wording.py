@@ -15,7 +15,7 @@ _LONGEST = 60
 
 
 def expectation(at: ValueShape) -> str:
-    """What the key wants, to be read behind "is not"."""
+    """Return what the key takes, worded to follow "is not"."""
     wants = [*_simple(at), *_composed(at)]
     if at.choices:
         wants.append(at.choices[0] if len(at.choices) == 1 else f"one of {', '.join(at.choices)}")

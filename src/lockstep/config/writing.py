@@ -24,7 +24,7 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def to_public(config: Config) -> dict[str, Any]:
-    """As `to_plain`, without secrets: what may lie in a run's folder and its checkpoints."""
+    """Return the same as `to_plain` without secrets, for a run's folder and its checkpoints."""
     return cast("dict[str, Any]", _public(to_plain(config), ()))
 
 

@@ -20,20 +20,23 @@ _MOST_LIST = 2**20  # bytes; what is longer isn't ours
 
 
 def record(files: Iterable[Path]) -> None:
-    """Hashes files of one folder into its list. Raises OSError."""
+    """Hash files of one folder into its list. Raises OSError."""
     for file in files:
         _write(file.parent, {**_read(file.parent), file.name: _hash(file)})
 
 
 def forget(file: Path) -> None:
-    """Before it is replaced: a hash of what was there would call the new one damaged. Raises OSError."""
+    """Remove a file from its list, before it is replaced: the old hash would make it look damaged. Raises OSError."""
     listed = _read(file.parent)
     if listed.pop(file.name, None) is not None:
         _write(file.parent, listed)
 
 
 def fault(file: Path) -> str | None:
-    """What is wrong with its bytes, of which all are read; None also where no list names it. Raises OSError."""
+    """Return what is wrong with a file, of which all bytes are read; None if nothing, or if no list names it.
+
+    Raises OSError.
+    """
     wanted = _read(file.parent).get(file.name)
     if wanted is None:
         return None
@@ -43,20 +46,20 @@ def fault(file: Path) -> str | None:
 
 
 def listed(folder: Path) -> list[Path]:
-    """The files that its list names, in it or gone."""
+    """Return the files that a folder's list names, present or missing."""
     return [folder / name for name in sorted(_read(folder))]
 
 
 def _hash(file: Path) -> str:
-    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(_AT_ONCE))
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_AT_ONCE))
     with file.open("rb", buffering=0) as opened:
         while size := opened.readinto(buffer):
-            found.update(buffer[:size])
-    return found.hexdigest()
+            digest.update(buffer[:size])
+    return digest.hexdigest()
 
 
 def _read(folder: Path) -> dict[str, str]:
-    """Hashes by name; lines that are no such pair are left out."""
+    """Return hashes by name; malformed lines are left out."""
     try:
         with (folder / LIST).open("rb") as file:
             lines = file.read(_MOST_LIST).decode("utf-8", "replace").splitlines()

@@ -1,4 +1,4 @@
-"""What the machine and its control groups (of a container, a Slurm job, a service) say of memory: without torch.
+"""Memory limits and out-of-memory kills of the machine and its control groups (of a container, a Slurm job, a service).
 
 limits    the machine's memory, memory.max of this process's group and of all above it, ulimit -v
 kills     how many processes the kernel has ended because memory ran out: in this group, and on the machine
@@ -17,7 +17,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Where a version of control groups keeps its files: their folder, and the names of those that are read here."""
+    """The folder and the file names of a version of control groups."""
 
     place: str
     limit: str
@@ -31,7 +31,7 @@ _VERSION_2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "memory.e
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """How much memory there is, and how much of it is free, in bytes; `owner` is what sets the limit."""
+    """A limit on memory and how much of it is free, in bytes; `owner` is what sets the limit."""
 
     total: int
     free: int
@@ -39,7 +39,7 @@ class MemoryLimit:
 
 
 def host_memory(root: Path = _ROOT) -> int:
-    """Bytes that this process may use, with all that share its control groups.
+    """Return the bytes that this process may use, together with all that share its control groups.
 
     Args:
         root: where `proc` and `sys` are.
@@ -49,7 +49,7 @@ def host_memory(root: Path = _ROOT) -> int:
 
 
 def tightest_limit(root: Path = _ROOT) -> MemoryLimit:
-    """The limit on this process's memory that leaves the least free."""
+    """Return the limit on this process's memory that leaves the least free."""
     rooms = [MemoryLimit(_machine(), _field(root / "proc/meminfo", "MemAvailable:", 1024) or 0, "the machine's")]
     for version, group in _groups(root):
         limit, usage = _number(group / version.limit), _number(group / version.usage)
@@ -72,7 +72,7 @@ class Kills:
 
 
 def kernel_kills(root: Path = _ROOT) -> Kills:
-    """The counts as they are now; to be compared with those of another moment."""
+    """Return the current counts, to be compared with earlier ones."""
     counts = (_field(group / version.kills, "oom_kill ") for version, group in _groups(root))
     return Kills(
         next((count for count in counts if count is not None), None), _field(root / "proc/vmstat", "oom_kill ")
@@ -80,7 +80,7 @@ def kernel_kills(root: Path = _ROOT) -> Kills:
 
 
 def why_killed(before: Kills, now: Kills, remedy: str) -> str:
-    """What SIGKILL may mean, by what the kernel has counted between the two moments.
+    """Return the likely cause of a SIGKILL, from what the kernel has counted meanwhile.
 
     Args:
         remedy: sentences that tell what to change when memory ran out.
@@ -99,8 +99,11 @@ def _machine() -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
-    """Folders of this process's groups, each followed by all above it: each has a limit of its own. A container may see
-    the host's name of its group, which is not there, and its own limit where the host's would be: at the top."""
+    """Yield the folders of this process's groups, each followed by all above it, which have limits too.
+
+    A container may see the host's name of its group, which is not there, and its own limit where the host's would be:
+    at the top.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -112,7 +115,7 @@ def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """None of a file that isn't there: this is not Linux."""
+    """Return a file's lines; none if it doesn't exist, as outside of Linux."""
     try:
         return file.read_text().splitlines()
     except OSError:
@@ -120,7 +123,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _number(file: Path) -> int | None:
-    """None: there is none, no such group, or `max`."""
+    """Return a file's number; None if there is none, no such group, or `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -128,6 +131,6 @@ def _number(file: Path) -> int | None:
 
 
 def _field(file: Path, name: str, unit: int = 1) -> int | None:
-    """The first number of the line that begins with `name`, times `unit`; None if there is no such line."""
+    """Return the first number of the line that begins with `name`, times `unit`; None if there is no such line."""
     line = next((line for line in _lines(file) if line.startswith(name)), None)
     return None if line is None else int(line.removeprefix(name).split()[0]) * unit

@@ -1,4 +1,4 @@
-"""Whether Hugging Face's hub can be reached: asked once a process, before its libraries are imported.
+"""Tests once a process whether the Hugging Face hub can be reached, before its libraries are imported.
 
     a folder or file      never asked
     a name                HF_HUB_OFFLINE set: as it says
@@ -29,22 +29,22 @@ _FETCH = "on a machine with a network, `lockstep data fetch RECIPE` puts it into
 
 
 def needs_hub() -> None:
-    """To be called before anything is taken from the hub or its cache by name."""
+    """Test the hub, before anything is loaded from it or its cache by name."""
     if not is_connected():
         _go_offline()
 
 
 @lru_cache(maxsize=1)
 def is_connected() -> bool:
-    """Whether the hub answers, or may be asked at all."""
-    said = os.environ.get("HF_HUB_OFFLINE")
-    if said is not None:
-        return said.upper() not in ("1", "ON", "YES", "TRUE")
+    """Return whether the hub answers, or HF_HUB_OFFLINE allows it to be used."""
+    setting = os.environ.get("HF_HUB_OFFLINE")
+    if setting is not None:
+        return setting.upper() not in ("1", "ON", "YES", "TRUE")
     return _answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
 
 
 def missing(kind: str, name: str, error: Exception) -> ConfigError:
-    """What to tell people when `name` could not be had."""
+    """Return the error for a name that could not be loaded."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if is_connected():
         return ConfigError(f"{kind} {name} can't be had: {reason}")
@@ -54,8 +54,8 @@ def missing(kind: str, name: str, error: Exception) -> ConfigError:
 
 
 def _answers(endpoint: str) -> bool:
-    """Asked by a child: a name server that is silent keeps to no timeout, and a thread that waits for it would keep
-    this process from being forked."""
+    """Ask in a child process: a name server that is silent keeps to no timeout, and a thread that waits for it would
+    keep this process from being forked."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
@@ -85,7 +85,7 @@ def _asked(endpoint: str) -> bool:
 
 
 def _go_offline() -> None:
-    """The libraries read the variable when they are imported, and keep a copy."""
+    """Set HF_HUB_OFFLINE, also in libraries that were imported before and keep a copy."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     for module, name in (("huggingface_hub.constants", "HF_HUB_OFFLINE"), ("datasets.config", "HF_HUB_OFFLINE")):
         if module in sys.modules:

@@ -1,4 +1,4 @@
-"""With `--json`, stdout holds the verb's JSON document and nothing else.
+"""Keeps stdout for the verb's JSON document under `--json`.
 
 verb prints lines, ranks print, user code prints, C++ prints --> stderr
 emit(value)                                                  --> kept until the verb is done --> stdout
@@ -26,8 +26,8 @@ def emit(value: Any, *, indent: int | None = None) -> None:
 
 @contextmanager
 def json_only(wanted: bool) -> Iterator[None]:
-    """While the block runs, whatever is printed goes to stderr, also by processes that are started in it; then what
-    `emit` was given is printed on stdout. Not `wanted`: all goes where it always goes."""
+    """Send what is printed to stderr while the block runs, also by processes started in it; then print on stdout what
+    `emit` was given. If not `wanted`, change nothing."""
     global _diverted
     if not wanted:
         yield
@@ -51,7 +51,7 @@ _diverted: Any = None  # what stands for stdout inside `json_only`
 
 
 def _divert_descriptor() -> int | None:
-    """Descriptor 1 becomes descriptor 2; returns a copy of what it was. None: one of them is closed."""
+    """Make descriptor 1 a copy of descriptor 2; return a copy of what it was, or None if one of them is closed."""
     try:
         saved = os.dup(1)
         os.dup2(2, 1)
@@ -61,7 +61,7 @@ def _divert_descriptor() -> int | None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: null stands for them."""
+    """Return `value` with null in place of NaN and infinity, which JSON doesn't have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

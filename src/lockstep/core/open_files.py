@@ -24,18 +24,18 @@ def append_to(path: Path) -> int:
 
 
 def is_behind(path: Path, handle: int) -> bool:
-    """Whether `path` leads to the file that is open. True as well where the disk doesn't say."""
+    """Return whether `path` leads to the file that is open; True if the disk doesn't answer."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         return True
-    return os.path.samestat(found, os.fstat(handle))
+    return os.path.samestat(status, os.fstat(handle))
 
 
 def is_missing(path: Path) -> bool:
-    """Whether nothing is at `path`. False as well where the disk doesn't say."""
+    """Return whether nothing is at `path`; False if the disk doesn't answer."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -64,7 +64,7 @@ def reopened(path: Path, handle: int) -> int:
 
 
 def copy_rest(source: int, target: int, start: int) -> int:
-    """Appends what is behind `source` from byte `start` on; returns where it ends. Raises OSError."""
+    """Append what is behind `source` from byte `start` on; return where it ends. Raises OSError."""
     while chunk := os.pread(source, _CHUNK, start):
         start += len(chunk)
         while chunk:

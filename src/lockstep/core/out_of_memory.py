@@ -1,4 +1,4 @@
-"""Which errors mean that memory ran out, how much was asked for, and where in a run it was.
+"""Recognizes out-of-memory errors: how much was requested, and where in a run.
 
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 6442450944 bytes ...")
         --> ran_out: this error    --> bytes_asked: 6442450944    --> place: "the backward pass of micro-batch 2 ..."
@@ -39,12 +39,12 @@ class ErrorLocation(str):
 
 
 def mark(error: BaseException, phase: Phase, text: str) -> None:
-    """Notes on `error` where it was raised, such as "in the forward pass of update 3"; a traceback shows it."""
+    """Note on `error` where it was raised, such as "in the forward pass of update 3"; a traceback shows it."""
     error.add_note(ErrorLocation(phase, text))
 
 
 def error_location(error: BaseException) -> ErrorLocation | None:
-    """The innermost place that was noted on the error or, failing that, on those it was raised from."""
+    """Return the innermost location noted on the error or on those it was raised from."""
     for link in reversed(list(_chain(error))):
         for note in getattr(link, "__notes__", ()):
             if isinstance(note, ErrorLocation):
@@ -53,14 +53,14 @@ def error_location(error: BaseException) -> ErrorLocation | None:
 
 
 def ran_out(error: BaseException) -> BaseException | None:
-    """The error, or the one it was raised from, that means that memory ran out; None if there is none."""
+    """Return the error, or the one it was raised from, that means that memory ran out; None if there is none."""
     return next((link for link in _chain(error) if _means_memory(link)), None)
 
 
 def bytes_asked(error: BaseException) -> int | None:
-    """How many bytes the failed allocation was for; None if the error doesn't state it."""
-    found = _ASKED.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+    """Return the bytes of the failed allocation; None if the error doesn't state them."""
+    match = _ASKED.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""How a process ends together with the one that started it. Linux alone can."""
+"""Ends a process together with the one that started it, on Linux."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """The kernel kills this process when its parent ends, however that ends: no orphans."""
+    """Let the kernel kill this process when its parent ends, however that ends."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -22,7 +22,7 @@ def end_with(parent: int) -> None:
 
 
 def end_with_other(process: int) -> None:
-    """This process ends when another one does that isn't its parent. A thread waits for it."""
+    """End this process when another one ends that isn't its parent. A thread waits for it."""
     if sys.platform != "linux":
         return
     try:

@@ -1,4 +1,4 @@
-"""How far a run has come: a value, identical on every rank.
+"""The progress of a run: a value, identical on every rank.
 
 Schedules, evaluations and the data order are functions of it; there is nothing else to save and nothing that
 could get out of step. It counts attempted updates (data consumed), kept or discarded alike.
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Attributes:
-    steps: attempted updates, kept or discarded.
-    samples: samples consumed, over all ranks: the data cursor.
-    tokens: tokens consumed, over all ranks, filler and padding not counted.
+    """The progress of a run, counted in attempted updates.
+
+    Attributes:
+        steps: attempted updates, kept or discarded.
+        samples: samples consumed, over all ranks: the data cursor.
+        tokens: tokens consumed, over all ranks, filler and padding not counted.
     """
 
     steps: int = 0
@@ -22,5 +24,5 @@ class Progress:
     tokens: int = 0
 
     def advance(self, samples: int, tokens: int) -> Progress:
-        """The progress one update later."""
+        """Return the progress one update later."""
         return Progress(self.steps + 1, self.samples + samples, self.tokens + tokens)

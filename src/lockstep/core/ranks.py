@@ -1,4 +1,4 @@
-"""Who am I among the ranks? The environment contract between whatever starts a rank and the rank itself.
+"""The environment variables by which a launcher tells a process its rank.
 
     launcher ---- RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT ----> RankEnvironment.read(os.environ)
     ours adds     LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, for rank 0 LOCKSTEP_STORE_FD     the same under every launcher
@@ -26,16 +26,18 @@ _ANNOUNCES_A_RANK = ("RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """Attributes:
-    rank: of all, from 0.
-    world_size: ranks in all.
-    local_rank: of those on this machine, from 0; also the index of its GPU.
-    local_world_size: ranks on this machine.
-    master_addr, master_port: where rank 0 keeps the store. Port 0: a lone rank, any port will do.
-    store_fd: rank 0 of our own launcher: a socket that listens there already.
-    attempt: how often torchrun has restarted the ranks; what they leave in its store must not meet the next ones.
-    agent_store: torchrun's agent keeps the store itself, and all ranks are its clients.
-    one_machine: all ranks are known to be on this machine: nobody else need reach them.
+    """The rank that a process is, as its environment describes it.
+
+    Attributes:
+        rank: of all, from 0.
+        world_size: ranks in all.
+        local_rank: of those on this machine, from 0; also the index of its GPU.
+        local_world_size: ranks on this machine.
+        master_addr, master_port: where rank 0 keeps the store. Port 0: a lone rank, any port will do.
+        store_fd: rank 0 of our own launcher: a socket that listens there already.
+        attempt: how often torchrun has restarted the ranks; what they leave in its store must not meet the next ones.
+        agent_store: torchrun's agent keeps the store itself, and all ranks are its clients.
+        one_machine: all ranks are known to be on this machine: nobody else need reach them.
     """
 
     rank: int = 0
@@ -51,12 +53,12 @@ class RankEnvironment:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the store's server is this rank's to make."""
+        """Whether this rank runs the store's server."""
         return self.rank == 0 and not self.agent_store
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> RankEnvironment:
-        """The rank that `environ` describes; a lone one if it names neither RANK nor WORLD_SIZE.
+        """Return the rank that `environ` describes; a single one if it has neither RANK nor WORLD_SIZE.
 
         LOCAL_WORLD_SIZE may be missing (DeepSpeed's launcher says LOCAL_SIZE, some none): all ranks are then taken
         to be on this machine.
@@ -68,7 +70,7 @@ class RankEnvironment:
             return cls()
         _require(environ)
         world_size = _number(environ, "WORLD_SIZE")
-        found = cls(
+        environment = cls(
             rank=_number(environ, "RANK"),
             world_size=world_size,
             local_rank=_number(environ, "LOCAL_RANK", 0 if world_size == 1 else None),
@@ -80,13 +82,13 @@ class RankEnvironment:
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             one_machine=_is_one_machine(environ, world_size),
         )
-        problems = found._contradictions()
+        problems = environment._contradictions()
         if problems:
             raise ConfigError(problems)
-        return found
+        return environment
 
     def variables(self) -> dict[str, str]:
-        """The environment that `read` reads this from."""
+        """Return the environment that `read` reads this from."""
         variables = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -129,12 +131,12 @@ class RankEnvironment:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach it."""
+    """Return whether only processes of this machine can reach a host."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _is_one_machine(environ: Mapping[str, str], world_size: int) -> bool:
-    """Where nothing says how many ranks are on this machine, an address that others can reach may have others."""
+    """Return whether all ranks are known to be on this machine, by their number or by the address."""
     if world_size == 1 or is_loopback(environ.get("MASTER_ADDR", _LOOPBACK)):
         return True
     here = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE"))
@@ -142,24 +144,25 @@ def _is_one_machine(environ: Mapping[str, str], world_size: int) -> bool:
 
 
 def names_a_rank(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has made this process a rank (or tried to: `RankEnvironment.read` says what is missing)."""
+    """Return whether a launcher made this process a rank (or tried to: `RankEnvironment.read` reports what is
+    missing)."""
     return any(name in environ for name in _ANNOUNCES_A_RANK)
 
 
 def started_by_lockstep(environ: Mapping[str, str]) -> bool:
-    """Whether Lockstep's launcher has started this process as a rank, or is this process (one rank needs no other)."""
+    """Return whether Lockstep's launcher started this process as a rank, or is this process (with one rank)."""
     return environ.get(LAUNCHER) in (str(os.getpid()), str(os.getppid()))
 
 
 def _require(environ: Mapping[str, str]) -> None:
-    """What torch's `env://` needs, and LOCAL_RANK, since it chooses the GPU. A lone rank needs only itself."""
+    """Raise ConfigError unless the variables of torch's `env://` are set, and LOCAL_RANK, which chooses the GPU."""
     needed = list(_ANNOUNCES_A_RANK)
     if environ.get("WORLD_SIZE") != "1":
         needed += ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in needed if name not in environ]
     if missing:
-        said = ", ".join(f"{name}={environ[name]}" for name in needed if name in environ)
-        raise ConfigError([_problem(name, f"is not set, but {said} is; {_REMEDIES[name]}") for name in missing])
+        variables = ", ".join(f"{name}={environ[name]}" for name in needed if name in environ)
+        raise ConfigError([_problem(name, f"is not set, but {variables} is; {_REMEDIES[name]}") for name in missing])
 
 
 _REMEDIES = {

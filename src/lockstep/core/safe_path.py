@@ -19,7 +19,7 @@ _OURS = "set by lockstep"
 
 
 def leave_working_folder() -> None:
-    """Removes the working folder from the path, if this process is `python -m lockstep`.
+    """Remove the working folder from the path, if this process is `python -m lockstep`.
 
     A folder that Lockstep itself was imported from stays.
     """
@@ -30,7 +30,7 @@ def leave_working_folder() -> None:
 
 
 def _runs_lockstep(words: list[str]) -> bool:
-    """Whether the interpreter was started with `-m lockstep`, or `-m` and one of its modules."""
+    """Return whether the interpreter was started with `-m lockstep`, or `-m` and one of its modules."""
     for word, following in zip(words, [*words[1:], ""]):  # noqa: B905  # `strict` has no meaning here
         if word.startswith("-") and not word.startswith("--") and word.endswith("m"):
             return following.split(".")[0] == "lockstep"
@@ -58,6 +58,6 @@ class safe_interpreters:  # noqa: N801  # read as `with safe_interpreters():`; c
 
 
 def let_children_search() -> None:
-    """Takes back what `safe_interpreters` has set, in the interpreter that it was set for; leaves what users set."""
+    """Undo what `safe_interpreters` set, in the interpreter that it was set for; leave what users set."""
     if os.environ.get(VARIABLE) == _OURS:
         del os.environ[VARIABLE]

@@ -58,7 +58,7 @@ _MAY_HOLD_ONE = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """The text, with whatever looks like a secret hidden."""
+    """Return the text with whatever looks like a secret hidden."""
     if _MAY_HOLD_ONE.search(text) is None:
         return text
     for shape, instead in _SHAPES:
@@ -67,14 +67,14 @@ def without_secrets(text: str) -> str:
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether an environment variable, a flag or a key of this name is likely to hold a secret."""
+    """Return whether an environment variable, a flag or a key of this name is likely to hold a secret."""
     if name in _NO_SECRETS:
         return False
     return _ANYWHERE.search(name) is not None or any(_is_word(part, _WORDS) for part in _PARTS.findall(name))
 
 
 def is_harmless_variable(name: str) -> bool:
-    """Whether an environment variable of this name tunes libraries, and can neither hold a secret nor run code."""
+    """Return whether an environment variable of this name tunes libraries and can't hold a secret or run code."""
     return name in _TUNING or (_TUNES.match(name) is not None and not names_a_secret(name))
 
 
@@ -86,12 +86,12 @@ _TUNES = re.compile(
 
 
 def hidden_variable(name: str, value: str) -> str:
-    """The value of an environment variable as it may be written down."""
+    """Return the value of an environment variable as it may be written to a file."""
     return HIDDEN if names_a_secret(name) else without_secrets(value)
 
 
 def hidden_setting(name: str, value: str) -> str:
-    """The value of a config's key as it may be written down.
+    """Return the value of a config's key as it may be written to a file.
 
     A config also calls columns and patterns `key`, `token` or `auth`: under these names, what looks like a plain word
     is none.
@@ -107,7 +107,7 @@ def hidden_setting(name: str, value: str) -> str:
 
 
 def masked(text: str, secrets: tuple[str, ...]) -> str:
-    """The text without these values, and without what looks like a secret."""
+    """Return the text without these values, and without what looks like a secret."""
     for secret in secrets:
         if secret in text:
             text = text.replace(secret, HIDDEN)
@@ -115,16 +115,16 @@ def masked(text: str, secrets: tuple[str, ...]) -> str:
 
 
 def secrets_in(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of variables that hold secrets, the longest first; too short ones would hide words of every text."""
-    found = {value for name, value in variables.items() if len(value) >= _SHORTEST and names_a_secret(name)}
-    return tuple(sorted(found, key=len, reverse=True))
+    """Return the values of variables that hold secrets, the longest first; short ones would hide words of any text."""
+    secrets = {value for name, value in variables.items() if len(value) >= _SHORTEST and names_a_secret(name)}
+    return tuple(sorted(secrets, key=len, reverse=True))
 
 
 _SHORTEST = 8
 
 
 def is_hidden(value: Any) -> bool:
-    """Whether something of a text was hidden before it was written down."""
+    """Return whether part of a text was hidden before it was written."""
     return isinstance(value, str) and HIDDEN in value
 
 

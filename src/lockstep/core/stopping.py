@@ -1,4 +1,4 @@
-"""What signals do while there is nothing to save yet: one sentence, exit code 130, at once.
+"""Handles signals while there is nothing to save yet: one sentence, exit code 130, at once.
 
     command starts ---- imports, checks, run folder, ranks ---- first update -------------------------- done
     SIGTERM, ...        undo, one sentence, exit code 130       `resilience.signals`: stop and save     no effect
@@ -55,20 +55,20 @@ def no_effect(number: int, frame: FrameType | None) -> None:
 
 
 def die_of(number: int) -> None:
-    """Ends this process by the signal's default action."""
+    """End this process by the signal's default action."""
     signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
     os.kill(os.getpid(), number)
 
 
 def is_handled(number: int) -> bool:
-    """Whether this process handles the signal: SIGINT and SIGHUP stay ignored where its parent has them ignored."""
+    """Return whether this process handles the signal: SIGINT and SIGHUP stay ignored if its parent has them ignored."""
     return number not in INHERITED_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN
 
 
 @contextmanager
 def blocked_signals(*, forks: bool) -> Iterator[None]:
-    """Signals wait until the block is left; processes started within let them in when they are ready for them.
+    """Block signals until the block is left; processes started within unblock them when they are ready.
 
     Args:
         forks: the processes are forked. Otherwise multiprocessing starts a process to track resources beside the first,
@@ -89,7 +89,7 @@ def blocked_signals(*, forks: bool) -> Iterator[None]:
 
 
 def stop_at_once() -> None:
-    """From now on a stop signal ends this command: what is to be undone is undone, one sentence, exit code 130."""
+    """Make stop signals end this command: with what `undo_on_stop` registered, one sentence, and exit code 130."""
     for number in STOP_SIGNALS:
         if is_handled(number):
             signal.signal(number, StartHandler(_stop))
@@ -98,7 +98,7 @@ def stop_at_once() -> None:
 
 @contextmanager
 def undo_on_stop(undo: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, a signal that ends the command calls `undo` first. It runs inside a signal handler."""
+    """Let a signal that ends the command while the block runs call `undo` first. It runs inside a signal handler."""
     _undone.append(undo)
     try:
         yield
@@ -122,6 +122,6 @@ def _nothing_to_save(number: int) -> None:
 
 
 def write_stderr(text: str) -> None:
-    """From a signal handler, which may have interrupted print()."""
+    """Print from a signal handler, which may have interrupted print()."""
     with suppress(OSError):  # the terminal is closed
         os.write(2, f"lockstep: {text}\n".encode())

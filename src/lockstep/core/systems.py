@@ -1,4 +1,4 @@
-"""Says that Lockstep runs on Linux alone, before an import fails elsewhere: it forks ranks, ends processes with their
+"""Reports that Lockstep runs on Linux only, before an import fails elsewhere: it forks ranks, ends processes with their
 parent, and reads cores, locks and memory as Linux has them.
 """
 
@@ -8,7 +8,7 @@ import sys
 
 
 def why_not_here(platform: str | None = None) -> str | None:
-    """Why Lockstep can't run on this operating system; None: it can."""
+    """Return why Lockstep can't run on this operating system; None if it can."""
     platform = platform or sys.platform
     if platform == "linux":
         return None

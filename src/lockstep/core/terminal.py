@@ -1,4 +1,4 @@
-"""Keeps what others have written from steering the terminal it is shown on.
+"""Escapes control characters in printed text, so that it can't control the terminal.
 
     ESC ] 0 ; evil BEL   -->  \\x1b]0;evil\\x07        control characters, C0 and C1, are shown, not obeyed
     U+202E               -->  \\u202e                 so are those that turn the direction of text around
@@ -21,17 +21,17 @@ _STEERS = re.compile(
 
 
 def plain(text: str) -> str:
-    """The text with everything that could steer a terminal shown as an escape; lines and tabs remain."""
+    """Return the text with everything that could control a terminal escaped; lines and tabs remain."""
     return _STEERS.sub(_shown, text)
 
 
 def plain_line(text: str) -> str:
-    """The same on one line, for a name that could otherwise pass for a line of ours."""
+    """Return the same on one line, for a name that could otherwise pass for a line of ours."""
     return plain(text).replace("\r\n", "\\n").replace("\n", "\\n").replace("\t", "\\t")
 
 
 def echo(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Prints, like `print`, what can't steer the terminal. Raises what writing raises."""
+    """Print like `print`, with control characters escaped. Raises what writing raises."""
     print(*(plain(str(text)) for text in texts), file=file or sys.stdout, end=end, flush=flush)
 
 

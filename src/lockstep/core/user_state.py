@@ -38,7 +38,7 @@ def remember(kind: str, name: str, record: Mapping[str, Any]) -> bool:
 
 
 def recall(kind: str, name: str) -> dict[str, Any] | None:
-    """What was remembered under this name; None if nothing was, or it can't be believed."""
+    """Return the record of this name; None if there is none, or if others could have written it."""
     try:
         folder = _folder(kind, make=False)
         if folder is None:
@@ -48,10 +48,10 @@ def recall(kind: str, name: str) -> dict[str, Any] | None:
             facts = os.fstat(handle)
             if not stat.S_ISREG(facts.st_mode) or not _is_ours_alone(facts) or facts.st_size > _MOST_BYTES:
                 return None
-            found = json.loads(file.read(_MOST_BYTES))
+            record = json.loads(file.read(_MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def _folder(kind: str, *, make: bool = True) -> Path | None:
@@ -70,9 +70,9 @@ def _folder(kind: str, *, make: bool = True) -> Path | None:
 
 
 def _root() -> Path | None:
-    asked = os.environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(asked):  # the specification says to ignore a relative one
-        return Path(asked)
+    root = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(root):  # the specification says to ignore a relative one
+        return Path(root)
     try:
         return Path.home() / ".local" / "state"
     except RuntimeError:

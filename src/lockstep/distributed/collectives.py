@@ -138,7 +138,7 @@ def receive(buffer: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
 
 
 def copy_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """In place: the first rank's of a group, everywhere; None: of all ranks."""
+    """Copy the first rank's tensor to all ranks of a group, in place; None: of all ranks."""
     if _exchanges:
         tensor.copy_(cast("Tensor", _gather_over_store(group, tensor.cpu())[0]))
         return
@@ -150,7 +150,7 @@ _exchanges: list[StoreExchange] = []
 
 @contextmanager
 def over_store(exchange: StoreExchange) -> Iterator[None]:
-    """While the block runs, `gather`, `broadcast`, `barrier` and `copy_first` of all groups use the store; other
+    """Let `gather`, `broadcast`, `barrier` and `copy_first` of all groups use the store while the block runs; other
     collectives can't be used."""
     _exchanges.append(exchange)
     try:

@@ -1,4 +1,4 @@
-"""Agreeing is nearly free: one small float64 sum over the data axis for each update, on its way during the backward.
+"""The vote of all ranks: one small float64 sum over the data axis for each update, reduced during the backward.
 
     forward | open                                                                       backward | close
     rank 0   [loss sum | next count | next tokens | norm before | stop? evaluate? ...]            squared norm
@@ -40,7 +40,7 @@ _SPREAD = 1e-10  # squared relative: norms of one gradient differ by 1e-5 at mos
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """What all ranks know after a vote. Floats on the CPU, 0-dim float64 tensors on a GPU.
+    """The result of a vote, the same on all ranks. Floats on the CPU, 0-dim float64 tensors on a GPU.
 
     Attributes:
         loss_sum: over all valid targets of the update.
@@ -57,7 +57,7 @@ class VoteResult:
 
 
 class HostConsensus:
-    """For tensors on the CPU, where reading a number costs nothing."""
+    """The vote for tensors on the CPU, where reading a number costs nothing."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -65,13 +65,13 @@ class HostConsensus:
         self._finish: Callable[[], list[float]] = list
 
     def announce(self, count: float, tokens: int) -> tuple[float, float]:
-        """Sums over the axis of a first update's counts; later ones come with the vote before them."""
+        """Return the sums over the axis of a first update's counts; later ones come with the vote before them."""
         return tuple(self._start_sum([float(count), float(tokens)])())  # type: ignore[return-value]
 
     def open(
         self, loss_sum: Tensor, count: float, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
     ) -> None:
-        """Says what this rank knows before the backward; returns at once. Each `open` needs a `close`.
+        """Start the sum of what this rank knows before the backward, and return at once. Each `open` needs a `close`.
 
         Args:
             loss_sum: of this rank's micro-batches, 0-dim.
@@ -103,7 +103,7 @@ class HostConsensus:
 
 
 class DeviceConsensus:
-    """For tensors on a GPU: the outcome stays there."""
+    """The vote for tensors on a GPU: the result stays there."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis = axis
@@ -118,10 +118,10 @@ class DeviceConsensus:
     def open(
         self, loss_sum: Tensor, count: float, tokens: int, tallies: Sequence[float], requests: Iterable[Request]
     ) -> None:
-        asked = [*_NO_REQUESTS]
+        request_slots = [*_NO_REQUESTS]
         for request in requests:
-            asked[request.value] = 1.0
-        host = self._to_device([float(count), float(tokens), *tallies, *asked])
+            request_slots[request.value] = 1.0
+        host = self._to_device([float(count), float(tokens), *tallies, *request_slots])
         slots = torch.cat([loss_sum.double().view(1), host[:2], self._norm_before, host[2:]])
         self._finish = self._axis.start_sum(slots)
 
@@ -154,13 +154,13 @@ class WithOrderedLoss:
         self.open = vote.open
 
     def close(self, squared_norm: Tensor) -> VoteResult:
-        found = self._vote.close(squared_norm)
+        result = self._vote.close(squared_norm)
         loss_sum = self._loss_sum().double()
-        if isinstance(found.slots, list):
-            found.slots[LOSS_SUM] = loss_sum.item()
+        if isinstance(result.slots, list):
+            result.slots[LOSS_SUM] = loss_sum.item()
         else:
-            found.slots[LOSS_SUM] = loss_sum
-        return replace(found, loss_sum=found.slots[LOSS_SUM])
+            result.slots[LOSS_SUM] = loss_sum
+        return replace(result, loss_sum=result.slots[LOSS_SUM])
 
 
 Consensus = HostConsensus | DeviceConsensus | WithOrderedLoss
@@ -171,7 +171,7 @@ def consensus_over(axis: Axis, device: torch.device) -> HostConsensus | DeviceCo
 
 
 def requests_in(slots: Sequence[float]) -> frozenset[Request]:
-    """The requests that any rank made."""
+    """Return the requests that any rank made."""
     if not any(slots[FIRST_REQUEST:]):
         return frozenset()
     return frozenset(request for request in Request if slots[FIRST_REQUEST + request.value] > 0)
@@ -182,6 +182,7 @@ def tallies_in(slots: Sequence[float]) -> tuple[float, ...]:
 
 
 def gradients_agree(slots: Sequence[float], ranks: int) -> bool:
-    """Whether the update before had the same gradient norm on all ranks: n x sum of squares = (sum)^2 only then."""
+    """Return whether the update before had the same gradient norm on all ranks: n x sum of squares = (sum)^2 only
+    then."""
     total = slots[NORM_BEFORE] ** 2
     return abs(ranks * slots[ITS_SQUARE] - total) <= _SPREAD * total

@@ -1,4 +1,4 @@
-"""Random generators of user code, as part of the run: saved with it, and set back when it goes on.
+"""Random generators of user code, as part of the run: saved with it, and restored when it resumes.
 
     augmenter = numpy.random.default_rng(7)
     lockstep.register_generator("augmenter", augmenter)     on every rank, whenever user code makes it
@@ -32,7 +32,7 @@ _ROOM = 16_384  # a state as text fits, and takes always as much: its digits var
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How a kind of generator is read, set, and made another one."""
+    """The functions that get, set and reseed a kind of generator."""
 
     get: Callable[[Any], Tensor]
     put: Callable[[Any, Tensor], None]
@@ -44,7 +44,7 @@ _waiting: dict[str, Callable[[str, Generator], None]] = {}
 
 
 def register_generator(name: str, generator: Generator) -> None:
-    """Makes a generator part of the run.
+    """Make a generator part of the run.
 
     Args:
         name: the same on all ranks, and in each process of the run.
@@ -59,7 +59,7 @@ def register_generator(name: str, generator: Generator) -> None:
 
 
 def registered() -> list[str]:
-    """Their names."""
+    """Return the names of the registered generators."""
     return list(_registered)
 
 
@@ -69,14 +69,14 @@ def states(rank: int) -> dict[str, Tensor]:
 
 
 def restore(saved: Mapping[str, Tensor], rank: int) -> None:
-    """Sets generators back, those that are registered and those that will be."""
-    found: dict[str, dict[int, Tensor]] = {}
+    """Restore generators, those that are registered and those that will be."""
+    states: dict[str, dict[int, Tensor]] = {}
     for place, state in saved.items():
         if place.startswith(_PREFIX):
             owner, _, name = place.removeprefix(_PREFIX).partition(".")
-            found.setdefault(name, {})[int(owner)] = state
+            states.setdefault(name, {})[int(owner)] = state
     _waiting.clear()
-    for name, by_rank in found.items():
+    for name, by_rank in states.items():
         _waiting[name] = _setter(by_rank, rank)
         if name in _registered:
             _waiting.pop(name)(name, _registered[name])
@@ -84,8 +84,8 @@ def restore(saved: Mapping[str, Tensor], rank: int) -> None:
 
 @contextmanager
 def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """What is drawn inside will be drawn again afterwards: from the generators of this process, on the CPU and on
-    `device`, and from those that are registered. Gives what says whether anything was."""
+    """Restore random state at the block's end, so that the same numbers are drawn again: of this process, on the CPU
+    and on `device`, and of registered generators. Yield a function that returns whether anything was drawn."""
     ways: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
         (torch.get_rng_state, torch.set_rng_state),
         (random.getstate, random.setstate),
@@ -105,8 +105,8 @@ def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
             put(old)
 
 
-def _same(generator: object, other: object) -> bool:
-    states = (state if isinstance(state, Tensor) else _text(state) for state in (generator, other))
+def _same(left: object, right: object) -> bool:
+    states = (state if isinstance(state, Tensor) else _text(state) for state in (left, right))
     return torch.equal(*states)
 
 

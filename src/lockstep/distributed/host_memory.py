@@ -17,7 +17,10 @@ _SAID_OTHERWISE = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRE
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep what it frees; whether it does. What the user's environment says of malloc stands."""
+    """Let this process keep the memory that it frees; return whether it does.
+
+    The user's malloc settings have priority.
+    """
     if sys.platform != "linux" or any(name in os.environ for name in _SAID_OTHERWISE):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it

@@ -1,4 +1,4 @@
-"""How much memory a rank may use for itself, and has used at most.
+"""The memory that a rank may use, and its peak.
 
        may use                                            has used
 GPU    all of its memory                                  what torch has allocated there
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def rank_memory(world: World) -> int:
-    """Bytes; the least that any rank has, the same on all ranks, which call it together."""
+    """Return the least bytes that any rank may use; a collective."""
     return _least(world.device, world.axis, world.machine_ranks)
 
 
 def least_memory(device: torch.device, axis: Axis) -> int:
-    """As `rank_memory`, for ranks of which nothing else is known."""
+    """Return the same as `rank_memory`, for ranks without a `World`."""
     here = socket.gethostname()
     return _least(device, axis, axis.gather(here).count(here))
 
 
 def memory_if_started(gpus: int, cores: int, ranks: int) -> int | None:
-    """What `rank_memory` would be, were so many ranks started on this machine; None: it is no machine for them.
+    """Return what `rank_memory` would be for N ranks on this machine; None if it has too few GPUs or cores for them.
 
     Args:
         gpus: that ranks may use here; 0: they compute on the CPU.
@@ -51,14 +51,14 @@ def _least(device: torch.device, axis: Axis, machine_ranks: int) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this rank has used at once so far, at most."""
+    """Return the peak bytes of this rank so far."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory_limit_of(device: torch.device) -> MemoryLimit:
-    """How much memory a rank on `device` has, and how much of it is free."""
+    """Return how much memory a rank on `device` has, and how much of it is free."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return MemoryLimit(total, free, f"{device}'s")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place among all.
+    """This rank among all ranks.
 
     Attributes:
         axis: the data axis: all ranks, as long as data is the only thing divided.
@@ -64,7 +64,7 @@ class World:
 
 @contextmanager
 def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
-    """The world while the block runs.
+    """Join the other ranks while the block runs.
 
     Args:
         grouped: make a process group even for one rank (DDP on one rank needs it).
@@ -100,7 +100,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
 
 @contextmanager
 def _within_this_machine(environment: RankEnvironment) -> Iterator[None]:
-    """Gloo, also of groups that are made later, listens on loopback if all ranks are on this machine.
+    """Let gloo listen on loopback only if all ranks are on this machine, also for groups that are made later.
 
     By itself it listens on the interface that the hostname resolves to, for whoever connects.
     """
@@ -116,8 +116,10 @@ def _within_this_machine(environment: RankEnvironment) -> Iterator[None]:
 
 
 def _world(environment: RankEnvironment, device: torch.device, backend: str, timeout: float, *, ours: bool) -> World:
-    """Args:
-    ours: the group ends with this session: its connections may be closed before, if the session fails.
+    """Return this rank among those of the initialized process group.
+
+    Args:
+        ours: the group ends with this session: its connections may be closed before, if the session fails.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -183,7 +185,7 @@ _joins = itertools.count()
 
 
 def _store(environment: RankEnvironment, limit: timedelta) -> Store:
-    """Where ranks meet, the same way under every launcher. A lone rank meets nobody, and listens nowhere.
+    """Return the store at which ranks meet, under every launcher. A single rank needs none that listens.
 
     Under our own it is made of the launcher's listening socket: on loopback alone, and on a port nobody else can
     take. Elsewhere ranks of one machine meet on the one address that all were given: by itself, torch's store listens
@@ -208,10 +210,10 @@ def _store(environment: RankEnvironment, limit: timedelta) -> Store:
 
 
 def _listening(environment: RankEnvironment) -> int | None:
-    """A socket that listens for this rank's store; None: it makes none, or one for other machines."""
+    """Return a socket that listens for this rank's store; None if it makes none, or one for other machines."""
     if environment.store_fd is not None or not environment.keeps_store or not environment.one_machine:
         return environment.store_fd
-    found = socket.getaddrinfo(environment.master_addr, environment.master_port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    addresses = socket.getaddrinfo(environment.master_addr, environment.master_port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     backlog = max(128, 2 * environment.world_size)
     return socket.create_server(address[:2], family=family, backlog=backlog).detach()

@@ -52,24 +52,24 @@ class StoreExchange:
         self._rounds: Counter[tuple[int, ...]] = Counter()
 
     def listen(self) -> None:
-        """Posts where this rank's collectives listen; called once, when all groups have been made."""
+        """Post where this rank's collectives listen; called once, when all groups have been made."""
         if self._wakes:
             self._store.set(f"listens/{self._rank}", json.dumps(sorted(_listening())))
 
     def called(self) -> bool:
-        """Whether a rank has called the others."""
+        """Return whether a rank has called the others."""
         try:
             return self._store.check(["call"])
         except RuntimeError as error:
             raise RunFailed("rank 0, which keeps the ranks' store, has ended") from error
 
     def call(self) -> None:
-        """Calls the other ranks, and makes the collectives fail in which they wait for this one."""
+        """Call the other ranks, and make the collectives fail in which they wait for this one."""
         self._store.set("call", str(self._rank))
         if self._wakes:
             keys = [f"listens/{rank}" for rank in self._all]
             posted = [self._store.get(key) for key in keys if self._store.check([key])]
-            _close_connections(_listening() | {_address(one) for found in posted for one in json.loads(found)})
+            _close_connections(_listening() | {_address(address) for text in posted for address in json.loads(text)})
 
     def meet(self, status: object) -> list[object]:
         """Return every rank's status, in the order of ranks.
@@ -78,20 +78,20 @@ class StoreExchange:
             RunFailed: a rank doesn't come, or has left the session.
         """
         self._post(status)
-        found = self._read("status", self._all, self._patience)
-        left = [str(rank) for rank, one in enumerate(found) if one == _LEFT]
+        statuses = self._read("status", self._all, self._patience)
+        left = [str(rank) for rank, status in enumerate(statuses) if status == _LEFT]
         if left:
             raise RunFailed(f"rank {', '.join(left)} has left the run")
-        return found
+        return statuses
 
     def leave(self) -> None:
-        """Tells the others not to wait for this rank; does nothing where it has met them."""
+        """Post that this rank has left, unless it has met the others."""
         if not self._has_posted:
             with contextlib.suppress(RuntimeError):  # the first rank, and its store with it, is gone
                 self._post(_LEFT)
 
     def close(self) -> None:
-        """Ends the exchange: the first rank, which keeps the store, waits until the others have read all of it."""
+        """End the exchange: the first rank, which runs the store, waits until the others have read all of it."""
         self._store.set(f"done/{self._rank}", "")
         if self._rank == 0:
             self._wait([f"done/{rank}" for rank in self._all], self._patience)
@@ -139,34 +139,34 @@ _Address = tuple[str, int]
 
 
 def _listening() -> set[_Address]:
-    """Where this process listens, but for the store."""
-    found = {
-        _address(one.getsockname()) for one in _sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    """Return the addresses on which this process listens, without the store's."""
+    addresses = {
+        _address(item.getsockname()) for item in _sockets() if item.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     }
-    return {one for one in found if one[1] != int(os.environ.get("MASTER_PORT", "0"))}
+    return {item for item in addresses if item[1] != int(os.environ.get("MASTER_PORT", "0"))}
 
 
 def _close_connections(listeners: set[_Address]) -> None:
-    """Ends those of this process that one of `listeners` has accepted, its own or a peer's; they stay open as files."""
-    for one in _sockets():
+    """Shut down this process's connections that one of `listeners` accepted; their files stay open."""
+    for connection in _sockets():
         with contextlib.suppress(OSError):  # it isn't connected
-            if _address(one.getpeername()) in listeners or _address(one.getsockname()) in listeners:
-                one.shutdown(socket.SHUT_RDWR)
+            if _address(connection.getpeername()) in listeners or _address(connection.getsockname()) in listeners:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Every TCP socket of this process; gloo's are known to nobody else."""
+    """Yield every TCP socket of this process, also those that gloo opened."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # no socket, or closed since
             handle = os.dup(int(name))
             try:
-                found = socket.socket(fileno=handle)
+                connection = socket.socket(fileno=handle)
             except OSError:
                 os.close(handle)
                 continue
-            with found:
-                if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-                    yield found
+            with connection:
+                if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                    yield connection
 
 
 def _address(raw: Any) -> _Address:

@@ -1,4 +1,4 @@
-"""How long ranks wait for one another, and what is said when they have waited in vain.
+"""The time limit of collectives, and the error when it is exceeded.
 
 launch.timeout --> the group of all ranks       process_group
                \\-> every group made after it    torch's default, for nobody asks DeviceMesh, FSDP or DeepSpeed
@@ -26,7 +26,7 @@ _IN_VAIN = re.compile(
 
 @contextmanager
 def collective_timeout(seconds: float, rank: int) -> Iterator[None]:
-    """All groups that are made while the block runs wait so long, and no longer.
+    """Limit the collectives of all groups that are made while the block runs.
 
     Raises:
         CollectiveTimeout: not all ranks came to a collective in that time.
@@ -44,7 +44,7 @@ def collective_timeout(seconds: float, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _default(limit: timedelta) -> Iterator[None]:
-    """torch's own is half an hour, under NCCL ten minutes. The names are private: no call sets it for all groups."""
+    """Set torch's default timeout of process groups, which is private: no call sets it for groups made by others."""
     c10d = cast("Any", dist.distributed_c10d)
     before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
@@ -55,7 +55,7 @@ def _default(limit: timedelta) -> Iterator[None]:
 
 
 def is_timeout(error: BaseException | None) -> bool:
-    """Whether it, or what it was raised from, is a wait that was too long."""
+    """Return whether an error, or what it was raised from, is a collective's timeout."""
     while error is not None:
         if isinstance(error, RuntimeError) and _IN_VAIN.search(str(error)):
             return True

@@ -1,4 +1,4 @@
-"""What a user's objective or loop may ask of all ranks, without knowing how many there are.
+"""Collectives for user code, such as objectives and loops, on any number of ranks.
 
     gather(v) = [v of rank 0, v of rank 1, ...]      broadcast(v) = v of rank 0      print_once: rank 0 prints
 
@@ -23,23 +23,23 @@ _axes: list[Axis] = [LocalGroup()]
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks; any picklable object. For people, not for each step."""
+    """Return every rank's value, in the order of ranks; any picklable object. Too slow for each step."""
     return cast("list[T]", _axes[-1].gather(value))
 
 
 def broadcast(value: T) -> T:
-    """The first rank's value, on all ranks; any picklable object."""
+    """Return the first rank's value on all ranks; any picklable object."""
     return cast("T", _axes[-1].broadcast(value))
 
 
 def print_once(*values: object) -> None:
-    """Prints on the first rank alone."""
+    """Print on the first rank only."""
     if _axes[-1].rank == 0:
         print(*values, flush=True)
 
 
 def all_ranks() -> Axis:
-    """Of the run, or, outside of one, of the process group that this process has joined, if any."""
+    """Return the ranks of the run or, outside of one, of the process group that this process has joined, if any."""
     if len(_axes) == 1 and dist.is_initialized():
         return RankGroup(dist.distributed_c10d._get_default_group())
     return _axes[-1]
@@ -47,7 +47,7 @@ def all_ranks() -> Axis:
 
 @contextmanager
 def current_group(axis: Axis) -> Iterator[None]:
-    """While the block runs, everyone is the ranks of `axis`."""
+    """Let the functions of this module be about the ranks of `axis` while the block runs."""
     _axes.append(axis)
     try:
         yield

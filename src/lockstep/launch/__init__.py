@@ -1,1 +1,1 @@
-"""Who starts the ranks, and stays until the last has ended."""
+"""Starts the ranks of this machine, and waits until the last has ended."""

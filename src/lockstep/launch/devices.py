@@ -1,4 +1,4 @@
-"""What this machine has for ranks: GPUs and cores, counted without touching them.
+"""The GPUs and cores of this machine, counted without using them.
 
 A process that has made a CUDA context can't be forked, and asking the CUDA runtime how many GPUs there are makes one.
 So the driver's management library (NVML) is asked, as nvidia-smi does.
@@ -16,14 +16,14 @@ from lockstep.core.errors import ConfigError, Problem
 
 
 def choose_ranks(launch: Launch) -> int:
-    """Ranks to start on this machine: what was asked, or one a GPU, or one where none is to be used."""
+    """Return the number of ranks to start on this machine: as configured, or one a GPU, or one without GPUs."""
     if launch.ranks != "auto":
         return launch.ranks
     return 1 if launch.device == "cpu" else max(1, count_gpus())
 
 
 def check_ranks(ranks: int, launch: Launch) -> str | None:
-    """What a user should know about so many ranks here, if anything.
+    """Return a warning about N ranks on this machine, if there is one.
 
     Raises:
         ConfigError: nccl, and fewer GPUs than ranks (two ranks can't share a GPU under nccl).
@@ -39,7 +39,10 @@ def check_ranks(ranks: int, launch: Launch) -> str | None:
 
 
 def count_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """NVIDIA GPUs that a rank started from here could use; 0 if torch is built without CUDA. Makes no CUDA context."""
+    """Return the number of NVIDIA GPUs that a rank started from here could use; 0 if torch is built without CUDA.
+
+    Makes no CUDA context.
+    """
     import torch
 
     if torch.version.cuda is None:
@@ -48,7 +51,7 @@ def count_gpus(environ: Mapping[str, str] | None = None) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], present: int) -> int:
-    """How many of `present` GPUs CUDA_VISIBLE_DEVICES leaves: indices or UUIDs, up to the first invalid one."""
+    """Return how many of `present` GPUs CUDA_VISIBLE_DEVICES leaves: indices or UUIDs, up to the first invalid one."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return present
@@ -65,17 +68,17 @@ def visible_gpus(environ: Mapping[str, str], present: int) -> int:
 
 
 def count_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def threads_per_rank(ranks: int) -> int:
-    """An even share of the cores, at least 1."""
+    """Return an even share of the cores, at least 1."""
     return max(1, count_cores() // ranks)
 
 
 def _nvml_count() -> int:
-    """GPUs that the driver knows of; 0 without a driver."""
+    """Return the number of GPUs that the driver knows of; 0 without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

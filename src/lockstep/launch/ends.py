@@ -1,4 +1,4 @@
-"""How ranks end, and which end was the first cause.
+"""The ends of ranks, and which of them was the first cause.
 
     rank 0   ......................raises "connection closed by peer"     a consequence, though rank 0 says it first
     rank 1   ....killed by SIGKILL                                        the cause
@@ -64,12 +64,14 @@ _LONGEST = 12_000  # characters of a report, so that it reaches the launcher in 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Attributes:
-    code: the exit code for whoever started the run.
-    text: what to show: a message, a traceback, or a sentence.
-    time: seconds (CLOCK_MONOTONIC, one clock for all processes) when the rank raised, returned or was found dead.
-    detail: a traceback for the rank's log; empty if `text` has it, or if there is none.
-    problems: of a ConfigError.
+    """The end of a rank.
+
+    Attributes:
+        code: the exit code for whoever started the run.
+        text: what to show: a message, a traceback, or a sentence.
+        time: seconds (CLOCK_MONOTONIC, one clock for all processes) when the rank raised, returned or was found dead.
+        detail: a traceback for the rank's log; empty if `text` has it, or if there is none.
+        problems: of a ConfigError.
     """
 
     kind: EndKind
@@ -81,7 +83,7 @@ class End:
 
 
 def end_of_return(code: int, time: float) -> End:
-    """Of an entry that returned, or of a process that exited with `code` without a word."""
+    """Return the end of an entry that returned, or of a process that exited with `code` and no report."""
     if code == 0:
         return End(EndKind.DONE, 0, "", time)
     if code == Stopped.exit_code:
@@ -92,7 +94,7 @@ def end_of_return(code: int, time: float) -> End:
 
 
 def end_of_exception(error: BaseException, time: float, frames: TracebackType | None) -> End:
-    """Of an entry that raised. `frames` are those to show."""
+    """Return the end of an entry that raised. `frames` are those to show."""
     match error:
         case Paused():
             return End(EndKind.PAUSED, Paused.exit_code, str(error), time)
@@ -115,7 +117,7 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
 
 
 def _exited(error: SystemExit) -> str:
-    """Which line of the user's has ended the rank, and what was saved of the run."""
+    """Return which line of user code ended the rank, and what was saved of the run."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     saved = message_of(error).removeprefix(str(error))
@@ -123,13 +125,13 @@ def _exited(error: SystemExit) -> str:
 
 
 def detail_of(failure: Failure) -> str:
-    """The traceback of what a failure was raised from; empty if it was raised by itself."""
+    """Return the traceback of what a failure was raised from; empty if there is none."""
     cause = failure.__cause__
     return "" if cause is None else "".join(traceback.format_exception(cause)).rstrip()
 
 
 def end_of_process(exitcode: int, time: float) -> End:
-    """Of a process that ended without a report; `exitcode` is minus the signal's number if one killed it."""
+    """Return the end of a process without a report; `exitcode` is minus the signal's number if one killed it."""
     if exitcode == 0:
         return End(EndKind.LEFT, 0, "ended with exit code 0 before it was done", time)
     if exitcode > 0:
@@ -143,16 +145,16 @@ def end_of_process(exitcode: int, time: float) -> End:
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:
-    """The rank whose end explains the others', or None if all are done or have nothing to tell (None). Ranks that have
+    """Return the rank whose end explains the others', or None if all are done or have no end (None). Ranks that have
     left with code 0 are as good as done, unless others have failed."""
-    told = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not EndKind.DONE]
-    if all(end.kind is EndKind.LEFT and end.code == 0 for _, end in told):
+    reported = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not EndKind.DONE]
+    if all(end.kind is EndKind.LEFT and end.code == 0 for _, end in reported):
         return None
-    return min(told, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
+    return min(reported, key=lambda item: (_WEIGHT.get(item[1].kind, 0), item[1].time))[0]
 
 
 def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str = "") -> str:
-    """What a person reads about the first cause. A message that all ranks agree on belongs to none of them.
+    """Return the message about the first cause. A message that all ranks have in common names none of them.
 
     Args:
         timeout: seconds that a collective may take.
@@ -176,12 +178,12 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str
 
 
 def _waiting(ends: Sequence[End | None], since: float, timeout: float) -> str:
-    """Who let the others wait: those that had to be ended, or, if there are none, those that came later."""
-    told = [(rank, end) for rank, end in enumerate(ends) if end is not None]
-    missing = [rank for rank, end in told if end.kind is EndKind.ENDED]
-    missing = missing or [rank for rank, end in told if end.kind is EndKind.PEER and end.time > since + _LATE]
+    """Return the ranks that let others wait: those that had to be ended, or else those that came later."""
+    reported = [(rank, end) for rank, end in enumerate(ends) if end is not None]
+    missing = [rank for rank, end in reported if end.kind is EndKind.ENDED]
+    missing = missing or [rank for rank, end in reported if end.kind is EndKind.PEER and end.time > since + _LATE]
     if missing:
-        waiting = [rank for rank, _ in told if rank not in missing]
+        waiting = [rank for rank, _ in reported if rank not in missing]
         return timeout_message(_named(missing), _named(waiting) if len(waiting) == 1 else "the others", timeout)
     return (
         f"no rank hangs, and yet a collective took longer than {timeout:g} s (launch.timeout). Either not all ranks "
@@ -202,7 +204,7 @@ def _all_say(text: str, ends: Iterable[End | None]) -> bool:
 
 
 def _shortened(text: str) -> str:
-    """Without its middle, if it is too long: a traceback begins where it all began, and ends with what went wrong."""
+    """Return the text without its middle if it is too long: a traceback's beginning and end matter."""
     half = _LONGEST // 2
     return (
         text if len(text) <= _LONGEST else f"{text[:half]}\n  ... {len(text) - 2 * half} characters ...\n{text[-half:]}"

@@ -37,7 +37,7 @@ _SAME_REQUEST = 0.5  # seconds: signals as close as that are one (timeout(1), an
 
 
 class SignalRequests:
-    """What signals have asked of the launcher; readable (`fileno`) when there is more.
+    """The requests that signals made of the launcher; readable (`fileno`) when there are new ones.
 
     Attributes:
         stops: how often somebody has asked the run to stop.
@@ -127,7 +127,7 @@ class Member:
         self._handle = os.pidfd_open(self.process.pid) if sys.platform == "linux" else self.process.sentinel
 
     def news(self) -> list[int | Connection]:
-        """What becomes readable when there is something to look at."""
+        """Return the descriptors that become readable when the rank has news."""
         return [self._handle] if self._silent or self.reported else [self._handle, self.channel]
 
     def look(self) -> None:
@@ -142,14 +142,14 @@ class Member:
         self._send(number)
 
     def end(self, number: signal.Signals) -> None:
-        """What ends it from now on is the launcher's doing."""
+        """End the rank; its end is then the launcher's doing."""
         if not self._ended_by_us:
             self._ended_by_us = True
             self.release()  # announced: it then tells how it was failing, if it was
         self._send(number)
 
     def release(self) -> None:
-        """It may go: nobody else needs it."""
+        """Let the rank exit: no other rank needs it."""
         with contextlib.suppress(OSError):
             self.channel.send(None)
 
@@ -178,13 +178,13 @@ class Member:
     def _conclude(self, exitcode: int) -> End:
         if self.reported is not None and (self.reported.kind is not EndKind.DONE or exitcode == 0):
             return self.reported
-        found = end_of_process(exitcode, time.monotonic())
-        return _our_doing(found) if self._ended_by_us and exitcode < 0 else found
+        end = end_of_process(exitcode, time.monotonic())
+        return _our_doing(end) if self._ended_by_us and exitcode < 0 else end
 
 
 @dataclass
 class _Deadlines:
-    """When the ranks still running will be ended (seconds, CLOCK_MONOTONIC)."""
+    """The time at which the ranks still running are ended (seconds, CLOCK_MONOTONIC)."""
 
     terminate: float = math.inf
     kill: float = math.inf

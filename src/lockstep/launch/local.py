@@ -105,13 +105,13 @@ def launch(
 
 
 def started_by_another_launcher(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a rank already (of torchrun, torch.distributed.launch, deepspeed, Slurm and the like)
-    and so must start none. `RankEnvironment.read` then says which, or what is missing."""
+    """Return whether this process is a rank already (of torchrun, torch.distributed.launch, deepspeed, Slurm and the
+    like) and so must start none. `RankEnvironment.read` then says which, or what is missing."""
     return names_a_rank(environ)
 
 
 def may_fork() -> bool:
-    """Whether a forked copy of this process can compute: no other threads, no CUDA.
+    """Return whether a forked copy of this process can compute: no other threads, no CUDA.
 
     OpenBLAS (numpy) keeps threads that it ends in a fork handler, and starts again when it needs them; libgomp's
     (torch, after its first parallel loop) do not survive, and a child that computes waits for them for ever. A child
@@ -161,7 +161,7 @@ def _run_ranks(
 
 
 def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> LaunchResult:
-    """What ended the run."""
+    """Return the result of the run."""
     cause = first_cause(ends)
     if cause is None:
         return LaunchResult(0)
@@ -175,8 +175,8 @@ def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, 
 
 
 def refuse_import_of_script() -> None:
-    """Where ranks can't be forked they are fresh interpreters, which import the script that has started them: it must
-    not start them again.
+    """Raise ConfigError while the script is imported by a rank: ranks that can't be forked import the script, so it
+    must not start them again.
 
     Raises:
         ConfigError: another process that the script has started, such as a data worker, imports it.
@@ -218,12 +218,12 @@ def _start(
         members.append(Member(process, ours))
 
 
-def _variables(rank: int, ranks: int, listener: socket.socket, asked: Mapping[str, str]) -> dict[str, str]:
+def _variables(rank: int, ranks: int, listener: socket.socket, configured: Mapping[str, str]) -> dict[str, str]:
     port = listener.getsockname()[1]
     ours = RankEnvironment(rank, ranks, rank, ranks, _LOOPBACK, port).variables()
     ours[LAUNCHER] = str(os.getpid())
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-    return {**share, **asked, **ours}
+    return {**share, **configured, **ours}
 
 
 @contextlib.contextmanager
@@ -261,7 +261,7 @@ def _end_all(members: list[Member]) -> None:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Which would look again and again at all that is being imported: 10 % faster."""
+    """Disable garbage collection during imports, which makes them 10 % faster."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -273,7 +273,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _frozen_heap() -> Iterator[None]:
-    """What this process holds now is not garbage: forked ranks never look at it again, and so never copy its pages."""
+    """Freeze garbage collection: forked ranks then never touch, and so never copy, the pages of what exists now."""
     gc.freeze()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the config's `launch` asks for, where it isn't Lockstep's launcher that has started the ranks: set, or refused.
+"""Applies or refuses the config's `launch` where another launcher has started the ranks.
 
 launch.ranks, --ranks    auto, or the number that the other launcher has started on this machine
 launch.port              0, or MASTER_PORT
@@ -22,20 +22,20 @@ _READ_AT_START = re.compile(
 )
 
 
-def read_at_start(asked: Mapping[str, str]) -> list[str]:
-    """The variables that a process reads as it starts, and never again."""
-    return [name for name in asked if _READ_AT_START.match(name)]
+def read_at_start(variables: Mapping[str, str]) -> list[str]:
+    """Return the variables that a process reads only as it starts."""
+    return [name for name in variables if _READ_AT_START.match(name)]
 
 
-def refuse_unsettable(asked: Mapping[str, str]) -> None:
+def refuse_unsettable(variables: Mapping[str, str]) -> None:
     """Raises ConfigError for variables of `launch.environment` that nobody can set for ranks alone."""
     own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER}
     problems = [
         Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
-        for name in asked
+        for name in variables
         if name in own
     ]
-    if "PYTHONPATH" in asked:
+    if "PYTHONPATH" in variables:
         why = "ranks look for modules where the process does that starts them; export it before you start that"
         problems.append(Problem("", "launch.environment.PYTHONPATH", why))
     if problems:
@@ -44,7 +44,7 @@ def refuse_unsettable(asked: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def launch_environment(launch: Launch) -> Iterator[None]:
-    """While the block runs, this process is as `launch` asks. Under Lockstep's launcher it is already.
+    """Apply `launch` to this process while the block runs. Under Lockstep's launcher it is applied already.
 
     Raises:
         ConfigError: with all that the launcher, or the program, that has started this process contradicts.
@@ -62,7 +62,7 @@ def launch_environment(launch: Launch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, this process has these environment variables."""
+    """Set environment variables while the block runs."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -83,7 +83,7 @@ def refuse_rank_count(ranks: int, key: str = "launch.ranks") -> None:
 
 
 def _contradictions(launch: Launch) -> list[Problem]:
-    found = [
+    problems = [
         Problem(
             "",
             f"launch.environment.{name}",
@@ -92,7 +92,7 @@ def _contradictions(launch: Launch) -> list[Problem]:
         for name in read_at_start(launch.environment)
     ]
     ranks = None if launch.ranks == "auto" else _other_number(launch.ranks, "launch.ranks")
-    return [problem for problem in (ranks, _other_port(launch.port), *found) if problem is not None]
+    return [problem for problem in (ranks, _other_port(launch.port), *problems) if problem is not None]
 
 
 def _other_number(ranks: int, key: str) -> Problem | None:

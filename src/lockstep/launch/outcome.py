@@ -1,4 +1,4 @@
-"""What a launch came to: an exit code and a sentence for a command, an exception for a program."""
+"""The result of a launch: an exit code and a message for a command, an exception for a program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from lockstep.core.terminal import echo
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
-    """Attributes:
-    code: the exit code; 0: done.
-    text: why it isn't: a message, or a traceback behind the name of its rank.
-    is_traceback: of `text`.
-    problems: of a ConfigError that all ranks agree on.
-    logs: where each rank's output is, if a look at it helps.
+    """The result of a launch.
+
+    Attributes:
+        code: the exit code; 0: done.
+        text: why it isn't: a message, or a traceback behind the name of its rank.
+        is_traceback: of `text`.
+        problems: of a ConfigError that all ranks agree on.
+        logs: where each rank's output is, if a look at it helps.
     """
 
     code: int
@@ -36,7 +38,7 @@ class LaunchResult:
         return self.code
 
     def failure(self) -> Failure:
-        """What `lockstep.train` raises. A traceback of a rank is shown, and named by its last line."""
+        """Return what `lockstep.train` raises. A rank's traceback is shown, and its last line becomes the message."""
         if self.code == ConfigError.exit_code:
             return ConfigError(self.problems or self.text or f"the run ended with exit code {self.code}")
         for kind in (Paused, Stopped, VerificationError):

@@ -48,7 +48,7 @@ _OPEN_FILES = 65_536  # more than any run has; a limit of many millions makes ot
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What the launcher tells a rank, besides the environment it starts it in.
+    """The launcher's instructions for a rank, besides its environment.
 
     Attributes:
         rank: of all.
@@ -115,7 +115,7 @@ def _allow_open_files() -> None:
 
 
 def run_entry(entry: Callable[[], int]) -> End:
-    """How `entry` ended, whatever it raised."""
+    """Run `entry` and return how it ended, whatever it raised."""
     _allow_open_files()
     try:
         return end_of_return(entry(), time.monotonic())
@@ -133,7 +133,7 @@ def _told(error: BaseException, now: float) -> End:
 
 @contextlib.contextmanager
 def signals_stop() -> Iterator[None]:
-    """In this process, SIGTERM and SIGUSR1 raise `Stopped`, unless they do something already."""
+    """Let SIGTERM and SIGUSR1 raise `Stopped` in this process, unless they are handled already."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -201,13 +201,13 @@ def _take_threads() -> None:
 
 
 def append_end(log: Path, end: End) -> None:
-    """Writes why a rank failed into its log, with the traceback behind a sentence."""
+    """Write why a rank failed into its log, with the traceback behind a sentence."""
     if end.text:
         append(log, f"{end.detail}\n\n{end.text}" if end.detail else end.text)
 
 
 def append(log: Path, text: str) -> None:
-    """To a rank's log, and not to its terminal; a log that can't be written is no failure of its own."""
+    """Append to a rank's log, not to its terminal; an unwritable log is no failure."""
     with contextlib.suppress(OSError), open(log, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"{masked(text, secrets_in(os.environ))}\n")
 

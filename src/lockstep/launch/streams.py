@@ -1,4 +1,4 @@
-"""Where a rank's words go.
+"""The output of ranks: terminal and logs.
 
     rank 0    sys.stdout, sys.stderr --> the terminal, as it is (isatty holds) and logs/rank-0.log
     others    file descriptors 1, 2  --> logs/rank-N.log; their warnings and errors are shown at the end
@@ -131,7 +131,7 @@ _open_logs: list[_OpenLog] = []
 
 
 def reopen() -> None:
-    """Makes this process's log again, with all that is in it, if it was deleted. In whatever thread."""
+    """Recreate this process's log with its contents if it was deleted. Callable from any thread."""
     for log in list(_open_logs):
         with suppress(OSError):
             log.reopen()
@@ -139,7 +139,7 @@ def reopen() -> None:
 
 @contextmanager
 def doubled(path: Path | None) -> Iterator[None]:
-    """Rank 0's words, on its terminal and appended to `path`."""
+    """Write rank 0's output to its terminal and append it to `path`."""
     log = _opened(path, sys.stderr) if path is not None else None
     if path is None or log is None:
         yield
@@ -170,8 +170,8 @@ def _opened(path: Path, terminal: TextIO) -> _Logging | None:
 
 
 def redirect(path: Path) -> None:
-    """From now on, all that this process prints, C++ code included, is appended to `path`. For good. If it can't be
-    written, that is reported once on the terminal, and what is printed is lost."""
+    """Append all that this process prints from now on to `path`, output of C++ code included. If it can't be written,
+    that is reported once on the terminal, and output is lost."""
     terminal = os.dup(2)
     try:
         file = append_to(path)
@@ -185,8 +185,8 @@ def redirect(path: Path) -> None:
     os.close(file)
     _open_logs[:] = [_OpenLog(path, 1, 2)]
     # the old ones may be buffered, or not on 1 and 2 at all
-    told = partial(_report_on, terminal, path)
-    sys.stdout, sys.stderr = (cast(TextIO, _Logging(_line_stream(descriptor), told)) for descriptor in (1, 2))
+    report = partial(_report_on, terminal, path)
+    sys.stdout, sys.stderr = (cast(TextIO, _Logging(_line_stream(descriptor), report)) for descriptor in (1, 2))
 
 
 def _report_on(terminal: int, path: Path, error: OSError) -> None:
@@ -199,20 +199,20 @@ def _lost(path: Path, error: OSError) -> str:
 
 
 def sizes(logs: Path, ranks: int) -> list[int]:
-    """Bytes of every rank's log: what a run before this one has left there."""
+    """Return the bytes of every rank's log, which an earlier run may have left."""
     return [_size(log_path(logs, rank)) for rank in range(ranks)]
 
 
 def remarks(logs: Path, before: list[int]) -> list[str]:
-    """Warnings and errors that ranks other than 0 have logged since `before`, and rank 0 has not said itself."""
-    said = set(_lines(log_path(logs, 0), before[0]))
-    found: list[str] = []
+    """Return warnings and errors that ranks other than 0 have logged since `before`, and rank 0 hasn't."""
+    printed = set(_lines(log_path(logs, 0), before[0]))
+    lines: list[str] = []
     for rank, start in enumerate(before[1:], 1):
-        new = [line for line in _lines(log_path(logs, rank), start) if _REMARK.search(line) and line not in said]
-        said.update(new)
-        found += [f"rank {rank}: {line}" for line in dict.fromkeys(new)]
-    more = len(found) - _REMARKS_SHOWN
-    return found[:_REMARKS_SHOWN] + ([f"... and {more} more, in {logs}"] if more > 0 else [])
+        new = [line for line in _lines(log_path(logs, rank), start) if _REMARK.search(line) and line not in printed]
+        printed.update(new)
+        lines += [f"rank {rank}: {line}" for line in dict.fromkeys(new)]
+    more = len(lines) - _REMARKS_SHOWN
+    return lines[:_REMARKS_SHOWN] + ([f"... and {more} more, in {logs}"] if more > 0 else [])
 
 
 def _line_stream(descriptor: int) -> TextIO:

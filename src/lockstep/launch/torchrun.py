@@ -1,4 +1,4 @@
-"""Why a rank that torchrun has started ended, where torchrun looks for it.
+"""Reports why a rank of torchrun's failed in the file where torchrun looks for it.
 
 Failure --> its sentence, on stderr
         --> TORCHELASTIC_ERROR_FILE --> the last lines of torchrun's report        exit code (torchrun's own is 1)
@@ -21,19 +21,19 @@ from lockstep.core.terminal import echo
 
 
 def tell_torchrun(failure: Failure) -> None:
-    """Does nothing where somebody else has started this process."""
+    """Write the failure to torchrun's error file; do nothing under other launchers."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
     # as torch.distributed.elastic.multiprocessing.errors writes it, without a traceback
-    said = {"message": {"message": message_of(failure), "extraInfo": {"timestamp": str(int(time.time()))}}}
+    report = {"message": {"message": message_of(failure), "extraInfo": {"timestamp": str(int(time.time()))}}}
     with suppress(OSError):
-        Path(file).write_text(json.dumps(said), encoding="utf-8")
+        Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 
 def exit_with(failure: Failure) -> NoReturn:
-    """Ends this process with the failure's exit code, and what it says on stderr, without a traceback; under torchrun
-    it comes last in torchrun's report, too.
+    """End this process with the failure's exit code, and its message on stderr without a traceback; under torchrun it
+    is also last in torchrun's report.
 
         try:
             lockstep.train(...)

@@ -1,1 +1,1 @@
-"""What ways to save memory save, and cost, measured on the user's own model."""
+"""Measures what ways to save memory save, and cost, on the user's model."""

@@ -1,1 +1,1 @@
-"""Nothing lost: judging updates, hearing signals."""
+"""Checks of updates, and signals."""

@@ -1,4 +1,4 @@
-"""Judges an update before it is made: NaN, infinity and overflow leave through the same door.
+"""Checks an update before it is made: NaN, infinity and overflow are treated alike.
 
 norm, loss --> finite? --> kept
                   no   --> discarded: parameters and optimizer state stay as they were, the data moves on
@@ -20,7 +20,7 @@ PATIENCE = 100
 
 
 def is_finite(number: Number) -> bool | Tensor:
-    """Neither NaN nor infinite; a tensor answers on its own device. (Infinity minus itself is NaN.)"""
+    """Return whether a number is neither NaN nor infinite, on its device. (Infinity minus itself is NaN.)"""
     return number - number == 0
 
 
@@ -32,7 +32,7 @@ def verdict(keep: bool, *, scaled: bool) -> Verdict:
 
 
 def ranks_differ(step: int) -> str:
-    """What to tell when a gradient that was reduced over all ranks was not the same on all of them."""
+    """Return the message for a gradient that was not the same on all ranks after it was reduced."""
     return (
         f"step {step}: the ranks had different gradients after they were reduced, so their weights differ now. A hook "
         f"that changes gradients on one rank does this, or memory or a device that corrupts data; what this run has "
@@ -41,7 +41,7 @@ def ranks_differ(step: int) -> str:
 
 
 class DiscardLimit:
-    """Gives up after so many discarded updates in a row: such a run learns nothing any more."""
+    """Ends a run after too many discarded updates in a row: such a run no longer learns."""
 
     def __init__(self, limit: int = PATIENCE) -> None:
         self._limit = limit
@@ -54,9 +54,9 @@ class DiscardLimit:
     def restore(self, state: Mapping[str, int]) -> None:
         self.discarded, self._in_a_row = state["discarded"], state["in_a_row"]
 
-    def see(self, found: Verdict, step: int) -> None:
+    def see(self, verdict: Verdict, step: int) -> None:
         """Raises RunFailed at the limit."""
-        if found is Verdict.KEPT:
+        if verdict is Verdict.KEPT:
             self._in_a_row = 0
             return
         self.discarded += 1

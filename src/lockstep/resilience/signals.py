@@ -1,4 +1,4 @@
-"""Signals that ask something of a run while it trains.
+"""Signals that request a stop or a save from a run while it trains.
 
 SIGINT, SIGTERM, SIGHUP, SIGUSR1    once: all ranks stop after the same update, and save; again: this process stops now
 SIGUSR2                             all ranks save after the same update, and continue
@@ -27,7 +27,7 @@ _ONE_WISH_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 
 
 class RunSignals:
-    """What has been asked for so far.
+    """The requests that signals have made so far.
 
     Args:
         shown: print that a signal was heard; an update may take a while.
@@ -44,10 +44,10 @@ class RunSignals:
         self._save_is_due = False
 
     def requests(self) -> tuple[Request, ...]:
-        """What this rank asks for in the next vote. A save is asked for once a signal."""
+        """Return this rank's requests for the next vote. Each signal requests a save once."""
         save, self._save_is_due = self._save_is_due, False
-        asked = (Request.SAVE,) if save else ()
-        return asked if self._stop_asked_at is None else (*asked, Request.STOP)
+        requests = (Request.SAVE,) if save else ()
+        return requests if self._stop_asked_at is None else (*requests, Request.STOP)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """A signal handler."""
@@ -74,7 +74,7 @@ class RunSignals:
 
 @contextmanager
 def run_signals(*, shown: bool = False, ends: bool = False) -> Iterator[RunSignals]:
-    """Handles signals while the block runs. Only a main thread can.
+    """Handle signals while the block runs. Only a main thread can.
 
     Arguments as of `RunSignals`. Handlers of a program that calls Lockstep are put back afterwards. The command's own
     are not: it is about to end with an exit code that says what became of the run, and a late signal must not change
