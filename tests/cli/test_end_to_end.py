@@ -249,7 +249,7 @@ def test_what_can_t_be_printed_is_no_traceback(own: Path, unbuffered: str) -> No
         done = subprocess.run(
             [*LOCKSTEP, "recipes"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
         )
-    assert (done.returncode, done.stderr) == (1, "lockstep: what it prints can't be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "lockstep: output can't be written: No space left on device\n")
 
 
 def test_a_run_whose_standard_streams_are_closed_is_trained(own: Path) -> None:

@@ -6,12 +6,12 @@ import os
 import sys
 
 from lockstep.config.schema import Launch
-from lockstep.core.ranks import RankEnvironment
-from lockstep.launch.local import launch, started_by_another_launcher
+from lockstep.core.ranks import RankEnvironment, names_a_rank
+from lockstep.launch.local import launch
 
 
 def main() -> int:
-    if started_by_another_launcher(os.environ):
+    if names_a_rank(os.environ):
         return train()
     return launch(train, 2, Launch(), None).show()
 

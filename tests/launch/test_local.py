@@ -206,7 +206,7 @@ def test_failure_is_shown_once_and_logged(nursery: Nursery, tmp_path: Path) -> N
     code, _, err = nursery.run("acts", script=["sleep:30", "raise:boom"], logs=str(tmp_path))
     assert code == 1
     assert err.count("ValueError: boom") == 1
-    assert f"each rank's words are in {tmp_path}" in err
+    assert f"each rank's output is in {tmp_path}" in err
     assert (tmp_path / "rank-1.log").read_text().count("ValueError: boom") == 1
 
 

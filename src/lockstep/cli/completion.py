@@ -1,4 +1,4 @@
-"""lockstep completion bash | zsh | fish"""
+"""The verb `completion`: lockstep completion bash | zsh | fish"""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ The script asks the Python that has printed it: print it again when that has mov
 
 
 def run(words: Sequence[str]) -> int:
-    """Prints the script."""
-    parser = Parser("completion", "Prints what makes a shell complete verbs, flags, recipes and config keys.", _EPILOG)
+    """Print the script."""
+    parser = Parser(
+        "completion", "Prints a shell's completion script for verbs, flags, recipes and config keys.", _EPILOG
+    )
     parser.add_argument("shell", choices=tuple(_SCRIPTS), metavar="SHELL", help="bash, zsh or fish")
     args = parser.parse_args(words)
     echo(_SCRIPTS[args.shell].replace("PYTHON", shlex.quote(sys.executable)).strip())

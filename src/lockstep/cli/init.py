@@ -1,4 +1,4 @@
-"""lockstep init [KIND]"""
+"""The verb `init`: lockstep init [KIND]"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
-    """Writes a config with comments, and what it needs beside it; on a terminal it asks for what isn't given."""
+    """Write a config with comments, and the files it needs; on a terminal ask for what isn't given."""
     kinds = "\n".join(f"  {name:<11} {start.summary}" for name, start in STARTS.items())
     parser = Parser("init", "Writes a first config, with comments.", f"KIND is one of\n{kinds}")
     parser.add_argument("kind", nargs="?", metavar="KIND", help="what to train; on a terminal it is asked for")
@@ -65,7 +65,7 @@ def _ask_kind() -> str:
 
 
 def _ask(question: str, usual: str | None) -> str | None:
-    """None: there is nothing to ask."""
+    """Return the answer, or None if there is nothing to ask."""
     if usual is None:
         return None
     try:
@@ -75,7 +75,7 @@ def _ask(question: str, usual: str | None) -> str | None:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
-    """All of them, or none: what is there already stays."""
+    """Write all files or, if one exists already, none."""
     there = [str(folder / name) for name in texts if (folder / name).exists()]
     if there:
         named = f"{' and '.join(there)} {'exist' if len(there) > 1 else 'exists'}"

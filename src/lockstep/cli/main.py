@@ -27,18 +27,18 @@ from lockstep.launch.torchrun import tell_torchrun
 VERBS = {
     "init": ("init", "write a first config, with comments"),
     "train": ("train", "train a recipe or a config file"),
-    "eval": ("evaluate", "judge the model of a run on its evaluation sets"),
-    "generate": ("generate", "let the language model of a run go on with a text"),
+    "eval": ("evaluate", "evaluate the model of a run on its evaluation sets"),
+    "generate": ("generate", "continue a text with the language model of a run"),
     "export": ("export", "write a run's model for other tools"),
-    "report": ("report", "show a run as one page to read"),
-    "verify": ("verify", "prove that every strategy is the single process, on your own model"),
-    "plan": ("plan", "what a run will be, without starting it"),
-    "memory": ("memory", "measure what each way to save memory saves, and costs, on your own model"),
+    "report": ("report", "write a run as one HTML page"),
+    "verify": ("verify", "prove on your model that every strategy trains as a single process does"),
+    "plan": ("plan", "show what a run will be, without starting it"),
+    "memory": ("memory", "measure on your model what each way to save memory saves and costs"),
     "config": ("config", "show, check, or describe configs"),
     "recipes": ("recipes", "list the configs that come with Lockstep"),
     "data": ("data", "fetch what a recipe needs; turn text into tokens"),
     "ckpt": ("ckpt", "list, verify, compare and prune checkpoints"),
-    "completion": ("completion", "print what makes a shell complete verbs, flags and keys"),
+    "completion": ("completion", "print a shell's completion script for verbs, flags and keys"),
     "version": ("version", "print versions"),
 }
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. `argv` is what follows the program's name."""
     try:
         return _dispatch(_without_local_rank(list(sys.argv[1:] if argv is None else argv)))
-    except SystemExit as exit_:  # argparse has said what is wrong, or has printed help
+    except SystemExit as exit_:  # argparse has printed the error or the help
         return exit_.code if isinstance(exit_.code, int) else 1
     except Failure as failure:
         _flush(sys.stdout)  # what was printed comes before what went wrong
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not ran_out(error):
             raise
         requested = bytes_asked(error)
-        _say("out of memory" + (f": {requested:,} bytes were asked for" if requested else ""))
+        _say("out of memory" + (f": {requested:,} bytes were requested" if requested else ""))
         return 1
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         _to_nowhere(sys.stdout)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None or _takes_more(sys.stdout):
             raise
         _to_nowhere(sys.stdout)
-        _say(f"what it prints can't be written: {error.strerror}")
+        _say(f"output can't be written: {error.strerror}")
         return 1
 
 
@@ -138,7 +138,7 @@ _OTHERS_VERBS = {
         "lockstep train --ranks N starts N ranks, and torchrun starts a script of yours",
     ),
     **dict.fromkeys(("run", "fit", "finetune", "fine-tune", "pretrain", "start"), "lockstep train RECIPE trains"),
-    **dict.fromkeys(("test", "evaluate", "validate", "score"), "lockstep eval RUN judges the model of a run"),
+    **dict.fromkeys(("test", "evaluate", "validate", "score"), "lockstep eval RUN evaluates the model of a run"),
     **dict.fromkeys(("predict", "infer", "sample", "complete", "chat"), "lockstep generate RUN continues a text"),
     **dict.fromkeys(("resume", "continue"), "lockstep train RUN resumes a run; --from and --fork begin from one"),
     **dict.fromkeys(("save", "convert", "merge-weights", "push"), "lockstep export RUN writes a model for other tools"),

@@ -1,4 +1,4 @@
-"""lockstep recipes"""
+"""The verb `recipes`: lockstep recipes"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
-    """Name and description, a line each; the default first."""
+    """Print name and description, a line each; the default first."""
     Parser("recipes", "Lists the configs that come with Lockstep.").parse_args(words)
 
     from lockstep.config.recipes import recipes

@@ -1,4 +1,4 @@
-"""lockstep version"""
+"""The verb `version`: lockstep version"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.core.terminal import echo
 
 
 def run(words: Sequence[str]) -> int:
-    """Lockstep, Python and torch, without importing it."""
+    """Print the versions of Lockstep, Python and torch, without importing torch."""
     Parser("version", "Prints versions.").parse_args(words)
     echo(f"lockstep {__version__}, torch {_version('torch')}, Python {platform.python_version()}")
     return 0

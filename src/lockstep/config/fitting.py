@@ -1,11 +1,11 @@
-"""A tree of what was written to the Python values that the schema checks.
+"""Converts a tree of what was written to the Python values that the schema checks.
 
     layers: 1e1       whole number wanted     ->  10
     folder: 2024      text wanted             ->  "2024", as written
     freeze: [a, b]    list wanted             ->  ("a", "b")
     optim:            section, nothing under  ->  {}
 
-Only what can't be meant otherwise is converted. Everything else stays as it is, and the schema refuses it.
+Only unambiguous values are converted. Everything else stays as it is, and the schema refuses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.config.shape import ANYTHING, ValueShape
 
 
 def fit(node: Node, at: ValueShape) -> object:
-    """The node's value, as the shape wants it, if it can be had."""
+    """Return the node's value as the shape's type, if it can be converted."""
     if isinstance(node, Table):
         return _fit_table(node, at)
     if isinstance(node, Items):
@@ -42,19 +42,13 @@ def _fit_leaf(leaf: Leaf, at: ValueShape) -> object:
     if at.anything:
         return value
     if value is None:
-        return _fit_null(at)
+        # Nothing written under a section means its defaults; under a mapping of names, none.
+        return None if at.nullable or not (at.sections() or at.values) else _fit_table(Table(), at)
     if isinstance(value, bool):
         return value if at.boolean else _fit_text(leaf, at)
     if isinstance(value, int | float):
         return _fit_number(leaf, value, at)
     return value
-
-
-def _fit_null(at: ValueShape) -> object:
-    """Nothing written under a section means its defaults; under a mapping of names, none."""
-    if at.nullable or not (at.sections() or at.values):
-        return None
-    return _fit_table(Table(), at)
 
 
 def _fit_number(leaf: Leaf, value: int | float, at: ValueShape) -> object:
@@ -66,5 +60,5 @@ def _fit_number(leaf: Leaf, value: int | float, at: ValueShape) -> object:
 
 
 def _fit_text(leaf: Leaf, at: ValueShape) -> object:
-    wanted = at.text or at.choices or at.interval
-    return leaf.text if wanted and leaf.text is not None else leaf.value
+    takes_text = at.text or at.choices or at.interval
+    return leaf.text if takes_text and leaf.text is not None else leaf.value

@@ -1,4 +1,4 @@
-"""Several layers to one tree: later ones win, key by key.
+"""Merges several layers to one tree: later ones win, key by key.
 
     recipe.yaml   optim: {lr: 1e-3, name: sgd}  ┐
     more.yaml     optim: {lr: 3e-4}             ├──>  optim: {lr: 1e-2, name: sgd}
@@ -6,7 +6,7 @@
 
 Mappings are merged; lists and single values are replaced. Where `kind` says which keys there are (`model`,
 `data.train`), a later `kind` takes over the keys that both kinds have and leaves the others out, with a note. So does
-a later word for what can be said in one way only: `run.epochs` takes the place of an earlier `run.steps`.
+a later key of several that exclude each other: `run.epochs` replaces an earlier `run.steps`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
 
 
 def merge(older: Table, newer: Table) -> tuple[Table, list[str]]:
-    """The merged tree, and a note for every key that a change of kind left out."""
+    """Return the merged tree, and a note for every key that a change of kind left out."""
     notes: list[str] = []
     return _tables(older, newer, shape.root(), (), notes), notes
 
@@ -46,12 +46,12 @@ def _nodes(older: Node, newer: Node, at: ValueShape, path: tuple[str, ...], note
         return _tables(older, newer, at, path, notes)
     empty = isinstance(newer, Leaf) and newer.value is None
     if isinstance(older, Table) and empty and at.sections():
-        return older  # `optim:` with nothing under it says nothing
+        return older  # `optim:` with nothing under it sets nothing
     return newer
 
 
 def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Table:
-    """The older layer without the keys that the newer layer's kind doesn't know."""
+    """Return the older layer without the keys that the newer layer's kind doesn't have."""
     before, after = older.get("kind"), newer.get("kind")
     if not at.kinds or not isinstance(before, Leaf) or not isinstance(after, Leaf) or before.value == after.value:
         return older
@@ -69,7 +69,7 @@ def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ..
 
 
 def _change_alternative(older: Table, newer: Table, path: tuple[str, ...], notes: list[str]) -> Table:
-    """The older layer without what the newer one says in another way."""
+    """Return the older layer without what the newer one sets by another key."""
     ways = ALTERNATIVES.get(path, ())
     given = [way for way in ways if _has_value(newer, way)]
     lost = [way for way in ways if given and way not in newer.entries and _has_value(older, way)]
@@ -85,7 +85,7 @@ def _has_value(table: Table, key: str) -> bool:
 
 
 def inside(at: ValueShape, key: str, kind: Node | None = None) -> ValueShape:
-    """The shape one key further in; `kind` chooses among sections."""
+    """Return the shape one key further in; `kind` chooses among sections."""
     section = at.select(kind.value if isinstance(kind, Leaf) else None)
     if section is not None:
         return shape.fields(section).get(key, ANYTHING)

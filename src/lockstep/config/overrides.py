@@ -1,4 +1,4 @@
-"""Values from outside the files: environment variables and the command line, each as one more layer.
+"""Reads environment variables and the command line, each as one more layer over the files.
 
 LOCKSTEP_OPTIM__LR=3e-4        optim.lr
 --optim.lr 3e-4                optim.lr
@@ -22,13 +22,13 @@ PREFIX = "LOCKSTEP_"
 
 
 def from_flags(overrides: Sequence[str | Override], beneath: Table) -> tuple[Table, list[Problem]]:
-    """One layer of all overrides; of two for one key the later wins. `beneath` tells which kinds were chosen."""
+    """Return one layer of all overrides; of two for one key the later wins. `beneath` has the chosen kinds."""
     entries = [Override.parse(item) if isinstance(item, str) else item for item in overrides]
     return _layer([(item, tuple(item.key.split("."))) for item in entries], beneath)
 
 
 def from_environment(environ: Mapping[str, str], beneath: Table) -> tuple[Table, list[Problem]]:
-    """One layer of all variables `LOCKSTEP_SECTION__KEY`. Those without `__` are not the config's."""
+    """Return one layer of all variables `LOCKSTEP_SECTION__KEY`. Those without `__` are not the config's."""
     layer: list[tuple[Override, tuple[str, ...]]] = []
     problems: list[Problem] = []
     for variable, text in sorted(environ.items()):
@@ -60,13 +60,13 @@ def _layer(overrides: Iterable[tuple[Override, tuple[str, ...]]], beneath: Table
 def _value(override: Override, path: tuple[str, ...], beneath: Table) -> tuple[Node, list[Problem]]:
     if override.text is not None:
         return read_value(override.text, override.place)
-    if _may_stand_alone(path, beneath):
+    if _needs_no_value(path, beneath):
         return Leaf(True, "true", override.place), []
     missing = Problem(override.place, "", f"has no value; write {override.place} VALUE")
     return Leaf(None, None, override.place), [missing]
 
 
-def _may_stand_alone(path: tuple[str, ...], beneath: Table) -> bool:
+def _needs_no_value(path: tuple[str, ...], beneath: Table) -> bool:
     """Return whether the key is a boolean, or unknown: then it is reported as unknown."""
     at, node = shape.root(), beneath
     for key in path:
@@ -85,7 +85,7 @@ def _put(tree: Table, path: tuple[str, ...], node: Node, where: str) -> Table:
 
 
 def _spelled(words: Sequence[str], beneath: Table) -> tuple[str, ...]:
-    """Variables are upper case; the config's keys are not. Free names keep their spelling, unless the files spell them
+    """Return the key of a variable, which is upper case. Free names keep their spelling, unless the files spell them
     otherwise (`HELD_OUT` is then `held-out`)."""
     path: list[str] = []
     at, node = shape.root(), beneath
@@ -102,7 +102,7 @@ def _spelled(words: Sequence[str], beneath: Table) -> tuple[str, ...]:
 
 
 def _single_underscores(rest: str) -> str | None:
-    """The variable that was meant by LOCKSTEP_OPTIM_LR, if it looks like a key at all."""
+    """Return the variable that LOCKSTEP_OPTIM_LR stands for, if it looks like a key at all."""
     flat = {"_".join(path).upper(): path for path in shape.all_keys() if len(path) > 1 and "NAME" not in path}
     near = difflib.get_close_matches(rest, flat, n=1, cutoff=0.9)
     return PREFIX + "__".join(flat[near[0]]).upper() if near else None

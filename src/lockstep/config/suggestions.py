@@ -53,13 +53,13 @@ _FLAGS = {
 
 
 def for_value(text: str, choices: Sequence[str]) -> str:
-    """ "; did you mean X?" or nothing."""
+    """Return "; did you mean X?" or an empty text."""
     near = closest_match(text, choices)
     return f"; did you mean {near}?" if near else ""
 
 
 def _interval(path: tuple[str, ...], siblings: Sequence[str], node: Node) -> str | None:
-    """`steps: 5` beside `every`."""
+    """Return the right key for `steps: 5` beside `every`."""
     if path[-1] not in get_args(Unit) or "every" not in siblings:
         return None
     value = node.text or node.value if isinstance(node, Leaf) else "N"
@@ -69,14 +69,17 @@ def _interval(path: tuple[str, ...], siblings: Sequence[str], node: Node) -> str
 def _elsewhere(path: tuple[str, ...]) -> str | None:
     """Return where the same word is a key: here, for another kind; or in other sections."""
     places = [key for key in dict.fromkeys(shape.all_keys()) if key[-1] == path[-1]]
-    here = next((key for key in places if _same_place(key, path)), None)
+    here = next(
+        (
+            key
+            for key in places
+            if len(key) == len(path) and all(name in ("NAME", word) for name, word in zip(key, path, strict=True))
+        ),
+        None,
+    )
     if here:
         return f"only kind {_or(_kinds(here))} has this key"
     return f"unknown here; write {_or(['.'.join(key) for key in places[:3]])}" if places else None
-
-
-def _same_place(key: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    return len(key) == len(path) and all(name in ("NAME", word) for name, word in zip(key, path, strict=True))
 
 
 def _kinds(key: tuple[str, ...]) -> tuple[str, ...]:

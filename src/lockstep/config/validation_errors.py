@@ -1,9 +1,9 @@
-"""pydantic's errors to problems that a reader can act on.
+"""Converts pydantic's errors to problems that a reader can act on.
 
     loc ("model", "transformer", "layers")   ->   where run.yaml:3:11, key model.layers
     type int_type, input "abc"               ->   'abc' is not a whole number above 0
 
-One problem a key: what a key wants is said once, however many members of a union refused the value.
+One problem a key: what a key takes is stated once, however many members of a union refused the value.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lockstep.config.wording import expectation, nearest, shown
 from lockstep.core.errors import Problem
 
 Path = tuple[str, ...]
-_MOST = 100  # keys that are answered: nobody reads more, and to look for what was meant takes milliseconds a key
+_MAX_KEYS = 100  # keys with a message: nobody reads more, and to look for suggestions takes milliseconds a key
 
 
 def problems(error: ValidationError, tree: Table) -> list[Problem]:
-    """One for each key, in the order of the schema."""
+    """Return one problem for each key, in the order of the schema."""
     grouped: dict[Path, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False, include_input=False):
         grouped.setdefault(_path(details["loc"], details["type"]), []).append(details)
-    answered = dict(list(grouped.items())[:_MOST])
+    answered = dict(list(grouped.items())[:_MAX_KEYS])
     for path in [path for path, group in answered.items() if _meant_otherwise(path, group, tree, grouped)]:
         del answered[path]
     reported = [problem for path, group in answered.items() for problem in _about(path, group, tree)]
-    left = len(grouped) - _MOST
+    left = len(grouped) - _MAX_KEYS
     return [*reported, Problem("", "", f"{left:,} more keys are wrong")] if left > 0 else reported
 
 
@@ -66,8 +66,8 @@ def _about(path: Path, group: list[ErrorDetails], tree: Table) -> list[Problem]:
 
 
 def _flag_named(message: str, path: Path, node: Node | None) -> str | None:
-    """The last flag or environment variable that set what the message names: of several values that contradict each
-    other it is the newest."""
+    """Return the last flag or environment variable that set what the message names: the newest of several values that
+    contradict each other."""
     names = set(re.findall(r"[\w-]+(?:\.[\w-]+)*", message))
     keys = [] if node is None else [(deeper, leaf.where) for deeper, leaf in leaves(node) if deeper]
     named = [
@@ -92,7 +92,7 @@ def _unknown(path: Path, tree: Table) -> list[Problem]:
 
 
 def _unknown_inside(path: Path, node: Node, tree: Table) -> list[Problem]:
-    """Words of another tool, under a section of another tool."""
+    """Return the problems of another tool's keys under another tool's section."""
     if not isinstance(node, Table):
         return []
     answers = [(path + deeper, hints().key_hint(path + deeper, leaf, tree)) for deeper, leaf in leaves(node) if deeper]
@@ -112,9 +112,10 @@ def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
     """Return why the value is invalid, and which is valid."""
     if at.kinds and path[-1] == "kind" and isinstance(node, Leaf):
         near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
-        return f"{shown(node)} is not a kind of {_thing(path)}{near or '; one of ' + ', '.join(at.kinds)}"
+        return f"{shown(node)} is not a kind of {'.'.join(path[:-1])}{near or '; one of ' + ', '.join(at.kinds)}"
     key = ".".join(path)
-    hint = _as_text(key, node) or _other_value(key, node) or _hint(node, at) or _examples(key)
+    example = next((f"; {text}" for start, text in _EXAMPLES if key.startswith(start)), "")
+    hint = _as_text(key, node) or _other_value(key, node) or _hint(node, at) or example
     answer = hints().key_hint(path, node, tree) if at.sections() and key not in _TEXTS else None
     return answer or f"{shown(node)} is not {expectation(at)}{hint}"
 
@@ -151,11 +152,6 @@ def _hint(node: Node, at: ValueShape) -> str:
     if isinstance(node, Items) and at.length:
         return f"; it has {len(node.items)}"
     return ""
-
-
-def _examples(key: str) -> str:
-    """Return the message for errors that need a special form."""
-    return next((f"; {example}" for began, example in _EXAMPLES if key.startswith(began)), "")
 
 
 _EXAMPLES = (
@@ -196,15 +192,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _thing(path: Path) -> str:
-    return ".".join(path[:-1])
-
-
 # --- places -------------------------------------------------------------------------------------------------------
 
 
 def _path(loc: Sequence[int | str], kind: str) -> Path:
-    """The key an error is about: pydantic's location without the names it gives to members of unions."""
+    """Return the key of an error: pydantic's location without the names it gives to members of unions."""
     path: list[str] = []
     at = shape.root()
     for part in loc:

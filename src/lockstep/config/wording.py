@@ -1,6 +1,6 @@
-"""Shapes and values in plain words.
+"""Words shapes and values for messages.
 
-Shape(whole=Range(above=0), choices=("auto",))   ->   a whole number above 0, or auto
+ValueShape(whole=Range(above=0), choices=("auto",))   ->   a whole number above 0, or auto
 True, None, "abc", 0.0003                        ->   true, null, 'abc', 0.0003
 """
 
@@ -69,7 +69,7 @@ def _power(number: float) -> str:
 
 
 def nearest(value: object, bounds: Range, whole: bool) -> str | None:
-    """The nearest number within the bounds, where there is one."""
+    """Return the nearest number within the bounds, if there is one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     number = round(value) if whole else value
@@ -89,7 +89,7 @@ def nearest(value: object, bounds: Range, whole: bool) -> str | None:
 
 
 def shown(node: Node) -> str:
-    """A value as its writer knows it: numbers as typed, text in quotes."""
+    """Return a value as it was written: numbers as typed, text in quotes."""
     if isinstance(node, Leaf) and isinstance(node.value, int | float) and node.text:
         return node.text
     if isinstance(node, Table):
@@ -100,7 +100,7 @@ def shown(node: Node) -> str:
 
 
 def yaml_like(value: object) -> str:
-    """A Python value in the config's own spelling, on one line."""
+    """Return a Python value in YAML's spelling, on one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):

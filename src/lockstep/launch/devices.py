@@ -31,7 +31,10 @@ def check_ranks(ranks: int, launch: Launch) -> str | None:
     if ranks < 1:
         raise ConfigError(Problem("", "launch.ranks", f"{ranks} ranks can't run; the least is 1"))
     if launch.backend == "nccl" and ranks > (gpus := count_gpus()):
-        raise ConfigError(Problem("", "launch.backend", _too_few_gpus(ranks, gpus)))
+        remedy = f"start {gpus} rank{'s' * (gpus > 1)}, or use gloo" if gpus else "use gloo"
+        there = f"there {'is' if gpus == 1 else 'are'} {gpus}"
+        why = f"nccl needs a GPU for each of the {ranks} ranks, and {there}; {remedy}"
+        raise ConfigError(Problem("", "launch.backend", why))
     cores = count_cores()
     if ranks > cores:
         return f"{ranks} ranks share {cores} core{'s' * (cores > 1)}: they take turns, and each is slower"
@@ -89,8 +92,3 @@ def _nvml_count() -> int:
     failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     nvml.nvmlShutdown()
     return 0 if failed else count.value
-
-
-def _too_few_gpus(ranks: int, gpus: int) -> str:
-    remedy = f"start {gpus} rank{'s' * (gpus > 1)}, or use gloo" if gpus else "use gloo"
-    return f"nccl needs a GPU for each of the {ranks} ranks, and there {'is' if gpus == 1 else 'are'} {gpus}; {remedy}"

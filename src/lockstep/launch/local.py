@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine, and stays until the last has ended.
+"""Starts the ranks of this machine, and waits until the last has ended.
 
     command --> imports torch, once --> forks rank 0, 1, ... --> entry() in each --> the run's exit code
                 about 0.95 s            milliseconds             0 done, 1 failed, 2 config, 130 stopped
@@ -38,7 +38,7 @@ from lockstep.config.schema import Launch
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
-from lockstep.core.ranks import LAUNCHER, RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals
 from lockstep.launch import streams
@@ -69,7 +69,7 @@ def launch(
     ahead: Sequence[str] = (),
     remedy: str = "",
 ) -> LaunchResult:
-    """Run `entry` on `ranks` ranks of this machine; `.show()` says why it failed and has the run's exit code.
+    """Run `entry` on `ranks` ranks of this machine; `.show()` prints why it failed and returns the run's exit code.
 
     Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named with its
     traceback, or with its message if it raised a `Failure`, whose exit code is then the run's; the others are ended.
@@ -78,8 +78,8 @@ def launch(
         entry: returns the rank's exit code. Must be importable by name if ranks can't be forked.
         ranks: on this machine.
         launch: `port`, `environment`; `timeout`: seconds an orderly stop may take, for a collective may take as long.
-        logs: folder for rank-N.log. Rank 0 also speaks to the terminal, the others only to their files, and their
-            warnings are shown at the end. None: all ranks speak to the terminal.
+        logs: folder for rank-N.log. Rank 0 also prints to the terminal, the others only to their files, and their
+            warnings are shown at the end. None: all ranks print to the terminal.
         apart: one rank, too, gets a process of its own, so that this one stays fit to fork others.
         ahead: modules that every rank is going to import; importing them must start no threads and touch no GPU.
         remedy: what to change if a rank is killed because memory ran out: one or more sentences.
@@ -99,15 +99,9 @@ def launch(
     with _without_garbage_collection():
         importlib.import_module("torch")
         for name in ahead:
-            with contextlib.suppress(ImportError):  # a rank that needs it will say so
+            with contextlib.suppress(ImportError):  # a rank that needs it reports that
                 importlib.import_module(name)
     return _run_ranks(entry, ranks, launch, logs, remedy, last=not apart, forks=not fresh and may_fork())
-
-
-def started_by_another_launcher(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is a rank already (of torchrun, torch.distributed.launch, deepspeed, Slurm and the
-    like) and so must start none. `RankEnvironment.read` then says which, or what is missing."""
-    return names_a_rank(environ)
 
 
 def may_fork() -> bool:
@@ -117,7 +111,9 @@ def may_fork() -> bool:
     (torch, after its first parallel loop) do not survive, and a child that computes waits for them for ever. A child
     that does nothing makes the former end and shows the latter.
     """
-    if sys.platform != "linux" or threading.active_count() > 1 or _uses_cuda():
+    torch = sys.modules.get("torch")
+    uses_cuda = torch is not None and bool(torch.cuda.is_initialized())
+    if sys.platform != "linux" or threading.active_count() > 1 or uses_cuda:
         return False
     if _native_threads() > 1:
         child = os.fork()
@@ -149,15 +145,18 @@ def _run_ranks(
                 _start(entry, ranks, launch, logs, listener, members, forks)
             ends = watch(members, requests, launch.timeout)
         finally:
-            _end_all(members)
+            for member in members:
+                if member.ended is None:
+                    member.end(signal.SIGKILL)
+                member.close()
         sigkill = why_killed(killed_before, kernel_kills(), remedy)
         if not forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
             raise ConfigError(_GUARD)
-        outcome = _conclude(ends, launch, requests, sigkill)
-        if logs is not None and outcome.code == 0:
+        result = _conclude(ends, launch, requests, sigkill)
+        if logs is not None and result.code == 0:
             for remark in streams.remarks(logs, logged):
                 print_on_stderr(remark)
-        return replace(outcome, logs=logs) if outcome.code == 1 and logs is not None and logs.is_dir() else outcome
+        return replace(result, logs=logs) if result.code == 1 and logs is not None and logs.is_dir() else result
 
 
 def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> LaunchResult:
@@ -198,16 +197,16 @@ def _start(
     members: list[Member],
     forks: bool,
 ) -> None:
-    """Appends to `members` as they start, so that whoever holds the list can end them if one can't."""
+    """Start the ranks and append them to `members`, so that the caller can end them if one can't be started."""
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or each forked rank would say it again
+        stream.flush()  # or each forked rank would print it again
     for rank in range(ranks):
         log = streams.log_path(logs, rank) if logs else None
-        orders = RankTask(rank, os.getpid(), forks, log, listener if rank == 0 else None)
+        task = RankTask(rank, os.getpid(), forks, log, listener if rank == 0 else None)
         ours, theirs = context.Pipe()
-        process = context.Process(target=run_rank, args=(entry, orders, theirs), name=f"rank-{rank}")
+        process = context.Process(target=run_rank, args=(entry, task, theirs), name=f"rank-{rank}")
         with (
             set_environment(_variables(rank, ranks, listener, launch.environment)),
             safe_interpreters(),
@@ -228,7 +227,7 @@ def _variables(rank: int, ranks: int, listener: socket.socket, configured: Mappi
 
 @contextlib.contextmanager
 def _listener(port: int, ranks: int) -> Iterator[socket.socket]:
-    """A socket that listens on loopback, on `port` or on any free one."""
+    """Yield a socket that listens on loopback, on `port` or on any free one."""
     try:
         server = socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * ranks))
     except OSError as error:
@@ -240,7 +239,7 @@ def _listener(port: int, ranks: int) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """A fresh interpreter gets functions by their names."""
+    """Raise ConfigError where a fresh interpreter can't get the entry by its name."""
     try:
         yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -250,13 +249,6 @@ def _explained() -> Iterator[None]:
             "Define functions and classes at the top of a module (no lambda), or start the ranks before the first "
             "computation"
         ) from error
-
-
-def _end_all(members: list[Member]) -> None:
-    for member in members:
-        if member.ended is None:
-            member.end(signal.SIGKILL)
-        member.close()
 
 
 @contextlib.contextmanager
@@ -279,11 +271,6 @@ def _frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _uses_cuda() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def _native_threads() -> int:

@@ -34,7 +34,7 @@ class LaunchResult:
         if self.text:
             print_on_stderr(self.text if self.is_traceback else f"lockstep: {self.text}")
         if self.logs is not None:
-            print_on_stderr(f"each rank's words are in {self.logs}")
+            print_on_stderr(f"each rank's output is in {self.logs}")
         return self.code
 
     def failure(self) -> Failure:
@@ -44,7 +44,7 @@ class LaunchResult:
         for kind in (Paused, Stopped, VerificationError):
             if self.code == kind.exit_code:
                 return kind(self.text or "stopped")
-        return RunFailed(f"{self._reason()}; each rank's words are in {self.logs}" if self.logs else self._reason())
+        return RunFailed(f"{self._reason()}; each rank's output is in {self.logs}" if self.logs else self._reason())
 
     def _reason(self) -> str:
         if not self.is_traceback:

@@ -195,7 +195,7 @@ def _report_on(terminal: int, path: Path, error: OSError) -> None:
 
 
 def _lost(path: Path, error: OSError) -> str:
-    return f"lockstep: {path} can't be written: {error.strerror or error}; the run goes on without this log\n"
+    return f"lockstep: {path} can't be written: {error.strerror or error}; the run continues without this log\n"
 
 
 def sizes(logs: Path, ranks: int) -> list[int]:
