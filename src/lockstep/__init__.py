@@ -106,7 +106,7 @@ __all__ = ["__version__", "log", *sorted(_HOMES)]
 
 
 def _refuse_other_systems() -> None:
-    from lockstep.core.systems import why_not_here
+    from lockstep.core.distribution import why_not_here
 
     why = why_not_here()
     if why is not None:

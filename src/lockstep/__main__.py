@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.core.systems import why_not_here
+from lockstep.core.distribution import why_not_here
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

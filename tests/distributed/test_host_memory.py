@@ -7,7 +7,7 @@ import pytest
 
 _SCRIPT = """
 import resource, sys, torch
-from lockstep.distributed.host_memory import keep_freed_memory
+from lockstep.distributed.memory import keep_freed_memory
 torch.set_num_threads(1)
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.core.distribution import DISTRIBUTION, pip_install
-from lockstep.core.systems import why_not_here
+from lockstep.core.distribution import DISTRIBUTION, pip_install, why_not_here
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("src", "tests", "docs", "recipes", "examples", "drills", "benchmarks")

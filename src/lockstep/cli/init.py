@@ -36,7 +36,11 @@ def run(words: Sequence[str]) -> int:
     data = _ask("Data, a file, a folder or a name", start.data) if asks and not args.data else args.data
     model, data = _seen_from(args.folder, model), _seen_from(args.folder, data)
     _write(args.folder, {CONFIG: start.filled_config(model, data), **start.files})
-    _tell_next(args.folder, start.filled_commands(data))
+    enter = [] if args.folder == Path() else [f"cd {shlex.quote(str(args.folder))}"]
+    check, train = f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"
+    echo("\nnext:")
+    for line in (*enter, *start.filled_commands(data), check, train):
+        echo(f"  {line}")
     return 0
 
 
@@ -88,9 +92,3 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
             echo(f"wrote {folder / name}")
     except OSError as error:
         raise ConfigError(f"{folder} can't be written to: {error.strerror}") from error
-
-
-def _tell_next(folder: Path, prepare: Sequence[str]) -> None:
-    enter = [] if folder == Path() else [f"cd {shlex.quote(str(folder))}"]
-    for line in ("\nnext:", *enter, *prepare, f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"):
-        echo(line if line.startswith("\n") else f"  {line}")

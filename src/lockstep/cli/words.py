@@ -120,17 +120,14 @@ def split(words: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list
             if flags.get(flag) and not equals and rest:
                 own.append(rest.pop(0))
         elif word.startswith("--") and len(word) > 2:
-            value = rest.pop(0) if not equals and rest and _is_value(rest[0]) else None
+            has_value = not equals and rest and not rest[0].startswith("--") and not _ASSIGNMENT.fullmatch(rest[0])
+            value = rest.pop(0) if has_value else None
             overrides.append(Override(flag[2:], value) if not equals else Override.parse(word))
         elif _ASSIGNMENT.fullmatch(word):
             overrides.append(Override.parse(word))
         else:
             own.append(word)
     return own, overrides
-
-
-def _is_value(word: str) -> bool:
-    return not word.startswith("--") and not _ASSIGNMENT.fullmatch(word)
 
 
 def read_config(names: Sequence[str], overrides: Sequence[Override]) -> tuple[LoadedConfig, str]:

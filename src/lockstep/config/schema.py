@@ -355,7 +355,7 @@ class ParameterRule(Section):
 
 
 class Optim(Section):
-    """The optimizer."""
+    """The optimizer and its settings."""
 
     name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "custom", "given"] = "adamw"
     """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `custom`: that of `target`; `given`:

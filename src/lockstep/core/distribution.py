@@ -1,10 +1,25 @@
-"""Lockstep as pip knows it: stated here, and in pyproject.toml; a test compares them."""
+"""The name of the distribution (a test compares it with pyproject.toml), and the systems that it runs on.
+
+Lockstep runs on Linux only: it forks ranks, ends processes with their parent, and reads cores, locks and memory from
+Linux.
+"""
 
 from __future__ import annotations
+
+import sys
 
 DISTRIBUTION = "lockstep-torch"
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs what an extra stands for."""
+    """Return the command that installs what an extra stands for."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def why_not_here(platform: str | None = None) -> str | None:
+    """Return why Lockstep can't run on this operating system; None if it can."""
+    platform = platform or sys.platform
+    if platform == "linux":
+        return None
+    way = "use WSL 2" if platform in ("win32", "cygwin") else "use a Linux machine, a virtual machine or a container"
+    return f"Lockstep runs on Linux, and this is {platform}; {way}"

@@ -35,7 +35,7 @@ class _Kind:
     """The functions that get, set and reseed a kind of generator."""
 
     get: Callable[[Any], Tensor]
-    put: Callable[[Any, Tensor], None]
+    put: Callable[[Any, Tensor], object]
     reseed: Callable[[Any, int], None]
 
 
@@ -157,10 +157,6 @@ def _read(state: Tensor, arrays: bool = False) -> Any:
     return json.loads(state.numpy().tobytes(), object_hook=_arrayed if arrays else None)
 
 
-def _put_torch(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
 def _reseed_torch(generator: torch.Generator, rank: int) -> None:
     drawn = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     generator.manual_seed(key(drawn, "rank", rank) >> 1)
@@ -185,7 +181,7 @@ def _reseed_python(generator: random.Random, rank: int) -> None:
 
 
 _KINDS: Mapping[type, _Kind] = {
-    torch.Generator: _Kind(lambda generator: generator.get_state().clone(), _put_torch, _reseed_torch),
+    torch.Generator: _Kind(lambda generator: generator.get_state().clone(), torch.Generator.set_state, _reseed_torch),
     np.random.Generator: _Kind(lambda generator: _text(generator.bit_generator.state), _put_numpy, _reseed_numpy),
     random.Random: _Kind(lambda generator: _text(generator.getstate()), _put_python, _reseed_python),
 }

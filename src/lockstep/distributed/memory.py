@@ -9,8 +9,11 @@ CPU    the machine's, or what its control groups (of a     its resident memory
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import socket
+import sys
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -20,6 +23,12 @@ from lockstep.core.control_groups import MemoryLimit, host_memory, tightest_limi
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.distributed.process_group import World
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_... of malloc.h
+_KEPT = 1 << 30  # bytes free at the heap's end, from which they are given back
+_LARGEST = 32 << 20  # the largest block that the heap holds; mallopt(3) takes no more
+_MALLOC_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD")
 
 
 def rank_memory(world: World) -> int:
@@ -67,3 +76,17 @@ def memory_limit_of(device: torch.device) -> MemoryLimit:
 
 def _of_device(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that it frees; return whether it does. The user's malloc settings have priority.
+
+    Each forward allocates what the last backward freed. The C library gives large blocks back to the system in between,
+    and gets them again page by page: some 4,000 page faults an update of the default recipe, a tenth of its time.
+    """
+    if sys.platform != "linux" or any(name in os.environ for name in _MALLOC_SETTINGS):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    return mallopt is not None and all(
+        mallopt(option, value) == 1 for option, value in ((_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, _KEPT))
+    )

@@ -28,7 +28,7 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.collectives import LocalGroup, RankGroup
-from lockstep.distributed.host_memory import keep_freed_memory
+from lockstep.distributed.memory import keep_freed_memory
 from lockstep.distributed.store_exchange import StoreExchange
 from lockstep.distributed.timeouts import collective_timeout
 

@@ -163,7 +163,9 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, sigkill: str
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
     match end.kind:
-        case EndKind.MESSAGE | EndKind.STOPPED | EndKind.PAUSED if _all_say(end.text, ends):
+        case EndKind.MESSAGE | EndKind.STOPPED | EndKind.PAUSED if all(
+            of is not None and of.text == end.text for of in ends
+        ):
             return end.text
         case EndKind.WAITED:
             return "\n".join([_waiting(ends, end.time, timeout), *end.text.splitlines()[1:]])
@@ -197,10 +199,6 @@ def _named(ranks: Sequence[int]) -> str:
     if len(ranks) > _NAMED:
         return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def _all_say(text: str, ends: Iterable[End | None]) -> bool:
-    return all(end is not None and end.text == text for end in ends)
 
 
 def _shortened(text: str) -> str:

@@ -69,28 +69,28 @@ class _Signalled(Stopped):
     """Raised where the rank was when SIGTERM came."""
 
 
-def run_rank(entry: Callable[[], int], orders: RankTask, channel: Connection) -> NoReturn:
-    """The main function of a rank's process. Its environment is set already."""
-    end_with(orders.launcher)
+def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> NoReturn:
+    """Run `entry` in a rank's process, whose environment is set already."""
+    end_with(task.launcher)
     let_children_search()
-    if orders.forked:
+    if task.forked:
         atexit._clear()  # what the launcher wanted done at its own exit
     _listen_to_the_launcher_alone(channel)
-    with _streams(orders):
+    with _streams(task):
         _take_threads()
-        if orders.listener is not None:
-            os.environ[STORE_FD] = str(orders.listener.detach())  # the store closes it
+        if task.listener is not None:
+            os.environ[STORE_FD] = str(task.listener.detach())  # the store closes it
         end = run_entry(partial(_hear_signals_and_run, entry))
         for number in (signal.SIGTERM, signal.SIGUSR1, SAVE_SIGNAL):
             signal.signal(number, no_effect)  # it is ending; nothing to interrupt
-        if orders.log is not None:
-            append_end(orders.log, end)
-        _report(replace(end, detail=""), channel, waits=orders.rank == 0)
+        if task.log is not None:
+            append_end(task.log, end)
+        _report(replace(end, detail=""), channel, waits=task.rank == 0)
     leave(end.code)
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process with `code`, after its threads and its exit functions, but without taking torch apart.
+    """End this process with `code`, after its threads and its exit functions, but without taking torch apart.
 
     Taking an interpreter that holds torch apart costs 0.3 s, and with a DDP model in it torch 2.13 aborts now and then
     (`terminate called without an active exception`): a finished rank would count as a failed one.
@@ -122,10 +122,10 @@ def run_entry(entry: Callable[[], int]) -> End:
     except BaseException as error:
         # In a frame of its own: a local here would tie error and frames into a cycle, and what the entry held (data
         # workers) would be closed whenever garbage is collected, and in whatever order.
-        return _told(error, time.monotonic())
+        return _end_of_error(error, time.monotonic())
 
 
-def _told(error: BaseException, now: float) -> End:
+def _end_of_error(error: BaseException, now: float) -> End:
     hidden = error.__context__ if isinstance(error, _Signalled) else None  # it was failing when it was told to stop
     shown = hidden or error
     return end_of_exception(shown, now, _without_ours(shown.__traceback__))
@@ -185,10 +185,10 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _streams(orders: RankTask) -> contextlib.AbstractContextManager[None]:
-    if orders.log is None or orders.rank == 0:
-        return streams.doubled(orders.log)
-    streams.redirect(orders.log)
+def _streams(task: RankTask) -> contextlib.AbstractContextManager[None]:
+    if task.log is None or task.rank == 0:
+        return streams.doubled(task.log)
+    streams.redirect(task.log)
     return contextlib.nullcontext()
 
 
