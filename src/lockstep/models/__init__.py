@@ -1,1 +1,1 @@
-"""What is trained and what for: models, their initial values, objectives. Nothing here knows of ranks."""
+"""Models, their initial values, and objectives; independent of ranks."""

@@ -55,18 +55,18 @@ _MISSING = object()
 _Path = tuple[str, ...]
 
 
-def check_keys(config: Any, asked: Mapping[str, Any]) -> None:
+def check_keys(config: Any, overrides: Mapping[str, Any]) -> None:
     """Raise for keys that transformers would ignore, as it does with all that it doesn't know.
 
     Args:
-        config: of the type, without the keys of `asked`.
+        config: of the type, without the keys of `overrides`.
 
     Raises:
         ConfigError: some would be ignored.
     """
     known = _known(config)
     problems = []
-    for name, value in asked.items():
+    for name, value in overrides.items():
         if name in known or _is_needless(name, value) or _is_translated(config, name, value):
             continue
         why = f"{config.model_type} has no such key{_hint(name, known)}"
@@ -77,17 +77,17 @@ def check_keys(config: Any, asked: Mapping[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def taken(config: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+def taken(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that a config is made from or updated by; they have passed `check_keys`."""
     known = _known(config)
-    return {name: value for name, value in asked.items() if name in known or not _is_needless(name, value)}
+    return {name: value for name, value in overrides.items() if name in known or not _is_needless(name, value)}
 
 
-def override(config: Any, asked: Mapping[str, Any]) -> None:
+def override(config: Any, overrides: Mapping[str, Any]) -> None:
     """Change a config that was read from a file. What an older key is translated to has new values; the rest of it,
     such as the scaling beside a rotary base, stays."""
     known = _known(_default(config))  # a file may have kept an older key
-    for name, value in taken(config, asked).items():
+    for name, value in taken(config, overrides).items():
         paths = _changed_by(config, name, value) if name not in known or name == "rope_scaling" else []
         if not paths:
             config.update({name: value})

@@ -176,7 +176,7 @@ def _named(model: Any, registries: tuple[str, ...]) -> bool:
 
 
 def _names(model: Any) -> list[str]:
-    """Of its class and those that it inherits from: a user's own may be one of the library's, changed."""
+    """Return the names of the library's classes that the model inherits from; else its class's."""
     return [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models")] or [
         type(model).__name__
     ]
@@ -184,8 +184,8 @@ def _names(model: Any) -> list[str]:
 
 @cache
 def _registered(registry: str) -> Collection[str]:
-    """Names of classes."""
+    """Return the names of a registry's classes."""
     from transformers.models.auto import modeling_auto
 
-    found = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES").values()
-    return frozenset(name for one in found for name in ([one] if isinstance(one, str) else one))
+    entries = getattr(modeling_auto, f"MODEL_FOR_{registry}_MAPPING_NAMES").values()
+    return frozenset(name for entry in entries for name in ([entry] if isinstance(entry, str) else entry))

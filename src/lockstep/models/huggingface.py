@@ -188,19 +188,19 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
     """Return transformers' config: what was configured, and what the data has."""
     from transformers import AutoConfig
 
-    asked = dict(section.architecture or {})
-    kind = asked.pop("model_type", None)
+    overrides = dict(section.architecture or {})
+    kind = overrides.pop("model_type", None)
     if section.pretrained is None:
         default = AutoConfig.for_model(kind)
-        check_keys(default, asked)
-        config = AutoConfig.for_model(kind, **taken(default, asked))
-        _adopt_vocabulary(config, asked, facts)
+        check_keys(default, overrides)
+        config = AutoConfig.for_model(kind, **taken(default, overrides))
+        _adopt_vocabulary(config, overrides, facts)
     else:
         config = AutoConfig.from_pretrained(section.pretrained, trust_remote_code=trust_remote_code)
-        check_keys(config, asked)
+        check_keys(config, overrides)
         if kind not in (None, config.model_type):
             raise _problem("architecture.model_type", f"{kind!r}, but {section.pretrained} is a {config.model_type}")
-        override(config, asked)
+        override(config, overrides)
     config.use_cache = False
     if facts.padding is not None:
         config.pad_token_id = facts.padding
@@ -211,20 +211,20 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
     return config
 
 
-def _adopt_vocabulary(config: Any, asked: Collection[str], facts: DataFacts) -> None:
+def _adopt_vocabulary(config: Any, overrides: Collection[str], facts: DataFacts) -> None:
     """Give random weights as many tokens as the data has, unless more were configured."""
     if facts.vocabulary is None:
         return
-    if "vocab_size" in asked and config.vocab_size < facts.vocabulary:
+    if "vocab_size" in overrides and config.vocab_size < facts.vocabulary:
         raise _problem(
             "architecture.vocab_size",
             f"{config.vocab_size} is too few: the data has {facts.vocabulary} token ids; give that, or leave it out",
         )
-    if "vocab_size" not in asked:
+    if "vocab_size" not in overrides:
         config.vocab_size = facts.vocabulary
     for name in _SPECIAL_TOKENS:  # the type's defaults belong to its tokenizer
         token = getattr(config, name, None)
-        if name not in asked and isinstance(token, int) and token >= config.vocab_size:
+        if name not in overrides and isinstance(token, int) and token >= config.vocab_size:
             setattr(config, name, None)
 
 

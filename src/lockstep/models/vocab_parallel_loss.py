@@ -47,8 +47,8 @@ def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoo
     columns = _Columns(first, logits.shape[-1], sharded.device_mesh.get_group())
     here = sharded.to_local()
     flat, wanted = here.reshape(-1, here.shape[-1]).float(), targets.reshape(-1)
-    found: Tensor = _CrossEntropy.apply(flat, wanted, columns, label_smoothing, ignored)  # type: ignore[no-untyped-call]
-    return found
+    loss: Tensor = _CrossEntropy.apply(flat, wanted, columns, label_smoothing, ignored)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def full_logits(logits: Tensor) -> Tensor:

@@ -240,25 +240,25 @@ def _tied(manifest: Manifest) -> dict[str, str]:
 def _form(config: Config, arguments: ExportArguments) -> Form:
     """Return the requested format; else the file's by its name; else the one that suits the model."""
     named = _FORMS.get(arguments.to.suffix) if arguments.to is not None and not arguments.to.is_dir() else None
-    asked = arguments.format
+    form = arguments.format
     if named is None and arguments.to is not None and arguments.to.suffix[1:].isalpha() and not arguments.to.is_dir():
         forms = ", ".join(f"*{suffix}" for suffix in _FORMS)
         raise ConfigError(
             f"--to {arguments.to}: no format is known by that name; a file is one of {forms}, or a folder"
         )
-    if asked == "auto":
+    if form == "auto":
         return named or ("hf" if config.model.kind == "huggingface" else "safetensors")
-    if named is not None and named != asked:
-        raise ConfigError(f"--format {asked} doesn't go with a file called {arguments.to}; leave one of them out")
-    if asked == "hf" and config.model.kind == "given":
+    if named is not None and named != form:
+        raise ConfigError(f"--format {form} doesn't go with a file called {arguments.to}; leave one of them out")
+    if form == "hf" and config.model.kind == "given":
         raise ConfigError(
             "--format hf builds the model from the config, and this one was passed in Python; if it is of the "
             "transformers library, from_pretrained reads the folder model/ of the run; otherwise take --format "
             "safetensors or torch"
         )
-    if asked == "hf" and config.model.kind not in ("huggingface", "custom"):
+    if form == "hf" and config.model.kind not in ("huggingface", "custom"):
         raise ConfigError(_not_of_transformers(f"a model of kind {config.model.kind}"))
-    return asked
+    return form
 
 
 def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
