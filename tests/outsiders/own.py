@@ -42,7 +42,7 @@ class Own:
 def config_and_given(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sections of a config, and what `lockstep.session` is given."""
     own = OWN[name]
-    given = {"model": own.model, "dataset": own.data(), "collate": own.collate, "schedule": own.schedule}
+    given = {"model": own.model, "train_dataset": own.data(), "collate": own.collate, "schedule": own.schedule}
     given["optimizer"] = own.optimizer
     if isinstance(own.objective, dict):
         return {**own.sections, "objective": own.objective}, given

@@ -73,7 +73,7 @@ def _counted(parallel: dict[str, Any]) -> tuple[float, int, int]:
         for batch in session.batches():
             with Counting():
                 session.accumulate(batch)
-                report = session.commit().result().result().result().result()
+                report = session.commit().result()
             if report.step == 2:
                 sent.clear()
         names = [(name, value.numel() * 4) for name, value in components_of(session).sharding.state.weights()]

@@ -84,4 +84,4 @@ def test_a_wrong_word_is_answered(tmp_path: Path) -> None:
     assert "did you mean fsdp?" in done.stderr
     done = verify("--ranks", "1,none", cwd=tmp_path)
     assert done.returncode == 2
-    assert "whole numbers above 0 with commas between them" in done.stderr
+    assert "whole numbers above 0 separated by commas" in done.stderr

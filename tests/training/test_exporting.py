@@ -142,7 +142,7 @@ def test_the_newest_is_what_the_run_has_left(run: Path, tmp_path: Path) -> None:
 def test_a_state_dict_for_torch(run: Path, tmp_path: Path, asked: dict[str, Any], step: int) -> None:
     """Loads into the model as it stands, tied names too."""
     made = export(run, ExportArguments(**asked, to=tmp_path / "weights.pt"))
-    assert (made.step, made.form, made.checkpoint.name) == (step, "torch", f"step-{step:08d}")
+    assert (made.step, made.form, Path(made.checkpoint).name) == (step, "torch", f"step-{step:08d}")
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
     built(run).load_state_dict(state, strict=True)
@@ -204,8 +204,8 @@ def test_damage_to_optimizer_state_is_not_looked_for(
     assert main(["ckpt", "verify", str(folder), "--step", "5"]) == 3
     assert main(["export", "--help"]) == 0
     said = capsys.readouterr().out
-    assert "each byte of the model verified" in said
-    assert "Optimizer state is not read, so damage to it is not seen here: `lockstep ckpt verify RUN`" in said
+    assert "every byte of the model verifies" in " ".join(said.split())
+    assert "Optimizer state is not read, so damage to it is not detected: `lockstep ckpt verify RUN`" in said
 
 
 def _flip(file: Path, of: str = "model.") -> None:
@@ -277,7 +277,7 @@ def test_a_model_that_was_handed_over_lies_in_the_run(run: Path, tmp_path: Path)
     shutil.copytree(run, tmp_path / "run")
     config = yaml.safe_load((run / "config.yaml").read_text())
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config | {"model": {"kind": "given"}}))
-    with pytest.raises(ConfigError, match=r"handed over in Python; .* reads the folder model/ of the run"):
+    with pytest.raises(ConfigError, match=r"passed in Python; .* reads the folder model/ of the run"):
         export(tmp_path / "run", ExportArguments(format="hf"))
 
 

@@ -62,7 +62,7 @@ def _under(strategy: str, model_of: str = "", **sections: Any) -> dict[str, Any]
     if strategy == "tensor":
         parallel["tensor_parallel"] = {"plan": TENSOR_PLAN}
     asked = small.config(parallel=parallel, **sections)
-    if is_partitioned(model_of or strategy):
+    if (model_of or strategy) and is_partitioned(model_of or strategy):
         asked |= {"model": {"kind": "custom", "target": "kit.chains:Chain"}}
         asked |= {"batch": {"global_size": 13, "micro_size": 13}}
     return asked
