@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kit import small
 from kit.worlds import in_world
+from torch import nn
 
 import lockstep
 from lockstep.cli.main import main
@@ -136,3 +137,65 @@ def test_a_storage_and_a_folder_exclude_each_other(tmp_path: Path) -> None:
     both = {"folder": str(tmp_path), "storage": {"target": f"{STORAGE}:MEMORY"}}
     with pytest.raises(lockstep.ConfigError, match="exclude each other"):
         lockstep.train(_config(tmp_path / "run", checkpoint=both))
+
+
+ENTRY_POINTS = """[lockstep.monitors]
+messages = own_monitor:Messages
+[lockstep.transforms]
+quantized = own_transform:QuantizedInputs
+[lockstep.storage]
+memory = own_storage:MEMORY
+"""
+
+
+def test_an_installed_package_registers_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "own-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(ENTRY_POINTS)
+    for folder in (tmp_path, EXAMPLES):
+        monkeypatch.syspath_prepend(str(folder))
+    memory = import_target("own_storage:MEMORY")
+    memory.objects.clear()
+    sections = {"monitors": [{"target": "messages"}], "transforms": [{"target": "quantized"}]}
+    lockstep.train(_config(tmp_path / "run", checkpoint={"storage": {"target": "memory"}}, **sections))
+    assert "run: done" in capsys.readouterr().out
+    assert "step-00000004/manifest.json" in memory.objects
+    with pytest.raises(lockstep.ConfigError, match=r"monitors\[0\]\.target: 'mesages' .* lockstep\.monitors"):
+        lockstep.train(_config(tmp_path / "other", monitors=[{"target": "mesages"}]))
+
+
+class Sees:
+    def see(self, report: object) -> tuple[()]:
+        return ()
+
+
+class AddsScale(lockstep.Transform):
+    name = "scale"
+
+    def apply(self, model: Any) -> Any:
+        model.inner = nn.Sequential(model.inner)
+        return model
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        ({"monitors": [Sees()]}, r"monitors: \[0\] is of type Sees, which lacks .*start; subclass lockstep\.Monitor"),
+        ({"monitors": [Sees]}, r"monitors: \[0\] is the class Sees; pass an object of it: Sees\("),
+        ({"monitors": Sees()}, r"monitors: is of type Sees; pass a list of lockstep\.Monitor objects"),
+        ({"transforms": [str.upper]}, r"transforms: \[0\] is of type method_descriptor, which lacks after, apply"),
+        ({"storage": {}}, r"storage: is of type dict, which lacks delete, .*; subclass lockstep\.ObjectStore"),
+        ({"transforms": [AddsScale()]}, r"scale: .* must keep their names.*; added inner\.0\.bias, .*lost inner\.bias"),
+    ],
+)
+def test_objects_that_do_not_implement_their_protocol_are_refused(
+    tmp_path: Path, objects: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(lockstep.ConfigError, match=message):
+        lockstep.train(_config(tmp_path / "run"), **objects)
+    named = {"monitors": [{"target": f"{__file__}:Sees"}]}
+    with pytest.raises(lockstep.ConfigError, match=r"monitors\[0\]\.target: .*:Sees is of type Sees, which lacks"):
+        lockstep.train(_config(tmp_path / "named", **named))

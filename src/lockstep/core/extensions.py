@@ -88,18 +88,36 @@ def construct(kind: str, name: str, arguments: Mapping[str, Any], *, key: str = 
         return _call(name, function, arguments)
 
 
-def instance(kind: str, name: str, arguments: Mapping[str, Any], *, key: str = "") -> Any:
+def instance(kind: str, name: str, arguments: Mapping[str, Any], protocol: type, *, key: str = "") -> Any:
     """Return the object that `name` stands for; a class or function is called with `arguments` first.
 
+    Args:
+        protocol: what the object must implement, one of `lockstep`'s runtime-checkable protocols.
+
     Raises:
-        ConfigError: as `construct`; or there are arguments for an object that is not called.
+        ConfigError: as `construct`; there are arguments for an object that is not called; or it lacks methods.
     """
     target = load(kind, name, key=key)
     if inspect.isclass(target) or inspect.isroutine(target):
-        return construct(kind, name, arguments, key=key)
-    if arguments:
+        target = construct(kind, name, arguments, key=key)
+    elif arguments:
         raise ConfigError(Problem("", key, f"{name} is an object, which takes no arguments; leave them out"))
+    lacking = unimplemented(target, protocol)
+    if lacking is not None:
+        raise ConfigError(Problem("", key, f"{name} {lacking}"))
     return target
+
+
+def unimplemented(thing: object, protocol: type) -> str | None:
+    """Return why an object does not implement a protocol, as the end of a sentence about it; None: it does."""
+    wanted = f"lockstep.{protocol.__name__}"
+    if inspect.isclass(thing):
+        return f"is the class {thing.__name__}; pass an object of it: {thing.__name__}(...)"
+    if isinstance(thing, protocol):
+        return None
+    missing = sorted(name for name in dir(protocol) if not name.startswith("_") and name not in dir(thing))
+    lacks = f", which lacks {', '.join(missing)}" if missing else ""
+    return f"is of type {type(thing).__name__}{lacks}; subclass {wanted}"
 
 
 def import_target(target: str) -> object:

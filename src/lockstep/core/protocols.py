@@ -205,6 +205,7 @@ class Axis(Protocol):
     def barrier(self) -> None: ...
 
 
+@runtime_checkable
 class Transform(Protocol):
     """A change to the module before it is sharded. Transforms are applied in the order that their rules give.
 
@@ -226,6 +227,7 @@ class Transform(Protocol):
         """Return the changed model, which may be the same object."""
 
 
+@runtime_checkable
 class Monitor(Protocol):
     """Sees what a run reports, on the first rank, and may answer with requests. Nothing else reaches into the loop.
 
@@ -257,6 +259,7 @@ class Monitor(Protocol):
         return
 
 
+@runtime_checkable
 class ObjectStore(Protocol):
     """Holds checkpoints as named objects (`step-00000480/manifest.json`): a bucket, a database, memory."""
 

@@ -23,6 +23,7 @@ from lockstep.config.foreign_code import GIVEN
 from lockstep.config.known_runs import id_of_run
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
+from lockstep.core.protocols import ObjectStore
 from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_escaping_links
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def storage_of(config: Config, run: Path, given: ObjectStore | None = None) -> S
         return LocalStorage(checkpoint_folder(config, run), id_of_run(run))
     key = "checkpoint.storage.target"
     if section.target != GIVEN:
-        return ObjectStorage(instance("storage", section.target, section.arguments, key=key), id_of_run(run))
+        return ObjectStorage(
+            instance("storage", section.target, section.arguments, ObjectStore, key=key), id_of_run(run)
+        )
     if given is None:
         raise ConfigError(Problem("", key, "the checkpoints are in a storage that was passed in Python; pass it again"))
     return ObjectStorage(given, id_of_run(run))

@@ -12,13 +12,13 @@ from torch import nn
 from lockstep.config.foreign_code import GIVEN, extensions_in
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.extensions import instance
+from lockstep.core.extensions import instance, unimplemented
+from lockstep.core.protocols import Monitor, ObjectStore, Transform
 from lockstep.optim.stepping import needs_closure
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Monitor, ObjectStore, Transform
 
 
 class Objects(TypedDict, total=False):
@@ -83,6 +83,9 @@ class UserObjects:
             "schedule": _schedule(self.schedule),
             "collate": _collate(self.collate),
             "eval_datasets": _eval_datasets(self.eval_datasets),
+            "monitors": _extensions(self.monitors, Monitor),
+            "transforms": _extensions(self.transforms, Transform),
+            "storage": unimplemented(self.storage, ObjectStore) if self.storage is not None else None,
         }
         problems = [Problem("", name, why) for name, why in checks.items() if why is not None]
         if problems:
@@ -104,6 +107,12 @@ def user_objects(arguments: Mapping[str, Any]) -> UserObjects:
         near = closest_match(name, Objects.__annotations__)
         raise TypeError(f"there is no argument {name}" + (f"; did you mean {near}?" if near else ""))
     return UserObjects(**{name: value for name, value in arguments.items() if value is not None})
+
+
+def _extensions(given: object, protocol: type) -> str | None:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return f"is of type {_kind(given)}; pass a list of lockstep.{protocol.__name__} objects"
+    return next((f"[{at}] {why}" for at, thing in enumerate(given) if (why := unimplemented(thing, protocol))), None)
 
 
 def _optimizer(given: object) -> str | None:
@@ -256,17 +265,17 @@ def not_given(key: str, wanted: str, got: object) -> ConfigError:
 
 def user_monitors(config: Config, given: UserObjects) -> list[Monitor]:
     """Return the monitors that the config names, and those that were passed in Python."""
-    return [*_instances(config, "monitors"), *given.monitors]
+    return [*_instances(config, "monitors", Monitor), *given.monitors]
 
 
 def user_transforms(config: Config, given: UserObjects) -> list[Transform]:
     """Return the transforms that the config names, and those that were passed in Python."""
-    return [*_instances(config, "transforms"), *given.transforms]
+    return [*_instances(config, "transforms", Transform), *given.transforms]
 
 
-def _instances(config: Config, kind: str) -> list[Any]:
+def _instances(config: Config, kind: str, protocol: type) -> list[Any]:
     return [
-        instance(kind, section.target, section.arguments, key=f"{key}.target")
+        instance(kind, section.target, section.arguments, protocol, key=f"{key}.target")
         for key, section in extensions_in(config)
         if key.startswith(f"{kind}[") and section.target != GIVEN
     ]

@@ -22,13 +22,21 @@ def apply_transforms(model: nn.Module, transforms: Sequence[Transform], device: 
     """Return the model after the transforms, one after the other.
 
     Raises:
-        ConfigError: One of them can't be applied to this model on this device.
+        ConfigError: One of them can't be applied to this model on this device, or changes the names of its tensors.
     """
+    names = model.state_dict(keep_vars=True).keys()
     for transform in transforms:
         reason = transform.refuses(model, device)
         if reason is not None:
             raise ConfigError(f"{transform.name}: {reason}")
         model = transform.apply(model)
+        after = model.state_dict(keep_vars=True).keys()
+        if after != names:
+            added, lost = (", ".join(sorted(changed)[:3]) or "none" for changed in (after - names, names - after))
+            raise ConfigError(
+                f"{transform.name}: the model's tensors must keep their names, by which they are saved and sharded; "
+                f"added {added}, lost {lost}. Add layers in the model itself, before it is passed to Lockstep"
+            )
     return model
 
 
