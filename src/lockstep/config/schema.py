@@ -27,7 +27,7 @@ from lockstep.strategies.deepspeed import DeepSpeed as DeepSpeed
 from lockstep.strategies.fsdp import FSDP as FSDP
 from lockstep.strategies.fsdp import FSDPPrecision as FSDPPrecision
 from lockstep.strategies.partitions import PipelineParallel as PipelineParallel
-from lockstep.strategies.partitions import TensorParallel as TensorParallel
+from lockstep.strategies.partitions import TensorParallelOptions as TensorParallelOptions
 from lockstep.strategies.registry import StrategyName, checked_options
 from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
 
@@ -542,7 +542,7 @@ class Parallel(Section):
     tensor: Positive | Auto = 1
     """Ranks, next to each other, over which each matrix is spread; auto: what the others leave."""
     pipeline_parallel: PipelineParallel = PipelineParallel()
-    tensor_parallel: TensorParallel = TensorParallel()
+    tensor_parallel: TensorParallelOptions = TensorParallelOptions()
     ddp: DDP = DDP()
     fsdp: FSDP = FSDP()
     deepspeed: DeepSpeed = DeepSpeed()

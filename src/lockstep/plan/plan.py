@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config.schema import Config, Parallel, PipelineParallel, Schedule, TensorParallel
+from lockstep.config.schema import Config, Parallel, PipelineParallel, Schedule, TensorParallelOptions
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
@@ -252,7 +252,7 @@ def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> list[str]:
             idle.append(other.section)
     if mesh.pipeline == 1 and parallel.pipeline_parallel != PipelineParallel():
         idle.append("pipeline_parallel")
-    if mesh.tensor == 1 and parallel.tensor_parallel != TensorParallel():
+    if mesh.tensor == 1 and parallel.tensor_parallel != TensorParallelOptions():
         idle.append("tensor_parallel")
     return [f"Options under parallel.{name} have no part in this run, which is under {strategy.name}." for name in idle]
 

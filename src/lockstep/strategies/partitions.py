@@ -26,7 +26,7 @@ class PipelineParallel(Section):
     """Names of the blocks that stages begin with, from the second stage on; auto: stages of about the same cost."""
 
 
-class TensorParallel(Section):
+class TensorParallelOptions(Section):
     """How the matrices of a model are divided over the ranks of `parallel.tensor`."""
 
     plan: Literal["auto"] | dict[str, str] = "auto"

@@ -153,42 +153,31 @@ def _style(word: str, module: nn.Module, mode: ForwardMode) -> ParallelStyle:
     return _STYLES[word](mode)
 
 
-class _Colwise(ColwiseParallel):
-    """torch's style, which the mode can bypass."""
+class _Bypassable:
+    """Makes one of torch's styles have no effect while the mode says so."""
 
     def __init__(self, mode: ForwardMode, **layouts: Any) -> None:
         super().__init__(**layouts)
         self._mode = mode
 
-    def _prepare_input_fn(self, given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:  # type: ignore[override]
+    def _prepare_input_fn(self, given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:
         if _is_bypassed(self._mode, module):
             return None
         _refuse_keywords(inputs)
-        return ColwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
+        return cast("Any", super())._prepare_input_fn(given, wanted, module, inputs, mesh)
 
-    def _prepare_output_fn(self, wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:  # type: ignore[override]
+    def _prepare_output_fn(self, wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:
         if _is_bypassed(self._mode, module):
             return None
-        return ColwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)  # type: ignore[no-untyped-call]
+        return cast("Any", super())._prepare_output_fn(wanted, as_local, module, outputs, mesh)
 
 
-class _Rowwise(RowwiseParallel):
+class _Colwise(_Bypassable, ColwiseParallel):
     """torch's style, which the mode can bypass."""
 
-    def __init__(self, mode: ForwardMode, **layouts: Any) -> None:
-        super().__init__(**layouts)
-        self._mode = mode
 
-    def _prepare_input_fn(self, given: Any, wanted: Any, module: Any, inputs: Any, mesh: Any) -> Any:  # type: ignore[override]
-        if _is_bypassed(self._mode, module):
-            return None
-        _refuse_keywords(inputs)
-        return RowwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)  # type: ignore[no-untyped-call]
-
-    def _prepare_output_fn(self, wanted: Any, as_local: bool, module: Any, outputs: Any, mesh: Any) -> Any:  # type: ignore[override]
-        if _is_bypassed(self._mode, module):
-            return None
-        return RowwiseParallel._prepare_output_fn(wanted, as_local, module, outputs, mesh)  # type: ignore[no-untyped-call]
+class _Rowwise(_Bypassable, RowwiseParallel):
+    """torch's style, which the mode can bypass."""
 
 
 class _Sequence(SequenceParallel):

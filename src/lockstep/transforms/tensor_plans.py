@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.config.schema import TensorParallel
+from lockstep.config.schema import TensorParallelOptions
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.refusals import nearest_divisors
@@ -51,7 +51,7 @@ _ATTENTION = re.compile(r"attn|attention")
 
 
 def tensor_plan(
-    model: nn.Module, options: TensorParallel, degree: int, ours: Mapping[str, str] | None = None
+    model: nn.Module, options: TensorParallelOptions, degree: int, ours: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the style of each module that has one, in the model's order.
 
@@ -80,7 +80,7 @@ def tensor_plan(
     return plan
 
 
-def _users(options: TensorParallel) -> dict[str, str]:
+def _users(options: TensorParallelOptions) -> dict[str, str]:
     assert not isinstance(options.plan, str)
     return {pattern: _known(style, f"{KEY}.plan", pattern) for pattern, style in options.plan.items()}
 
@@ -94,7 +94,7 @@ def _known(style: str, key: str, of: str) -> str:
     raise ConfigError(Problem("", key, f"{of}: there is no style {style!r}; {meant}"))
 
 
-def _huggingface(model: nn.Module, options: TensorParallel) -> dict[str, str]:
+def _huggingface(model: nn.Module, options: TensorParallelOptions) -> dict[str, str]:
     """Return the plan that a Hugging Face model carries, by the names of the whole model."""
     inner: Any = getattr(model, "base_model", None)
     carried = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
@@ -169,7 +169,7 @@ def _inside(module: nn.Module) -> str:
     return f"; in it are {', '.join(names[:4])}" if names else ""
 
 
-def _refuse_half_sequences(options: TensorParallel, plan: Mapping[str, str]) -> None:
+def _refuse_half_sequences(options: TensorParallelOptions, plan: Mapping[str, str]) -> None:
     """Raise ConfigError if the option and the styles of a user's own plan differ on whether sequences are divided."""
     first = next((f"{name}: {style}" for name, style in plan.items() if "sequence" in style), None)
     key = f"{KEY}.sequence_parallel"
