@@ -370,8 +370,9 @@ def _keep_weights(session: Session, held: Callable[[], Path]) -> str:
 
 def _report(folder: Path) -> None:
     """Write the run's page. One that can't be written is no reason to fail a run that is done."""
-    report = importlib.import_module("lockstep.report")  # by name: it is in a layer above this one
     try:
-        report.write_report(folder)
+        importlib.import_module("lockstep.report").write_report(folder)  # by name: it is in a layer above this one
     except RunFailed as failure:
         _log.warning("%s", failure)
+    except Exception as error:  # an installation that was replaced while the run went on, among others
+        _log.warning("the report could not be written: %s: %s", type(error).__name__, error)
