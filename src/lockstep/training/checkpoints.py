@@ -111,18 +111,18 @@ class Checkpoints:
         home: Path | None = None,
         recipe: str = "session",
     ) -> None:
-        config = components_of(session).config
         components = components_of(session)
+        section, epoch_samples = components.config.checkpoint, components.plan.epoch_samples
         self._session = session
-        self._data = data_identity(components.source, components.plan.epoch_samples)
+        self._data = data_identity(components.source, epoch_samples)
         self._storage = storage
-        self._axis = components_of(session).world.axis
-        self._section = config.checkpoint
+        self._axis = components.world.axis
+        self._section = section
         self._environment = environment
         self._home = home
         self._recipe = recipe
-        self._retention = Retention(storage, config.checkpoint, components_of(session).plan.epoch_samples)
-        self._due = Trigger(config.checkpoint.every, Request.SAVE, components_of(session).plan.epoch_samples)
+        self._retention = Retention(storage, section, epoch_samples)
+        self._due = Trigger(section.every, Request.SAVE, epoch_samples)
         self._saver: Saver | None = None
         self._saved_at: int | None = None
         self._best: float | None = None
