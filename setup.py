@@ -27,7 +27,7 @@ class BuildWithRecipes(build_py):
 
 
 def index_page(readme: str) -> str:
-    """The README without relative images, and with the words of relative links in place of the links."""
+    """Return the README without relative images, and with the text of relative links instead of the links."""
     return _LINK.sub(r"\1", _IMAGE.sub("", readme))
 
 

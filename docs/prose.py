@@ -1,10 +1,11 @@
-"""Checks the prose of README, docs, recipes and examples: python docs/prose.py [FILE ...]
+"""Checks the prose of the project, in its pages and in its code: python docs/prose.py [FILE or FOLDER ...]
 
     rules       docs/prose.toml: words with what to write instead, and the longest sentence
     spelling    codespell, with American spelling
 
 In Markdown, code is left out, and so is what stands between <!-- NAME --> and <!-- /NAME -->: it has other sources.
-In Python, comments and docstrings are read; in YAML and shell scripts, comments; in YAML also `description`.
+In Python, comments, docstrings and messages (strings of at least four words) are read; in YAML and shell scripts,
+comments; in YAML also `description`.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ _BLOCK_END = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*|>]|\d+\.|!!!)\s?)|^#.*$", re.MU
 def files() -> list[Path]:
     """Return the files whose prose is checked."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    pages = [page for page in pages if page.relative_to(ROOT).as_posix() not in RULES["pending"]]
-    code = [file for folder in ("recipes", "examples") for file in sorted((ROOT / folder).rglob("*"))]
-    return pages + [file for file in code if file.suffix in (".py", ".yaml", ".sh")]
+    folders = ("recipes", "examples", "src", "tests", "benchmarks", "drills")
+    code = [file for folder in folders for file in sorted((ROOT / folder).rglob("*"))]
+    every = pages + [file for file in code if file.suffix in (".py", ".yaml", ".sh")]
+    return [file for file in every if not file.relative_to(ROOT).as_posix().startswith(tuple(RULES["pending"]))]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print each problem with its file and line; return 1 if there is one."""
-    checked = [Path(name).resolve() for name in arguments] or files()
+    named = [Path(name).resolve() for name in arguments]
+    checked = [file for path in named for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])] or files()
     lines = [*(problem for file in checked for problem in problems(file)), *misspelled(checked)]
     if lines:
         print("\n".join(lines))
@@ -103,8 +106,22 @@ def _python(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         if token.type == tokenize.COMMENT:
             yield token.start, token.end
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        docstring = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if docstring or _is_message(node):
             yield (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+
+
+def _is_message(node: ast.AST) -> bool:
+    """Whether a string is a sentence for people: it has four words with spaces between them."""
+    if isinstance(node, ast.JoinedStr):
+        text = "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        text = node.value
+    else:
+        return False
+    return len(re.findall(r"(?<!\S)[A-Za-z']+[,.:;]?(?!\S)", text)) >= 4
 
 
 def _comments(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

@@ -1,4 +1,4 @@
-"""The prose keeps to the rules of docs/prose.toml, and the rules find what they are for."""
+"""The prose of pages and code keeps to the rules of docs/prose.toml, and the rules find what they are for."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_spelling_is_american(prose: ModuleType, tmp_path: Path) -> None:
         ("page.md", f"One sentence with {'very ' * 45}many words.\n", 1),
         ("code.py", '"""A model of one\'s own."""\nrooms = 1\n', 1),
         ("code.py", "x = 1\ny = 2  # somebody reads this\n", 2),
+        ("code.py", 'x = 1\ny = f"The run {x} goes on from here"\n', 2),
         ("run.yaml", "# What is merged.\ndescription: It goes on\n", 2),
     ],
 )
