@@ -23,8 +23,8 @@ import torch
 from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.reading import Reader, Wanted, by_step, read_manifest
-from lockstep.checkpoint.saving import name_of
+from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
+from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 
 PATIENCE = 180.0  # seconds, after which a run hangs
 
@@ -136,7 +136,7 @@ def saves_of(run: Path) -> LocalStorage:
 
 def newest(run: Path) -> int:
     """Step of the newest checkpoint; 0 if there is none."""
-    return max(by_step(saves_of(run).names()), default=0)
+    return max(names_by_step(saves_of(run).names()), default=0)
 
 
 def damage(run: Path) -> list[str]:
@@ -150,14 +150,14 @@ def damage(run: Path) -> list[str]:
 
 def state_hash(run: Path) -> str:
     """Of every tensor of the newest checkpoint, whoever wrote which part of it."""
-    storage, name = saves_of(run), name_of(newest(run))
+    storage, name = saves_of(run), checkpoint_name(newest(run))
     manifest = read_manifest(storage, name)
     found = hashlib.sha256()
     with Reader(storage, name, manifest) as reader:
         for key, entry in sorted(manifest.tensors.items()):
             memory = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            reader.read([Wanted(key, entry.kind.whole, memory)])
-            found.update(f"{key} {entry.kind}".encode())
+            reader.read([ReadItem(key, entry.info.whole, memory)])
+            found.update(f"{key} {entry.info}".encode())
             found.update(memory.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
@@ -174,7 +174,7 @@ def history(run: Path) -> list[tuple[int, float]]:
 
 
 def manifest_of(run: Path) -> Manifest:
-    return read_manifest(saves_of(run), name_of(newest(run)))
+    return read_manifest(saves_of(run), checkpoint_name(newest(run)))
 
 
 def size_of(file: Path) -> int:

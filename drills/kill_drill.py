@@ -44,7 +44,7 @@ from attempts import (
     weights_hash,
 )
 
-from lockstep.checkpoint.reading import by_step
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.training.audit import audit
 
 RESULTS = Path(__file__).parent / "results"
@@ -278,7 +278,7 @@ class Disk:
         return self._of_draft(self.folder / drafts[0])
 
     def newest(self) -> int:
-        return max(by_step(name for name in self._names(self.folder) if name.startswith("step-")), default=0)
+        return max(names_by_step(name for name in self._names(self.folder) if name.startswith("step-")), default=0)
 
     def _of_draft(self, draft: Path) -> str | None:
         names = self._names(draft)

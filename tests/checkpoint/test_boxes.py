@@ -14,7 +14,7 @@ from kit.storing import Divided, rank_states, saved, state_of
 
 from lockstep.checkpoint.boxes import share_out
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
-from lockstep.checkpoint.reading import Reader, Wanted
+from lockstep.checkpoint.reading import Reader, ReadItem
 from lockstep.core.errors import RunFailed
 from lockstep.distributed.shard_boxes import Box, LocalShards, TensorInfo, local_shards
 
@@ -40,7 +40,7 @@ def test_what_some_ranks_wrote_others_read(tmp_path_factory: Any, division: Any)
         for box in local_shards(part).boxes:
             memory = torch.empty(box.sizes)
             with Reader(storage, name, manifest) as reader:
-                reader.read([Wanted("model.w", box, memory)])
+                reader.read([ReadItem("model.w", box, memory)])
             assert torch.equal(memory, part.to_local())
 
 
@@ -99,7 +99,7 @@ def test_tensors_of_any_kind_come_back(tmp_path: Path, tensor: torch.Tensor) -> 
     storage, name, manifest = saved(tmp_path, [state_of({"model.w": tensor, "model.other": torch.ones(3)})])
     memory = torch.empty(tensor.shape, dtype=tensor.dtype)
     with Reader(storage, name, manifest) as reader:
-        reader.read([Wanted("model.w", local_shards(tensor).kind.whole, memory)])
+        reader.read([ReadItem("model.w", local_shards(tensor).kind.whole, memory)])
         reader.verify()
     assert torch.equal(memory, tensor)
 

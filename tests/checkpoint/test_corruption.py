@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 import lockstep
 from lockstep.checkpoint import fingerprints, reading
-from lockstep.checkpoint.loading import Loaded, load_newest
+from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import command
 from lockstep.core.errors import RunFailed
@@ -375,13 +375,13 @@ def _part(tensor: torch.Tensor, ranks: int, rank: int) -> Any:
     return Divided(tensor, ranks, rank, 0) if tensor.dim() else tensor
 
 
-def _assert_older(found: Loaded, what: str) -> None:
+def _assert_older(found: LoadedCheckpoint, what: str) -> None:
     assert found.manifest.step == OLDER, f"{what}: not found"
     assert list(found.broken) == [f"step-{NEWEST:08d}"], what
     assert found.broken[f"step-{NEWEST:08d}"], what
 
 
-def _loaded(place: Place, states: list[TrainingState]) -> list[Loaded]:
+def _loaded(place: Place, states: list[TrainingState]) -> list[LoadedCheckpoint]:
     meeting, found = Meeting(len(states)), {}
 
     def rank(number: int) -> None:

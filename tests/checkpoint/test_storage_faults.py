@@ -22,11 +22,11 @@ from kit.storing import Meeting, save, state_of, together
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.checkpoint.loading import Loaded, load_newest
+from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving import Identity, Moment, Saver
+from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.config.schema import Checkpoint
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
@@ -87,7 +87,7 @@ def _assert_whole(folder: Path, ranks: int, what: str) -> int:
     return step
 
 
-def _load(storage: LocalStorage, ranks: int) -> list[Loaded]:
+def _load(storage: LocalStorage, ranks: int) -> list[LoadedCheckpoint]:
     meeting, found = Meeting(ranks), {}
 
     def rank(number: int) -> None:
@@ -100,7 +100,7 @@ def _load(storage: LocalStorage, ranks: int) -> list[Loaded]:
 def _assert_goes_on(folder: Path, ranks: int, what: str) -> None:
     """A next save succeeds, and nothing is left lying about."""
     storage = LocalStorage(folder)
-    storage.sweep()
+    storage.remove_stale_drafts()
     assert save(storage, [_state(NEXT)] * ranks, NEXT) == [], what
     assert _assert_whole(folder, ranks, what) == NEXT
     assert {entry.name for entry in folder.iterdir()} == set(storage.names()), f"{what}: leftovers"
@@ -178,12 +178,12 @@ def test_nor_is_anything_left_where_the_first_rank_could_not_begin(folder: Path)
     meeting = Meeting(2)
     axes = [meeting.axis(0), meeting.axis(1)]
     savers = [
-        Saver(storage, axis, torch.device("cpu"), Identity("run", {}, {}))
+        Saver(storage, axis, torch.device("cpu"), RunMetadata("run", {}, {}))
         for storage, axis in zip([Full(folder), LocalStorage(folder)], axes, strict=True)
     ]
 
     def rank(number: int) -> None:
-        savers[number].start(_state(NEWEST), Moment(NEWEST, 0, 0, {}))
+        savers[number].start(_state(NEWEST), StepMetadata(NEWEST, 0, 0, {}))
         savers[number].finish()
 
     together(2, rank)
@@ -207,9 +207,9 @@ class HeardAtOnce(Saver):
 
 
 def test_a_save_that_is_heard_of_at_once_is_published_once(folder: Path) -> None:
-    saver = HeardAtOnce(LocalStorage(folder), Meeting(1).axis(0), torch.device("cpu"), Identity("run", {}, {}))
+    saver = HeardAtOnce(LocalStorage(folder), Meeting(1).axis(0), torch.device("cpu"), RunMetadata("run", {}, {}))
     for step in range(NEWEST, NEWEST + 10):
-        saver.start(_state(step), Moment(step, 0, 0, {}))
+        saver.start(_state(step), StepMetadata(step, 0, 0, {}))
         saver.finish()
         assert [(one.step, one.failure) for one in saver.outcomes()] == [(step, None)]
         assert _assert_whole(folder, 1, "heard at once") == step
@@ -274,7 +274,7 @@ def _retention(folder: Path) -> Retention:
 def _save_and_delete(folder: Path) -> None:
     """The older one needn't stay once there is a newer one."""
     storage = LocalStorage(folder)
-    _retention(folder).published(read_manifest(storage, f"step-{NEWEST:08d}"))
+    _retention(folder).on_published(read_manifest(storage, f"step-{NEWEST:08d}"))
 
 
 @pytest.mark.parametrize("how", ["ends", "fails"])

@@ -21,12 +21,12 @@ from kit.storing import Meeting, rank_states, save, saved, state_of
 from torch import Tensor
 
 import lockstep
-from lockstep.checkpoint.comparing import apart
-from lockstep.checkpoint.inspection import found_in, verify_all
+from lockstep.checkpoint.comparing import tensor_difference
+from lockstep.checkpoint.inspection import list_checkpoints, verify_all
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest, to_bytes
 from lockstep.checkpoint.reading import read_manifest
-from lockstep.checkpoint.saving import Identity, Moment, Saver
+from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.cli.main import main
 from lockstep.training.checkpoints import Checkpoints, Resume
 
@@ -66,9 +66,9 @@ def _save(folder: Path, step: int, tensors: dict[str, Tensor] | None = None, **o
     """One checkpoint of one rank; returns where it lies."""
     axis, storage = Meeting(1).axis(0), LocalStorage(folder)
     run = of.get("run", storage.run or "run")
-    saver = Saver(storage, axis, torch.device("cpu"), Identity(run, of.get("config", {}), {}))
+    saver = Saver(storage, axis, torch.device("cpu"), RunMetadata(run, of.get("config", {}), {}))
     values = {"sharding": {}, **of.get("state", {})}
-    moment = Moment(step, 10 * step, 100 * step, values, of.get("metrics", {}))
+    moment = StepMetadata(step, 10 * step, 100 * step, values, of.get("metrics", {}))
     saver.start(state_of({"model.a": torch.arange(6.0)} if tensors is None else tensors), moment)
     saver.finish()
     assert [outcome.failure for outcome in saver.outcomes()] == [None]
@@ -517,7 +517,7 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_how_far_apart(one: list[float], other: list[float], expected: tuple[Any, ...] | None) -> None:
-    found = apart("a", torch.tensor(one), torch.tensor(other))
+    found = tensor_difference("a", torch.tensor(one), torch.tensor(other))
     if expected is None:
         assert found is None
         return
@@ -547,7 +547,7 @@ def test_large_tensors_are_compared_in_parts() -> None:
     one = torch.zeros(2**20 + 5)
     other = one.clone()
     other[0], other[-1] = 0.5, -3.0
-    found = apart("a", one, other)
+    found = tensor_difference("a", one, other)
     assert found is not None
     assert (found.elements, found.differing, found.absolute, found.relative) == (2**20 + 5, 2, 3.0, 1.0)
 
@@ -702,7 +702,7 @@ class _Vanishing(LocalStorage):
 
 
 def test_what_a_run_deletes_meanwhile_is_not_damaged(tmp_path: Path) -> None:
-    for look in (found_in, verify_all):
+    for look in (list_checkpoints, verify_all):
         for step in (1, 2):
             shutil.rmtree(tmp_path / f"step-{step:08d}", ignore_errors=True)
             _save(tmp_path, step)
@@ -738,7 +738,7 @@ def test_if_none_verifies_none_is_deleted(ask: Ask, tmp_path: Path) -> None:
 def test_what_somebody_reads_stays(ask: Ask, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         _save(tmp_path, step)
-    with LocalStorage(tmp_path).reading("step-00000001"):
+    with LocalStorage(tmp_path).read_lock("step-00000001"):
         found = ask("prune", tmp_path, "--keep-last", 1, "--json")
     assert (found.json["deleted"], found.json["read"]) == (["step-00000002"], ["step-00000001"])
     assert "step-00000001 needn't stay, but is being read" in found.lines

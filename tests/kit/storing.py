@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.reading import by_step, read_manifest
-from lockstep.checkpoint.saving import Identity, Moment, Saver
-from lockstep.checkpoint.storage import Storage
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
+from lockstep.checkpoint.storage import Storage, names_by_step
 from lockstep.core.records import TrainingState
 
 
@@ -56,7 +56,7 @@ def saved(folder: Path, states: Sequence[TrainingState], step: int = 7) -> tuple
     storage = LocalStorage(folder)
     failures = save(storage, states, step)
     assert failures == [], failures
-    name = by_step(storage.names())[step]
+    name = names_by_step(storage.names())[step]
     return storage, name, read_manifest(storage, name)
 
 
@@ -66,8 +66,8 @@ def save(storage: Storage, states: Sequence[TrainingState], step: int, run: str 
     outcomes: list[Any] = []
 
     def rank(number: int) -> None:
-        saver = Saver(storage, meeting.axis(number), torch.device("cpu"), Identity(run, {}, {}))
-        saver.start(states[number], Moment(step, 10 * step, 100 * step, {"sharding": {}}))
+        saver = Saver(storage, meeting.axis(number), torch.device("cpu"), RunMetadata(run, {}, {}))
+        saver.start(states[number], StepMetadata(step, 10 * step, 100 * step, {"sharding": {}}))
         saver.finish()
         outcomes.extend(saver.outcomes())
 

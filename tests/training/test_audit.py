@@ -15,7 +15,8 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.reading import by_step, read_manifest
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import VerificationError
 from lockstep.core.progress import Progress
 from lockstep.data.order import MODULUS, SampleOrder, digest
@@ -52,7 +53,7 @@ def _attempt(config: dict[str, Any], folder: str, until: int, save_at: int, faul
 def _audited(folder: Path) -> Audit:
     """Of the newest checkpoint."""
     storage = LocalStorage(folder)
-    steps = by_step(storage.names())
+    steps = names_by_step(storage.names())
     manifest = read_manifest(storage, steps[max(steps)])
     return audit(manifest.state, manifest.samples)
 

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.reading import Reader, Wanted, read_manifest
-from lockstep.checkpoint.saving import name_of
+from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
+from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.exporting import ExportArguments, export
 
@@ -117,13 +117,13 @@ def _saved(folder: str) -> dict[str, Any]:
     """Every tensor whole, and every number, of the checkpoint at the cut; read by one rank."""
     if os.environ["RANK"] != "0":
         return {}
-    storage, name = LocalStorage(Path(folder)), name_of(CUT)
+    storage, name = LocalStorage(Path(folder)), checkpoint_name(CUT)
     manifest = read_manifest(storage, name)
     memory = {
         key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in manifest.tensors.items()
     }
     with Reader(storage, name, manifest) as reader:
-        reader.read(Wanted(key, entry.kind.whole, memory[key]) for key, entry in manifest.tensors.items())
+        reader.read(ReadItem(key, entry.info.whole, memory[key]) for key, entry in manifest.tensors.items())
     numbers = {key: manifest.state[key] for key in ("progress", "loss_scale", "patience")}
     return {"numbers": numbers, **{key: tensor.numpy() for key, tensor in memory.items()}}
 

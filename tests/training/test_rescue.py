@@ -18,7 +18,8 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.reading import by_step, read_manifest
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Rescued
 from lockstep.core.records import Batch
 from lockstep.training.audit import audit
@@ -98,7 +99,7 @@ def _fail_and_resume(config: dict[str, Any], fault: str) -> tuple[str, list[str]
 
 
 def _steps(run: Path) -> list[int]:
-    return list(by_step(LocalStorage(run / "checkpoints").names()))
+    return list(names_by_step(LocalStorage(run / "checkpoints").names()))
 
 
 def _check_whole(run: Path, attempts: int) -> None:
@@ -351,7 +352,7 @@ def _ended_and_resumed(rows: list[tuple[str, str, int]], folder: Path) -> list[t
         with pytest.raises((Exception, SystemExit, KeyboardInterrupt)) as caught:
             _followed(variant, saves, kind, rank)
         noted = [str(note) for note in getattr(caught.value, "__notes__", ())]
-        steps = list(by_step(LocalStorage(saves).names()))
+        steps = list(names_by_step(LocalStorage(saves).names()))
         began, loss = _followed(variant, saves, "", 0)
         found.append((f"{type(caught.value).__name__}: {noted}", steps, began, loss))
     return found

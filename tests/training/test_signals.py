@@ -15,7 +15,7 @@ from kit import small
 from kit.commands import Running, processes_of_group, run_lockstep, start_lockstep
 
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.reading import by_step
+from lockstep.checkpoint.storage import names_by_step
 
 
 def _config(folder: Path, **sections: object) -> Path:
@@ -33,7 +33,7 @@ def _trains(folder: Path) -> bool:
 
 
 def _saves(folder: Path) -> list[int]:
-    return sorted(by_step(LocalStorage(folder / "run" / "checkpoints").names()))
+    return sorted(names_by_step(LocalStorage(folder / "run" / "checkpoints").names()))
 
 
 def _send(running: Running, number: signal.Signals, target: str) -> None:

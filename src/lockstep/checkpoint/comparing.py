@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.inspection import distrusting, manifest_of
+from lockstep.checkpoint.inspection import as_verification_error
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.reading import Reader, Wanted
+from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.distributed.shard_boxes import TensorInfo
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _HISTORY = ("seconds", "ledger")
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class TensorDifference:
     """How far apart two tensors of one kind are.
 
     Attributes:
@@ -58,7 +58,7 @@ class Comparison:
 
     alone: tuple[tuple[str, ...], tuple[str, ...]]
     kinds: tuple[tuple[str, TensorInfo, TensorInfo], ...]
-    values: tuple[Apart, ...]
+    values: tuple[TensorDifference, ...]
     same: int
     config: Mapping[str, tuple[Any, Any]]
     state: Mapping[str, tuple[Any, Any]]
@@ -69,7 +69,7 @@ class Comparison:
         return not (any(self.alone) or self.kinds or self.values or self.config or self.state)
 
 
-class Side:
+class OpenCheckpoint:
     """One of the two; use as a context manager.
 
     Raises:
@@ -81,10 +81,10 @@ class Side:
         self._name = name
         self._open = ExitStack()
 
-    def __enter__(self) -> Side:
-        with ExitStack() as opening, distrusting(self._storage, self._name):
-            opening.enter_context(self._storage.reading(self._name))
-            self.manifest = manifest_of(self._storage, self._name)
+    def __enter__(self) -> OpenCheckpoint:
+        with ExitStack() as opening, as_verification_error(self._storage, self._name):
+            opening.enter_context(self._storage.read_lock(self._name))
+            self.manifest = read_manifest(self._storage, self._name)
             self._reader = opening.enter_context(Reader(self._storage, self._name, self.manifest))
             self._open = opening.pop_all()
         return self
@@ -94,7 +94,7 @@ class Side:
 
     def kind(self, name: str) -> TensorInfo:
         """Of a tensor that it has."""
-        return self.manifest.tensors[name].kind
+        return self.manifest.tensors[name].info
 
     def tensor(self, name: str) -> Tensor:
         """All of it, verified, on the CPU."""
@@ -102,17 +102,17 @@ class Side:
 
         kind = self.kind(name)
         memory = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
-        with distrusting(self._storage, self._name):
-            self._reader.read([Wanted(name, kind.whole, memory)])
+        with as_verification_error(self._storage, self._name):
+            self._reader.read([ReadItem(name, kind.whole, memory)])
         return memory
 
 
-def compare(first: Side, second: Side) -> Comparison:
+def compare(first: OpenCheckpoint, second: OpenCheckpoint) -> Comparison:
     """Holds one tensor of each in memory at a time. Raises VerificationError."""
     one, other = first.manifest, second.manifest
     both = [name for name in one.tensors if name in other.tensors]
     alike = [name for name in both if first.kind(name) == second.kind(name)]
-    found = [apart(name, first.tensor(name), second.tensor(name)) for name in alike]
+    found = [tensor_difference(name, first.tensor(name), second.tensor(name)) for name in alike]
     values = tuple(one for one in found if one is not None)
     return Comparison(
         alone=(_lacking(one, other), _lacking(other, one)),
@@ -124,7 +124,7 @@ def compare(first: Side, second: Side) -> Comparison:
     )
 
 
-def apart(name: str, one: Tensor, other: Tensor) -> Apart | None:
+def tensor_difference(name: str, one: Tensor, other: Tensor) -> TensorDifference | None:
     """Of tensors of one kind; None if they have the same bits."""
     import torch
 
@@ -144,7 +144,7 @@ def apart(name: str, one: Tensor, other: Tensor) -> Apart | None:
         not_finite += number - len(gaps)
         if len(gaps):
             absolute, relative = max(absolute or 0.0, gaps.max().item()), max(relative or 0.0, shares.max().item())
-    return Apart(name, one.numel(), differing, absolute, relative, not_finite) if differing else None
+    return TensorDifference(name, one.numel(), differing, absolute, relative, not_finite) if differing else None
 
 
 def _gaps(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.reading import Reader, by_step, read_manifest
+from lockstep.checkpoint.reading import Reader, read_manifest
 from lockstep.checkpoint.retention import Entry, best_of, superfluous
-from lockstep.checkpoint.storage import MANIFEST
+from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.schema import Checkpoint
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ListedCheckpoint:
     """A checkpoint, as its manifest has it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerificationResult:
     """What reading every byte has shown.
 
     Attributes:
@@ -60,7 +60,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruneResult:
     """What was deleted, or would be.
 
     Attributes:
@@ -79,17 +79,8 @@ class Pruned:
 # --- manifests alone ----------------------------------------------------------------------------------------------
 
 
-def manifest_of(storage: Storage, name: str) -> Manifest:
-    """Raises CorruptCheckpoint, also if it is another checkpoint's."""
-    manifest = read_manifest(storage, name)
-    for step in by_step([name]):
-        if step != manifest.step:
-            raise CorruptCheckpoint(MANIFEST, f"is that of step {manifest.step}")
-    return manifest
-
-
 @contextmanager
-def distrusting(storage: Storage, name: str) -> Iterator[None]:
+def as_verification_error(storage: Storage, name: str) -> Iterator[None]:
     """Raises VerificationError, which says where, for a checkpoint that is CorruptCheckpoint."""
     try:
         yield
@@ -97,17 +88,17 @@ def distrusting(storage: Storage, name: str) -> Iterator[None]:
         raise VerificationError(f"{storage.place}/{name} is damaged: {fault}") from None
 
 
-def found_in(storage: Storage) -> list[Found]:
+def list_checkpoints(storage: Storage) -> list[ListedCheckpoint]:
     """All that a run could go on from, or could have, the oldest first."""
-    found = [_found(storage, name, step) for step, name in by_step(storage.names()).items()]
+    found = [_found(storage, name, step) for step, name in names_by_step(storage.names()).items()]
     return [one for one in found if one.damage is None or _is_there(storage, one.name)]
 
 
-def _found(storage: Storage, name: str, step: int) -> Found:
+def _found(storage: Storage, name: str, step: int) -> ListedCheckpoint:
     try:
-        return Found(name, step, manifest_of(storage, name), None)
+        return ListedCheckpoint(name, step, read_manifest(storage, name), None)
     except CorruptCheckpoint as fault:
-        return Found(name, step, None, str(fault))
+        return ListedCheckpoint(name, step, None, str(fault))
 
 
 def _is_there(storage: Storage, name: str) -> bool:
@@ -117,7 +108,7 @@ def _is_there(storage: Storage, name: str) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Whole or damaged, in use or put aside."""
-    return path.is_dir() and ((path / MANIFEST).is_file() or bool(by_step([path.name])))
+    return path.is_dir() and ((path / MANIFEST).is_file() or bool(names_by_step([path.name])))
 
 
 def age(manifest: Manifest, now: float) -> float | None:
@@ -131,7 +122,7 @@ def age(manifest: Manifest, now: float) -> float | None:
 # --- which stay, and why ------------------------------------------------------------------------------------------
 
 
-def section_of(found: Sequence[Found]) -> Checkpoint:
+def recorded_section(found: Sequence[ListedCheckpoint]) -> Checkpoint:
     """What the run that has written them keeps, as its newest manifest has it.
 
     Raises:
@@ -147,7 +138,7 @@ def section_of(found: Sequence[Found]) -> Checkpoint:
         raise ConfigError(f"the section `checkpoint` in {name} can't be read: {error}") from None
 
 
-def reasons(found: Sequence[Found], section: Checkpoint) -> dict[int, tuple[str, ...]]:
+def keep_reasons(found: Sequence[ListedCheckpoint], section: Checkpoint) -> dict[int, tuple[str, ...]]:
     """By step, why a checkpoint stays: `newest`, `best`, `kept for good`, `damaged`; nothing if it needn't.
 
     Raises:
@@ -173,7 +164,7 @@ def reasons(found: Sequence[Found], section: Checkpoint) -> dict[int, tuple[str,
     }
 
 
-def _superfluous(entries: Mapping[int, Entry], section: Checkpoint, found: Sequence[Found]) -> list[int]:
+def _superfluous(entries: Mapping[int, Entry], section: Checkpoint, found: Sequence[ListedCheckpoint]) -> list[int]:
     """The steps that needn't stay. Raises ConfigError."""
     epoch = _epoch_samples(found)
     if epoch is None and entries and section.keep_every is not None and section.keep_every.unit == "epochs":
@@ -181,7 +172,7 @@ def _superfluous(entries: Mapping[int, Entry], section: Checkpoint, found: Seque
     return superfluous(entries, section, epoch or 1)
 
 
-def _entries(found: Iterable[Found], section: Checkpoint) -> dict[int, Entry]:
+def _entries(found: Iterable[ListedCheckpoint], section: Checkpoint) -> dict[int, Entry]:
     return {
         one.step: Entry(
             Progress(one.step, one.manifest.samples, one.manifest.tokens),
@@ -192,7 +183,7 @@ def _entries(found: Iterable[Found], section: Checkpoint) -> dict[int, Entry]:
     }
 
 
-def _epoch_samples(found: Sequence[Found]) -> int | None:
+def _epoch_samples(found: Sequence[ListedCheckpoint]) -> int | None:
     """Of the last attempt, as its ledger has it."""
     states: list[Mapping[str, Any]] = [one.manifest.state for one in found if one.manifest is not None]
     try:
@@ -205,38 +196,38 @@ def _epoch_samples(found: Sequence[Found]) -> int | None:
 # --- every byte ---------------------------------------------------------------------------------------------------
 
 
-def verify(storage: Storage, name: str) -> Verified:
+def verify(storage: Storage, name: str) -> VerificationResult:
     """Reads and hashes all of it, up to the first fault; nobody deletes it meanwhile."""
     began, size = time.perf_counter(), 0
     fault: str | None = None
     try:
-        with storage.reading(name):
-            manifest = manifest_of(storage, name)
+        with storage.read_lock(name):
+            manifest = read_manifest(storage, name)
             size = manifest.size
             with Reader(storage, name, manifest) as reader:
                 reader.verify()
     except CorruptCheckpoint as found:
         fault = str(found)
-    return Verified(name, size, time.perf_counter() - began, fault)
+    return VerificationResult(name, size, time.perf_counter() - began, fault)
 
 
-def verify_published(folder: Path) -> Iterator[Verified]:
+def verify_weights(folder: Path) -> Iterator[VerificationResult]:
     """The files of weights in it that the list of hashes beside them names."""
     for file in checksums.listed(folder):
         began, size = time.perf_counter(), file.stat().st_size if file.exists() else 0
         fault = checksums.fault(file)
-        yield Verified(f"{folder.name}/{file.name}", size, time.perf_counter() - began, fault)
+        yield VerificationResult(f"{folder.name}/{file.name}", size, time.perf_counter() - began, fault)
 
 
-def verify_all(storage: Storage) -> Iterator[Verified]:
+def verify_all(storage: Storage) -> Iterator[VerificationResult]:
     """The oldest first."""
-    for name in by_step(storage.names()).values():
+    for name in names_by_step(storage.names()).values():
         one = verify(storage, name)
         if one.fault is None or _is_there(storage, name):
             yield one
 
 
-def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
+def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> PruneResult:
     """Deletes what needn't stay, the oldest first; what is damaged stays.
 
     Args:
@@ -246,7 +237,7 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
         VerificationError: none of them verifies: then none is deleted.
         RunFailed: somebody is saving there, or it can't be deleted.
     """
-    found = found_in(storage)
+    found = list_checkpoints(storage)
     names = {one.step: one.name for one in found}
     doomed = [names[step] for step in _superfluous(_entries(found, section), section, found)]
     hopeless = bool(found) and all(one.manifest is None for one in found)
@@ -254,7 +245,7 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
     doomed = [name for name in doomed if name != trusted]
     gone = doomed if dry else _delete(storage, doomed)
     sizes = {one.name: one.manifest.size for one in found if one.manifest is not None}
-    return Pruned(
+    return PruneResult(
         deleted={name: sizes[name] for name in gone},
         read=tuple(name for name in doomed if name not in gone),
         stay=tuple(name for name in names.values() if name not in doomed),
@@ -262,14 +253,14 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> Pruned:
     )
 
 
-def prune_aside(storage: Storage, *, dry: bool) -> dict[str, int]:
+def prune_moved_aside(storage: Storage, *, dry: bool) -> dict[str, int]:
     """Deletes what was put aside; returns names and bytes. Raises RunFailed, as `prune`."""
-    sizes = {one.name: one.size for one in storage.aside()}
+    sizes = {one.name: one.size for one in storage.moved_aside()}
     gone = list(sizes) if dry else _delete(storage, list(sizes))
     return {name: sizes[name] for name in gone}
 
 
-def _newest_that_verifies(storage: Storage, found: Sequence[Found]) -> str:
+def _newest_that_verifies(storage: Storage, found: Sequence[ListedCheckpoint]) -> str:
     """A manifest may be whole and a tensor not: then the run's only hope may be one that needn't stay."""
     faults = []
     for one in reversed(found):

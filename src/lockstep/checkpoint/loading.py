@@ -15,9 +15,9 @@ import torch
 
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.ownership import Foreign, refuse_foreign
-from lockstep.checkpoint.reading import Reader, Wanted, by_step, manifest_bytes, read_manifest
-from lockstep.checkpoint.storage import MANIFEST
+from lockstep.checkpoint.ownership import Foreign
+from lockstep.checkpoint.reading import Reader, ReadItem, checked_manifest, manifest_bytes, read_manifest
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import TensorInfo, box_view, dtype_name, local_shards, local_tensor
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint in memory, verified on all ranks.
 
     Attributes:
@@ -49,7 +49,7 @@ def load_newest(
     live: TrainingState,
     step: int | None = None,
     check: Callable[[Manifest], None] = lambda manifest: None,
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """The newest checkpoint that verifies, or that of `step`; None if there is none. All ranks together.
 
     Args:
@@ -64,10 +64,10 @@ def load_newest(
     if isinstance(names, str):
         raise RunFailed(names)
     for name in names:
-        with storage.reading(name):
+        with storage.read_lock(name):
             found = _load(storage, axis, live, name, check)
-        if isinstance(found, Loaded):
-            return Loaded(found.manifest, found.state, broken)
+        if isinstance(found, LoadedCheckpoint):
+            return LoadedCheckpoint(found.manifest, found.state, broken)
         broken[name] = found
     if not broken:
         return None
@@ -75,13 +75,13 @@ def load_newest(
     raise RunFailed(f"{storage.place} has no checkpoint that can be used:{shown}")
 
 
-def set_back(storage: Storage, step: int, broken: Mapping[str, str]) -> list[str]:
+def move_newer_aside(storage: Storage, step: int, broken: Mapping[str, str]) -> list[str]:
     """Puts aside all that lies beyond `step`, from which the run goes on; by the first rank. Returns where they are."""
     aside = []
-    for later, name in by_step(storage.names()).items():
+    for later, name in names_by_step(storage.names()).items():
         if later > step:
             why = "foreign" if is_foreign(storage, name) else "broken" if name in broken else "superseded"
-            aside.append(storage.set_aside(name, why))
+            aside.append(storage.move_aside(name, why))
     return aside
 
 
@@ -97,7 +97,7 @@ def is_foreign(storage: Storage, name: str) -> bool:
 def _candidates(storage: Storage, step: int | None) -> list[str] | str:
     """Newest first. Or why there are none."""
     try:
-        steps = by_step(storage.names())
+        steps = names_by_step(storage.names())
     except OSError as error:
         return f"can't look into {storage.place}: {error.strerror or error}"
     if step is None:
@@ -110,7 +110,7 @@ def _candidates(storage: Storage, step: int | None) -> list[str] | str:
 
 def _load(
     storage: Storage, axis: Axis, live: TrainingState, name: str, check: Callable[[Manifest], None]
-) -> Loaded | str:
+) -> LoadedCheckpoint | str:
     """Or what is wrong with it, the same on all ranks."""
     data = cast("bytes | str", axis.broadcast(_manifest_or_fault(storage, name) if axis.rank == 0 else None))
     if isinstance(data, str):
@@ -127,35 +127,32 @@ def _load(
         raise RunFailed(f"{storage.place}/{name} doesn't fit this run: {mismatch}")
     if faults:
         return str(faults[0])
-    return Loaded(manifest, cast("TrainingState", mine), {})
+    return LoadedCheckpoint(manifest, cast("TrainingState", mine), {})
 
 
 def _manifest_or_fault(storage: Storage, name: str) -> bytes | str:
     try:
         data = manifest_bytes(storage, name)
-        manifest = manifests.from_bytes(data)
-        refuse_foreign(manifest, storage.run)
+        checked_manifest(storage, name, data)
     except CorruptCheckpoint as fault:
         return str(fault)
-    if by_step([name]) != {manifest.step: name}:
-        return str(CorruptCheckpoint(MANIFEST, f"is that of step {manifest.step}"))
     return data
 
 
 def _read(storage: Storage, name: str, manifest: Manifest, live: TrainingState) -> TrainingState | str:
     tensors: dict[str, Tensor] = {}
-    wanted: list[Wanted] = []
+    wanted: list[ReadItem] = []
     for key, entry in manifest.tensors.items():
         like = live.tensors.get(key)
-        boxes = (entry.kind.whole,) if like is None else local_shards(like).boxes
+        boxes = (entry.info.whole,) if like is None else local_shards(like).boxes
         try:
             memory = torch.empty(
                 entry.shape if like is None else local_tensor(like).shape, dtype=getattr(torch, entry.dtype)
             )
         except RuntimeError:
-            return f"{key} is said to be {entry.kind}, for which there is no memory here ({entry.size:,} bytes)"
+            return f"{key} is said to be {entry.info}, for which there is no memory here ({entry.size:,} bytes)"
         tensors[key] = memory
-        wanted += [Wanted(key, box, box_view(memory, boxes, box)) for box in boxes]
+        wanted += [ReadItem(key, box, box_view(memory, boxes, box)) for box in boxes]
     try:
         with Reader(storage, name, manifest) as reader:
             reader.read(wanted)
@@ -174,9 +171,9 @@ def _mismatch(manifest: Manifest, live: TrainingState) -> str | None:
     if left:
         return f"it also has {_some(left)}, which the model lacks"
     for name, tensor in here.items():
-        if name in saved and not _fits(saved[name].kind, tensor):
+        if name in saved and not _fits(saved[name].info, tensor):
             here_is = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
-            return f"{name} is {saved[name].kind} there, and {here_is} here"
+            return f"{name} is {saved[name].info} there, and {here_is} here"
     return None
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import ASIDE, MANIFEST, Aside, read_whole
+from lockstep.checkpoint.storage import ASIDE, MANIFEST, MovedAside, read_whole
 from lockstep.core.flushing import flush
 from lockstep.core.open_files import is_behind, is_missing
 
@@ -81,12 +81,12 @@ class LocalStorage:
             return []
         return sorted(entry.name for entry in self._folder.iterdir() if entry.name.startswith(_PUBLISHED))
 
-    def aside(self) -> list[Aside]:
+    def moved_aside(self) -> list[MovedAside]:
         if not self._folder.is_dir():
             return []
         entries = sorted(entry for entry in self._folder.iterdir() if ASIDE.fullmatch(entry.name) and entry.is_dir())
         sizes = (sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()) for entry in entries)
-        return [Aside(entry.name, size) for entry, size in zip(entries, sizes, strict=True)]
+        return [MovedAside(entry.name, size) for entry, size in zip(entries, sizes, strict=True)]
 
     def begin(self, name: str) -> LocalDraft:
         draft = self._folder / f"{self._draft}{name}"
@@ -94,11 +94,11 @@ class LocalStorage:
         draft.mkdir(exist_ok=True)
         return LocalDraft(draft, self._folder / name)
 
-    def apart(self) -> LocalStorage:
+    def with_separate_drafts(self) -> LocalStorage:
         return LocalStorage(self._folder, self._run, _RESCUE)
 
     @contextlib.contextmanager
-    def alone(self, name: str) -> Iterator[bool]:
+    def try_lock(self, name: str) -> Iterator[bool]:
         mark = self._folder / f"{_WITNESS}{name}"
         try:
             mark.mkdir()
@@ -110,14 +110,14 @@ class LocalStorage:
         finally:
             _remove(mark)
 
-    def is_taken(self, name: str) -> bool:
+    def is_locked(self, name: str) -> bool:
         return (self._folder / f"{_WITNESS}{name}").exists()
 
     def open(self, name: str, file: str) -> LocalFile:
         return LocalFile(self._folder / name / file)
 
     @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[None]:
+    def read_lock(self, name: str) -> Iterator[None]:
         try:
             handle = _open_file(self._folder / name / MANIFEST)
         except OSError:  # who reads will say what is wrong
@@ -140,7 +140,7 @@ class LocalStorage:
         _remove(gone)
         return True
 
-    def set_aside(self, name: str, why: str) -> str:
+    def move_aside(self, name: str, why: str) -> str:
         target, number = self._folder / f"{why}-{name}", 2
         while target.exists():
             target, number = self._folder / f"{why}-{name}-{number}", number + 1
@@ -168,14 +168,14 @@ class LocalStorage:
             return True
         return is_behind(self._folder / _LOCK, self._claimed) and not is_missing(self._folder / OWNER)
 
-    def sweep(self) -> None:
+    def remove_stale_drafts(self) -> None:
         with contextlib.suppress(OSError):
             for entry in list(self._folder.iterdir()):
                 if entry.name.startswith((_DRAFT, _DELETED, _WITNESS)):
                     _remove(entry)
 
     @contextlib.contextmanager
-    def witness(self, token: str) -> Iterator[None]:
+    def leave_marker(self, token: str) -> Iterator[None]:
         self._make()
         left = self._folder / f"{_WITNESS}{token}"
         left.touch()
@@ -184,7 +184,7 @@ class LocalStorage:
         finally:
             left.unlink(missing_ok=True)
 
-    def sees(self, token: str) -> bool:
+    def has_marker(self, token: str) -> bool:
         return (self._folder / f"{_WITNESS}{token}").exists()
 
     def _make(self) -> None:

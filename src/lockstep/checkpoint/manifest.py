@@ -110,7 +110,7 @@ class TensorEntry(_Record):
     parts: Annotated[tuple[Annotated[Part, _AtOnce], ...], _Listed]
 
     @property
-    def kind(self) -> TensorInfo:
+    def info(self) -> TensorInfo:
         return TensorInfo(self.dtype, self.shape)
 
     @property
@@ -225,12 +225,12 @@ def _check(manifest: Manifest) -> None:
             if part.file not in manifest.files or part.at + size > manifest.files[part.file].size:
                 raise CorruptCheckpoint("manifest.json", f"{name} lies outside of its file {part.file}")
             if len(part.offsets) != len(entry.shape) or len(part.sizes) != len(entry.shape):
-                raise CorruptCheckpoint("manifest.json", f"a part of {name} has other dims than {entry.kind}")
+                raise CorruptCheckpoint("manifest.json", f"a part of {name} has other dims than {entry.info}")
             if len(part.blocks) != -(-size // fingerprints.BLOCK):
                 raise CorruptCheckpoint("manifest.json", f"{name} has {len(part.blocks)} hashes for {size:,} bytes")
             taken[part.file].append((part.at, part.at + size))
         try:
-            check_cover(name, [Piece(name, entry.kind, part.box) for part in entry.parts])
+            check_cover(name, [Piece(name, entry.info, part.box) for part in entry.parts])
         except RunFailed as error:
             raise CorruptCheckpoint("manifest.json", str(error)) from None
     for file, ranges in taken.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import ASIDE, MANIFEST, Aside, Storage, read_whole
+from lockstep.checkpoint.storage import ASIDE, MANIFEST, MovedAside, Storage, read_whole
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
@@ -61,43 +61,43 @@ class ObjectStorage:
         objects = self._store.names(_PUBLISHED)
         return sorted(name.removesuffix(f"/{MANIFEST}") for name in objects if name.endswith(f"/{MANIFEST}"))
 
-    def aside(self) -> list[Aside]:
+    def moved_aside(self) -> list[MovedAside]:
         sizes: dict[str, int] = {}
         for name in self._store.names(""):
             folder = name.partition("/")[0]
             if ASIDE.fullmatch(folder):
                 sizes[folder] = sizes.get(folder, 0) + self._store.size(name)
-        return [Aside(folder, size) for folder, size in sorted(sizes.items())]
+        return [MovedAside(folder, size) for folder, size in sorted(sizes.items())]
 
     def begin(self, name: str) -> ObjectDraft:
         return ObjectDraft(self._store, name)
 
-    def apart(self) -> Storage:
+    def with_separate_drafts(self) -> Storage:
         return self
 
     @contextlib.contextmanager
-    def alone(self, name: str) -> Iterator[bool]:
-        if self.is_taken(name):
+    def try_lock(self, name: str) -> Iterator[bool]:
+        if self.is_locked(name):
             yield False
             return
-        with self.witness(name):
+        with self.leave_marker(name):
             yield True
 
-    def is_taken(self, name: str) -> bool:
-        return self.sees(name)
+    def is_locked(self, name: str) -> bool:
+        return self.has_marker(name)
 
     def open(self, name: str, file: str) -> StoredObject:
         return StoredObject(self._store, f"{name}/{file}")
 
     @contextlib.contextmanager
-    def reading(self, name: str) -> Iterator[None]:
+    def read_lock(self, name: str) -> Iterator[None]:
         yield
 
     def delete(self, name: str) -> bool:
         self._delete(name)
         return True
 
-    def set_aside(self, name: str, why: str) -> str:
+    def move_aside(self, name: str, why: str) -> str:
         target, number = f"{why}-{name}", 2
         while self._store.names(f"{target}/"):
             target, number = f"{why}-{name}-{number}", number + 1
@@ -113,7 +113,7 @@ class ObjectStorage:
     def is_held(self) -> bool:
         return not self._owned or self.owner() is not None
 
-    def sweep(self) -> None:
+    def remove_stale_drafts(self) -> None:
         with contextlib.suppress(OSError):
             published = set(self.names())
             for name in self._store.names(""):
@@ -122,14 +122,14 @@ class ObjectStorage:
                     self._store.delete(name)
 
     @contextlib.contextmanager
-    def witness(self, token: str) -> Iterator[None]:
+    def leave_marker(self, token: str) -> Iterator[None]:
         self._store.write(f"{_MARK}{token}", memoryview(b"1"))
         try:
             yield
         finally:
             self._store.delete(f"{_MARK}{token}")
 
-    def sees(self, token: str) -> bool:
+    def has_marker(self, token: str) -> bool:
         return f"{_MARK}{token}" in self._store.names(f"{_MARK}{token}")
 
     def _delete(self, name: str) -> None:

@@ -8,7 +8,7 @@ is of a whole block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.fingerprints import BLOCK, Binding
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, CorruptCheckpoint, Manifest, Part
 from lockstep.checkpoint.ownership import refuse_foreign
-from lockstep.checkpoint.storage import MANIFEST, read_whole
+from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_whole
 from lockstep.distributed.shard_boxes import Box
 
 if TYPE_CHECKING:
@@ -31,9 +31,16 @@ _THREADS = 4  # hashing and reading leave the interpreter alone
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
-    """Raises CorruptCheckpoint, also if it is a checkpoint of another run than the storage's."""
-    manifest = manifests.from_bytes(manifest_bytes(storage, name))
+    """Return a checkpoint's manifest. Raises CorruptCheckpoint, also if it is another run's or another step's."""
+    return checked_manifest(storage, name, manifest_bytes(storage, name))
+
+
+def checked_manifest(storage: Storage, name: str, data: bytes) -> Manifest:
+    """Return the manifest that `data` holds. Raises CorruptCheckpoint, as `read_manifest`."""
+    manifest = manifests.from_bytes(data)
     refuse_foreign(manifest, storage.run)
+    if any(step != manifest.step for step in names_by_step([name])):
+        raise CorruptCheckpoint(MANIFEST, f"is that of step {manifest.step}")
     return manifest
 
 
@@ -50,7 +57,7 @@ def manifest_bytes(storage: Storage, name: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadItem:
     """A box of a saved tensor, and where it goes.
 
     Attributes:
@@ -79,9 +86,9 @@ class Reader:
             with suppress(OSError):
                 source.close()
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[ReadItem]) -> None:
         """Fills what is wanted. Raises CorruptCheckpoint at the first fault, and then nothing of it may be used."""
-        jobs: list[tuple[Wanted, Part]] = []
+        jobs: list[tuple[ReadItem, Part]] = []
         for one in wanted:
             for part in self._manifest.tensors[one.name].parts:
                 if part.box.elements and part.box.meets(one.box) is not None:
@@ -119,7 +126,7 @@ class Reader:
         if self._binding(file).block("", 0, header) != entry.header_hash:
             raise CorruptCheckpoint(file, f"its header (bytes 0 to {entry.header:,}) is not what was written")
 
-    def _read_part(self, one: Wanted, part: Part) -> None:
+    def _read_part(self, one: ReadItem, part: Part) -> None:
         overlap = part.box.meets(one.box)
         assert overlap is not None, "only parts that meet what is wanted are read"
         entry = self._manifest.tensors[one.name]
@@ -163,7 +170,7 @@ def _rows(overlap: Box, part: Part, element: int) -> tuple[int, int]:
     return first * row, (first + overlap.sizes[0]) * row
 
 
-def _copy_overlap(memory: bytearray, start: int, stop: int, overlap: Box, part: Part, one: Wanted) -> None:
+def _copy_overlap(memory: bytearray, start: int, stop: int, overlap: Box, part: Part, one: ReadItem) -> None:
     import torch
 
     rows = torch.frombuffer(memory, dtype=torch.uint8)[start:stop].clone().view(one.into.dtype)
@@ -179,14 +186,3 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
-
-
-def by_step(names: Iterable[str]) -> Mapping[int, str]:
-    """Names of checkpoints by their steps; what is no checkpoint's name is left out (and `step-7` is none's: of two
-    names for one step, one would hide the other)."""
-    found = {}
-    for name in names:
-        _, _, digits = name.partition("step-")
-        if digits.isdecimal() and digits == f"{int(digits):08d}":
-            found[int(digits)] = name
-    return dict(sorted(found.items()))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.reading import Reader, by_step, read_manifest
+from lockstep.checkpoint.reading import Reader, read_manifest
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.progress import Progress
 from lockstep.plan.schedule import is_due
 
@@ -51,7 +52,7 @@ class Retention:
         self._epoch_samples = epoch_samples
         self._entries: dict[int, Entry] | None = None
 
-    def published(self, manifest: Manifest) -> None:
+    def on_published(self, manifest: Manifest) -> None:
         """Deletes what the new one makes superfluous. Never raises: a checkpoint too many is no reason to stop."""
         try:
             self._known()[manifest.step] = self._entry(manifest)
@@ -59,7 +60,7 @@ class Retention:
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Somebody else may have deleted checkpoints: those that are there are looked at again."""
         self._entries = None
 
@@ -73,7 +74,7 @@ class Retention:
             return False
 
     def _give_way(self) -> bool:
-        entries, names = self._known(), by_step(self._storage.names())
+        entries, names = self._known(), names_by_step(self._storage.names())
         for_one = self._section.model_copy(update={"keep_last": 1})
         for step in superfluous(entries, for_one, self._epoch_samples):
             if step not in names or not self._is_whole_after(step, names):
@@ -98,7 +99,7 @@ class Retention:
 
     def prune(self) -> list[int]:
         """Deletes what needn't stay; returns the steps. Raises OSError."""
-        entries, names = self._known(), by_step(self._storage.names())
+        entries, names = self._known(), names_by_step(self._storage.names())
         gone = []
         for step in superfluous(entries, self._section, self._epoch_samples):
             if step in names and self._storage.delete(names[step]):
@@ -115,7 +116,7 @@ class Retention:
         """Those that can't be read are nobody's to judge: they stay."""
         if self._entries is None:
             self._entries = {}
-            for step, name in by_step(self._storage.names()).items():
+            for step, name in names_by_step(self._storage.names()).items():
                 try:
                     self._entries[step] = self._entry(read_manifest(self._storage, name))
                 except CorruptCheckpoint as fault:

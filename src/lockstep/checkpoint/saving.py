@@ -24,9 +24,9 @@ from lockstep.checkpoint import fingerprints, manifest
 from lockstep.checkpoint.boxes import Piece, share_out
 from lockstep.checkpoint.fingerprints import Binding
 from lockstep.checkpoint.manifest import ELEMENT_BYTES, FileEntry, Manifest, Part, TensorEntry
-from lockstep.checkpoint.reading import by_step
 from lockstep.checkpoint.shards import Layout, file_of, lay_out
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_on
+from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
 from lockstep.distributed.shard_boxes import LocalShards, local_shards
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class RunMetadata:
     """What is the same in all checkpoints of an attempt.
 
     Attributes:
@@ -54,7 +54,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StepMetadata:
     """Of a run, when it is saved; attributes as in the manifest."""
 
     step: int
@@ -65,16 +65,11 @@ class Moment:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
-def name_of(step: int) -> str:
-    """Of a checkpoint in its storage."""
-    return f"step-{step:08d}"
-
-
 class Saver:
     """Saves one run, on one rank. Every rank calls the same methods at the same updates.
 
     Attributes:
-        identity: as given.
+        run_metadata: as given.
 
     Args:
         published: called on the first rank, in the background, with the manifest of each save that came to exist.
@@ -87,7 +82,7 @@ class Saver:
         storage: Storage,
         axis: Axis,
         device: torch.device,
-        identity: Identity,
+        run_metadata: RunMetadata,
         published: Callable[[Manifest], None] = lambda manifest: None,
         make_room: Callable[[], bool] = lambda: False,
         flush_history: Callable[[], None] = lambda: None,
@@ -95,7 +90,7 @@ class Saver:
         self._storage = storage
         self._axis = axis
         self._device = device
-        self.identity = identity
+        self.run_metadata = run_metadata
         self._published = published
         self._make_room = make_room
         self._flush_history = flush_history
@@ -110,7 +105,7 @@ class Saver:
 
     # --- what the run calls ---------------------------------------------------------------------------------------
 
-    def start(self, state: TrainingState, moment: Moment) -> Callable[[], None]:
+    def start(self, state: TrainingState, moment: StepMetadata) -> Callable[[], None]:
         """Begins a save of the state as it is now; returns what is to be called before it changes.
 
         Waits for a save that is still under way.
@@ -129,19 +124,19 @@ class Saver:
         save.thread.start()
         save.lost = time.perf_counter() - began
 
-        def let_update() -> None:
+        def before_update() -> None:
             waiting = time.perf_counter()
-            snapshot.let_update()
+            snapshot.before_update()
             save.lost += time.perf_counter() - waiting
 
-        return let_update
+        return before_update
 
     @property
     def status(self) -> tuple[int, int]:
         """For the vote: saves that this rank has settled, and how many of them failed."""
         return self._settled, self._failures
 
-    def hear(self, settled: float, failures: float) -> None:
+    def on_vote(self, settled: float, failures: float) -> None:
         """The sums over all ranks of what they said in a vote."""
         if self._axis.size == 1 or self._save is None or self._save.heard:
             return  # a rank that is alone has nobody to hear of: the background ends its saves
@@ -166,7 +161,7 @@ class Saver:
         save.lost += time.perf_counter() - waiting
         self._save = None
 
-    def keep_all(self) -> None:
+    def disable_deletion(self) -> None:
         """From now on nothing is deleted for what is saved."""
         self._published = lambda manifest: None
         self._make_room = lambda: False
@@ -192,10 +187,10 @@ class Saver:
         try:
             save.snapshot.complete()
             self._refuse_foreign_storage()
-            save.draft = self._storage.begin(name_of(save.moment.step))
+            save.draft = self._storage.begin(checkpoint_name(save.moment.step))
             self._write_file(save, save.draft)
         except Exception as error:
-            save.failure = reason_of(error)
+            save.failure = failure_reason(error)
             self._failures += 1
         self._settled += 1
         if self._axis.size == 1:  # nobody to agree with
@@ -205,12 +200,12 @@ class Saver:
     def _refuse_foreign_storage(self) -> None:
         """Another run may have begun where this one's folder was."""
         owner = self._storage.owner()
-        if owner is not None and owner.run != self.identity.run:
+        if owner is not None and owner.run != self.run_metadata.run:
             raise RunFailed(f"{self._storage.place} belongs to another run now: {owner}")
 
     def _write_file(self, save: _Save, draft: Draft) -> None:
         layout, image = save.snapshot.layout, save.snapshot.image
-        binding = Binding(self.identity.run, save.moment.step, layout.file)
+        binding = Binding(self.run_metadata.run, save.moment.step, layout.file)
         save.record = {
             "file": FileEntry(
                 size=layout.size,
@@ -259,11 +254,11 @@ class Saver:
                 self._flush_history()
                 written = self._publish(save)
             except Exception as error:
-                save.failure = reason_of(error)
+                save.failure = failure_reason(error)
         if written is None and save.draft is not None:
             save.draft.discard()
         elif written is None:  # others may have begun where this rank could not
-            self._storage.sweep()
+            self._storage.remove_stale_drafts()
         seconds = time.perf_counter() - save.began
         size = written.size if written else 0
         made_room = written is None and _is_full(save.failure) and self._make_room()
@@ -274,7 +269,7 @@ class Saver:
 
     def _newest(self) -> int | None:
         try:
-            return max(by_step(self._storage.names()), default=None)
+            return max(names_by_step(self._storage.names()), default=None)
         except OSError:
             return None
 
@@ -287,7 +282,7 @@ class Saver:
             draft.remove(_record_of(rank))
         made = Manifest(
             format_version=1,
-            run=self.identity.run,
+            run=self.run_metadata.run,
             step=moment.step,
             samples=moment.samples,
             tokens=moment.tokens,
@@ -297,8 +292,8 @@ class Saver:
             tensors=_tensors(records),
             state=dict(moment.state),
             metrics=dict(moment.metrics),
-            config=dict(self.identity.config),
-            environment={**self.identity.environment, **moment.environment},
+            config=dict(self.run_metadata.config),
+            environment={**self.run_metadata.environment, **moment.environment},
         )
         data = manifest.to_bytes(made)
         manifest.from_bytes(data)  # what can't be read again must not pass for a checkpoint
@@ -310,7 +305,7 @@ class Saver:
 class _Save:
     """One that is under way."""
 
-    moment: Moment
+    moment: StepMetadata
     snapshot: Snapshot
     began: float
     lost: float = 0.0
@@ -395,7 +390,7 @@ def _opened(data: bytes, file: str) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(text))
 
 
-def reason_of(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """Why something could not be saved."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"

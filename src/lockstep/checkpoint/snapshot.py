@@ -40,7 +40,7 @@ class Snapshot(Protocol):
     def complete(self) -> None:
         """In whatever thread."""
 
-    def let_update(self) -> None:
+    def before_update(self) -> None:
         """On the main thread, before an update changes what `begin` was given."""
 
 
@@ -68,7 +68,7 @@ class HostSnapshot:
             self._later = []
             self._done.set()
 
-    def let_update(self) -> None:
+    def before_update(self) -> None:
         self._done.wait()
 
 
@@ -99,7 +99,7 @@ class DeviceSnapshot:
         assert self._copied is not None, "a snapshot is begun before it is completed"
         self._copied.synchronize()
 
-    def let_update(self) -> None:
+    def before_update(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 

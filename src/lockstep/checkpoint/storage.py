@@ -9,6 +9,7 @@ storage.names() --> [..., "step-00000480"]
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -21,7 +22,7 @@ ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class MovedAside:
     """A checkpoint that a run has set aside: no run resumes from it, and none deletes it.
 
     Attributes:
@@ -74,31 +75,31 @@ class Storage(Protocol):
     def names(self) -> list[str]:
         """Return the names of all published checkpoints, damaged ones included. Raises OSError."""
 
-    def aside(self) -> list[Aside]:
+    def moved_aside(self) -> list[MovedAside]:
         """Return the checkpoints that were set aside, by name. Raises OSError."""
 
     def begin(self, name: str) -> Draft:
         """Begin a checkpoint; called by every rank. Raises OSError."""
 
-    def apart(self) -> Storage:
+    def with_separate_drafts(self) -> Storage:
         """Return the same place, with drafts that are distinct from those begun here."""
 
-    def alone(self, name: str) -> AbstractContextManager[bool]:
+    def try_lock(self, name: str) -> AbstractContextManager[bool]:
         """Enter a block that one process at a time is in; the value is whether it is this one. Raises OSError."""
 
-    def is_taken(self, name: str) -> bool:
-        """Whether a process is in a block of `alone`."""
+    def is_locked(self, name: str) -> bool:
+        """Whether a process is in a block of `try_lock`."""
 
     def open(self, name: str, file: str) -> StoredFile:
         """Open a file of a published checkpoint. Raises OSError."""
 
-    def reading(self, name: str) -> AbstractContextManager[None]:
+    def read_lock(self, name: str) -> AbstractContextManager[None]:
         """Keep the checkpoint from being deleted while the block runs."""
 
     def delete(self, name: str) -> bool:
         """Delete a checkpoint; return False if it is being read, and stays. Raises OSError."""
 
-    def set_aside(self, name: str, why: str) -> str:
+    def move_aside(self, name: str, why: str) -> str:
         """Rename a checkpoint so that `names` no longer lists it; return where it is. Raises OSError."""
 
     def claim(self) -> bool:
@@ -117,13 +118,13 @@ class Storage(Protocol):
     def set_owner(self, owner: Owner) -> None:
         """Record that this place belongs to `owner`. Raises OSError."""
 
-    def sweep(self) -> None:
+    def remove_stale_drafts(self) -> None:
         """Remove drafts that nobody will finish. Never raises."""
 
-    def witness(self, token: str) -> AbstractContextManager[None]:
+    def leave_marker(self, token: str) -> AbstractContextManager[None]:
         """Make `sees(token)` true for whoever shares this place, while the block runs. Raises OSError."""
 
-    def sees(self, token: str) -> bool: ...
+    def has_marker(self, token: str) -> bool: ...
 
 
 def read_whole(file: StoredFile, most: int) -> bytes:
@@ -133,3 +134,21 @@ def read_whole(file: StoredFile, most: int) -> bytes:
     data = bytearray(file.size)
     file.read(0, memoryview(data))
     return bytes(data)
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def names_by_step(names: Iterable[str]) -> Mapping[int, str]:
+    """Return the names of checkpoints by step, in order of steps.
+
+    Other names are left out, `step-7` too: one step must not have two names.
+    """
+    steps = {}
+    for name in names:
+        _, _, digits = name.partition("step-")
+        if digits.isdecimal() and digits == f"{int(digits):08d}":
+            steps[int(digits)] = name
+    return dict(sorted(steps.items()))

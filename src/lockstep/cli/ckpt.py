@@ -40,12 +40,12 @@ def run(words: Sequence[str]) -> int:
 def _ls(words: Sequence[str]) -> int:
     args = _parser("ls", "Lists checkpoints, reading nothing but their manifests.").parse_args(words)
 
-    from lockstep.checkpoint.inspection import found_in, reasons
+    from lockstep.checkpoint.inspection import keep_reasons, list_checkpoints
     from lockstep.cli import ckpt_text
 
     place = _all_of(args.run, "ls lists")
-    entries = found_in(place.storage)
-    why, aside = reasons(entries, _section(place)), place.storage.aside()
+    entries = list_checkpoints(place.storage)
+    why, aside = keep_reasons(entries, _section(place)), place.storage.moved_aside()
     _print(ckpt_text.listed(place.place, entries, why, aside))
     if args.json:
         emit({"run": str(args.run), **ckpt_text.listed_json(place.place, entries, why, aside)})
@@ -58,14 +58,15 @@ def _show(words: Sequence[str]) -> int:
     parser.add_argument("--tensors", action="store_true", help="list each tensor: name, dtype, shape, size")
     args = parser.parse_args(words)
 
-    from lockstep.checkpoint.inspection import distrusting, manifest_of
+    from lockstep.checkpoint.inspection import as_verification_error
+    from lockstep.checkpoint.reading import read_manifest
     from lockstep.cli import ckpt_text
     from lockstep.training.locations import choose, find
 
     place = find(args.run)
     name = choose(place, args.step)
-    with distrusting(place.storage, name):
-        manifest = manifest_of(place.storage, name)
+    with as_verification_error(place.storage, name):
+        manifest = read_manifest(place.storage, name)
     _print(ckpt_text.shown(place.where(name), manifest, tensors=args.tensors))
     if args.json:
         emit({"run": str(args.run), **ckpt_text.shown_json(name, manifest, tensors=args.tensors)})
@@ -86,7 +87,7 @@ def _verify(words: Sequence[str]) -> int:
     which.add_argument("--all", action="store_true", help="every checkpoint there is")
     args = parser.parse_args(words)
 
-    from lockstep.checkpoint.inspection import verify, verify_all, verify_published
+    from lockstep.checkpoint.inspection import verify, verify_all, verify_weights
     from lockstep.cli import ckpt_text
     from lockstep.training.locations import choose, find
     from lockstep.training.weights import MODEL
@@ -99,7 +100,7 @@ def _verify(words: Sequence[str]) -> int:
         _print([ckpt_text.verified(result)])
     run = place.run if place.name is None and args.step is None else None
     published = []
-    for result in verify_published(run / MODEL) if run is not None else ():
+    for result in verify_weights(run / MODEL) if run is not None else ():
         published.append(result)
         _print([ckpt_text.verified(result)])
     faults = [result for result in results if result.fault is not None]
@@ -123,15 +124,16 @@ def _audit(words: Sequence[str]) -> int:
     _add_step(parser)
     args = parser.parse_args(words)
 
-    from lockstep.checkpoint.inspection import distrusting, manifest_of
+    from lockstep.checkpoint.inspection import as_verification_error
+    from lockstep.checkpoint.reading import read_manifest
     from lockstep.cli import ckpt_text
     from lockstep.training.audit import audit
     from lockstep.training.locations import choose, find
 
     place = find(args.run)
     name = choose(place, args.step)
-    with distrusting(place.storage, name):
-        manifest = manifest_of(place.storage, name)
+    with as_verification_error(place.storage, name):
+        manifest = read_manifest(place.storage, name)
     try:
         result = audit(manifest.state, manifest.samples)
     except VerificationError as error:
@@ -162,14 +164,14 @@ def _diff(words: Sequence[str]) -> int:
     if len(args.checkpoints) != (2 if args.steps is None else 1):
         raise ConfigError("diff compares two: lockstep ckpt diff A B, or lockstep ckpt diff RUN --steps N M")
 
-    from lockstep.checkpoint.comparing import Side, compare
+    from lockstep.checkpoint.comparing import OpenCheckpoint, compare
     from lockstep.cli import ckpt_text
     from lockstep.training.locations import choose, find
 
     paths = args.checkpoints * (1 if args.steps is None else 2)
     places = [find(path) for path in paths]
     names = [choose(place, at) for place, at in zip(places, args.steps or (None, None), strict=True)]
-    with Side(places[0].storage, names[0]) as first, Side(places[1].storage, names[1]) as second:
+    with OpenCheckpoint(places[0].storage, names[0]) as first, OpenCheckpoint(places[1].storage, names[1]) as second:
         comparison = compare(first, second)
     shown = [place.where(name) for place, name in zip(places, names, strict=True)]
     _print(ckpt_text.compared(shown, comparison))
@@ -195,7 +197,7 @@ def _prune(words: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     args = parser.parse_args(words)
 
-    from lockstep.checkpoint.inspection import prune, prune_aside
+    from lockstep.checkpoint.inspection import prune, prune_moved_aside
     from lockstep.cli import ckpt_text
     from lockstep.training.locations import at_rest
 
@@ -204,7 +206,7 @@ def _prune(words: Sequence[str]) -> int:
     section = _section(place).model_copy(update={key: value for key, value in wanted.items() if value is not None})
     with nullcontext() if args.dry_run or place.run is None else at_rest(place.run):
         pruned = prune(place.storage, section, dry=args.dry_run)
-        aside = prune_aside(place.storage, dry=args.dry_run) if args.aside else {}
+        aside = prune_moved_aside(place.storage, dry=args.dry_run) if args.aside else {}
     _print(ckpt_text.pruned(pruned, aside, dry=args.dry_run))
     if args.json:
         emit({"run": str(args.run), **ckpt_text.pruned_json(pruned, aside, dry=args.dry_run)})
@@ -317,9 +319,9 @@ def _all_of(path: Path, does: str) -> CheckpointLocation:
 
 def _section(place: CheckpointLocation) -> Checkpoint:
     """Return which checkpoints are kept: by the run's config, or else by that in its newest checkpoint."""
-    from lockstep.checkpoint.inspection import found_in, section_of
+    from lockstep.checkpoint.inspection import list_checkpoints, recorded_section
 
-    return place.config.checkpoint if place.config is not None else section_of(found_in(place.storage))
+    return place.config.checkpoint if place.config is not None else recorded_section(list_checkpoints(place.storage))
 
 
 def _print(lines: Sequence[str]) -> None:

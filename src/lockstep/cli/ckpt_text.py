@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lockstep.checkpoint.inspection import Found, Pruned, Verified, age
+from lockstep.checkpoint.inspection import ListedCheckpoint, PruneResult, VerificationResult, age
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.storage import Aside
+from lockstep.checkpoint.storage import MovedAside
 from lockstep.config.wording import yaml_like
 from lockstep.core import formatting
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.comparing import Apart, Comparison
+    from lockstep.checkpoint.comparing import Comparison, TensorDifference
     from lockstep.training.audit import Audit, Span
 
 _LONGEST = 100  # characters of a value
@@ -29,7 +29,9 @@ Object = dict[str, Any]
 # --- ls -----------------------------------------------------------------------------------------------------------
 
 
-def listed(folder: str, found: Sequence[Found], why: Mapping[int, Sequence[str]], aside: Sequence[Aside]) -> Lines:
+def listed(
+    folder: str, found: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Sequence[MovedAside]
+) -> Lines:
     """A table; what is damaged, and what was put aside, in lines of their own."""
     if not found and not aside:
         return [f"there is no checkpoint in {folder}"]
@@ -43,7 +45,7 @@ def listed(folder: str, found: Sequence[Found], why: Mapping[int, Sequence[str]]
 
 
 def listed_json(
-    folder: str, found: Sequence[Found], why: Mapping[int, Sequence[str]], aside: Sequence[Aside]
+    folder: str, found: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Sequence[MovedAside]
 ) -> Object:
     """`size` in bytes."""
     return {
@@ -171,13 +173,13 @@ def _tensor_table(manifest: Manifest) -> Lines:
 # --- verify -------------------------------------------------------------------------------------------------------
 
 
-def verified(one: Verified) -> str:
+def verified(one: VerificationResult) -> str:
     if one.fault is not None:
         return f"{one.name}  damaged: {one.fault}"
     return f"{one.name}  whole: {formatting.size(one.size)} in {formatting.duration(one.seconds)}"
 
 
-def distrusted(folder: str, faults: Sequence[Verified], number: int) -> str:
+def distrusted(folder: str, faults: Sequence[VerificationResult], number: int) -> str:
     """Of so many that were read."""
     if number == 1:
         return f"{folder}/{faults[0].name} is damaged: {faults[0].fault}"
@@ -277,7 +279,7 @@ def _first(title: str, items: Sequence[str]) -> Lines:
     return [f"{title}:", *(f"  {item}" for item in items[:_MOST]), *more]
 
 
-def _apart(one: Apart) -> str:
+def _apart(one: TensorDifference) -> str:
     far = [f"{one.differing:,} of {one.elements:,} elements"]
     if one.absolute is not None and one.relative is not None:
         far.append(f"by {formatting.value(one.absolute)} at most ({formatting.value(one.relative)} of the value)")
@@ -297,7 +299,7 @@ def _said(value: Any) -> str:
 # --- prune --------------------------------------------------------------------------------------------------------
 
 
-def pruned(found: Pruned, aside: Mapping[str, int], *, dry: bool) -> Lines:
+def pruned(found: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Lines:
     gone = {**found.deleted, **aside}
     verb = "would delete" if dry else "deleted"
     trusted = f"; {found.trusted} is whole" if found.trusted is not None else ""
@@ -308,7 +310,7 @@ def pruned(found: Pruned, aside: Mapping[str, int], *, dry: bool) -> Lines:
     ]
 
 
-def pruned_json(found: Pruned, aside: Mapping[str, int], *, dry: bool) -> Object:
+def pruned_json(found: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Object:
     return {
         "dry_run": dry,
         "deleted": list(found.deleted),

@@ -19,14 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.checkpoint.loading import Loaded, load_newest, set_back
+from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest, move_newer_aside
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention, is_better
-from lockstep.checkpoint.saving import Identity, Moment, Saver, name_of
-from lockstep.checkpoint.storage import MANIFEST
+from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
+from lockstep.checkpoint.storage import MANIFEST, checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.local_paths import local_path
@@ -177,7 +177,7 @@ class Checkpoints:
             self._storage,
             self._axis,
             components_of(self._session).world.device,
-            Identity(run, written, self._environment),
+            RunMetadata(run, written, self._environment),
             self._was_published,
             self._retention.make_room,
             lambda: self.history.flush() if self.history is not None else None,
@@ -198,9 +198,9 @@ class Checkpoints:
 
     def _was_published(self, manifest: Manifest) -> None:
         self._newest = manifest.step
-        self._retention.published(manifest)
+        self._retention.on_published(manifest)
 
-    def _restore(self, origin: Storage, resume: Resume) -> Loaded | None:
+    def _restore(self, origin: Storage, resume: Resume) -> LoadedCheckpoint | None:
         """The newest checkpoint that the session takes; None: there is none. A manifest may have the right hash and
         values that no run has written: the checkpoint before it is taken then."""
         unusable: dict[int, str] = {}
@@ -215,7 +215,7 @@ class Checkpoints:
                 continue
             return found
 
-    def _load(self, origin: Storage, resume: Resume, check: Callable[[Manifest], None]) -> Loaded | None:
+    def _load(self, origin: Storage, resume: Resume, check: Callable[[Manifest], None]) -> LoadedCheckpoint | None:
         try:
             return load_newest(origin, self._axis, self._session.state(), resume.step, check)
         except RunFailed as error:
@@ -239,7 +239,7 @@ class Checkpoints:
     def _changes(self, manifest: Manifest) -> list[str]:
         return changes(manifest, components_of(self._session).config, self._data)
 
-    def _go_on(self, found: Loaded, resume: Resume, notes: list[str]) -> None:
+    def _go_on(self, found: LoadedCheckpoint, resume: Resume, notes: list[str]) -> None:
         self._best = found.manifest.state.get("best")
         self.written = found.manifest.environment.get(HISTORY)
         self.resumed_from = self._saved_at = found.manifest.step
@@ -256,7 +256,7 @@ class Checkpoints:
 
     def _put_aside(self, step: int, broken: Mapping[str, str], notes: list[str]) -> None:
         if self._axis.rank == 0:
-            for path in set_back(self._storage, step, broken):
+            for path in move_newer_aside(self._storage, step, broken):
                 notes.append(f"put aside: {path}")
 
     def _refuse_unknown_best(self) -> None:
@@ -282,19 +282,19 @@ class Checkpoints:
                 f"another run saves to {self._storage.place}; give checkpoint.folder another one, or end it"
             )
         if self._axis.rank == 0:
-            self._storage.sweep()
+            self._storage.remove_stale_drafts()
         self._axis.barrier()
 
     def _all_see_it(self) -> None:
         """A folder on each host's own disk would hold a part of each checkpoint."""
         token = cast("str", self._axis.broadcast(uuid.uuid4().hex))
         if self._axis.rank == 0:
-            with self._storage.witness(token):
+            with self._storage.leave_marker(token):
                 self._axis.barrier()
                 seen = self._axis.gather(True)
         else:
             self._axis.barrier()
-            seen = self._axis.gather(self._storage.sees(token))
+            seen = self._axis.gather(self._storage.has_marker(token))
         blind = [rank for rank, sees in enumerate(seen) if not sees]
         if blind:
             ranks = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
@@ -310,7 +310,7 @@ class Checkpoints:
 
     def hear(self, settled: float, failed: float) -> None:
         if self._saver is not None:
-            self._saver.hear(settled, failed)
+            self._saver.on_vote(settled, failed)
 
     def before_update(self) -> None:
         if self._release is not None:
@@ -373,11 +373,11 @@ class Checkpoints:
         self._saved_at = session.progress.steps
         self._due.restart()
 
-    def _moment(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> Moment:
+    def _moment(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> StepMetadata:
         progress = self._session.progress
         values = {**state.values, "data": self._data, "best": self._best}
         known = {} if self.history is None else {HISTORY: self.history.marks()}
-        return Moment(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)), known)
+        return StepMetadata(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)), known)
 
     def rescue(self, error: BaseException) -> str | None:
         """Save what a run that `error` ends has learned since its last save; return what to report."""
@@ -402,7 +402,7 @@ class Checkpoints:
         saver = self._saver
         assert saver is not None, "begin() comes first"
         saver.abandon()
-        other = Saver(storage, self._axis, components_of(self._session).world.device, saver.identity)
+        other = Saver(storage, self._axis, components_of(self._session).world.device, saver.run_metadata)
         state = self._session.state()
         other.start(state, self._moment(state))
         other.finish()
@@ -421,7 +421,7 @@ class Checkpoints:
         whatever thread. True as well where the disk doesn't say."""
         newest = self._newest
         try:
-            return self._storage.is_held() and (newest is None or name_of(newest) in self._storage.names())
+            return self._storage.is_held() and (newest is None or checkpoint_name(newest) in self._storage.names())
         except OSError:
             return True
 
@@ -441,7 +441,7 @@ class Checkpoints:
             if self._owner is not None:
                 self._storage.set_owner(self._owner)
         self._newest = None
-        self._retention.forget()
+        self._retention.invalidate()
         self._saves_again = True
 
     def restore_last(self) -> list[SaveReport]:
@@ -449,7 +449,7 @@ class Checkpoints:
         gone = False
         if self._axis.rank == 0 and self._saved_at is not None:
             self.look()
-            gone = self._saves_again and name_of(self._saved_at) not in self._storage.names()
+            gone = self._saves_again and checkpoint_name(self._saved_at) not in self._storage.names()
         if not self._axis.broadcast(gone):
             return []
         self.save_again()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.reading import Reader, Wanted, by_step, read_manifest
+from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.storage import MANIFEST
+from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, Failure, RunFailed
@@ -140,7 +140,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
 
 def _step(place: CheckpointLocation, arguments: ExportArguments) -> int | None:
     """Return the checkpoint's step; None for the newest whose model verifies."""
-    steps = by_step(place.storage.names())
+    steps = names_by_step(place.storage.names())
     if not steps:
         raise ConfigError(f"{place.place} has no checkpoint")
     if place.name is not None:
@@ -171,7 +171,7 @@ def _config_of(place: CheckpointLocation) -> LoadedConfig:
     """Return the config of the run or, for checkpoints without their run, of the newest of them."""
     if place.loaded is not None:
         return place.loaded
-    names = by_step(place.storage.names())
+    names = names_by_step(place.storage.names())
     faults = []
     for step in sorted(names, reverse=True):
         try:
@@ -206,12 +206,12 @@ class _Taken:
 
 
 def _take(storage: Storage, step: int | None) -> _Taken:
-    names = by_step(storage.names())
+    names = names_by_step(storage.names())
     wanted = [names[known] for known in sorted(names, reverse=True) if step in (None, known)]
     broken: dict[str, str] = {}
     for name in wanted:
         try:
-            with storage.reading(name):
+            with storage.read_lock(name):
                 manifest = read_manifest(storage, name)
                 return _Taken(name, manifest, _read(storage, name, manifest), _tied(manifest), broken)
         except CorruptCheckpoint as fault:
@@ -225,7 +225,7 @@ def _read(storage: Storage, name: str, manifest: Manifest) -> dict[str, Tensor]:
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(_MODEL)}
     memory = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
     with Reader(storage, name, manifest) as reader:
-        reader.read(Wanted(key, entry.kind.whole, memory[key]) for key, entry in entries.items())
+        reader.read(ReadItem(key, entry.info.whole, memory[key]) for key, entry in entries.items())
     return {key.removeprefix(_MODEL): tensor for key, tensor in memory.items()}
 
 

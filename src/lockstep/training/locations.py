@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint.inspection import is_checkpoint
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.objects import ObjectStorage
-from lockstep.checkpoint.reading import by_step
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.foreign_code import GIVEN
 from lockstep.config.known_runs import id_of_run
 from lockstep.core.errors import ConfigError, Problem, RunFailed
@@ -124,7 +124,7 @@ def choose(place: CheckpointLocation, step: int | None) -> str:
         if step is not None:
             raise ConfigError(f"--step chooses among checkpoints, and {place.where(place.name)} is one")
         return place.name
-    steps = by_step(place.storage.names())
+    steps = names_by_step(place.storage.names())
     if not steps:
         raise ConfigError(f"there is no checkpoint in {place.place}")
     if step is None:
@@ -168,7 +168,10 @@ def _around(folder: Path) -> CheckpointLocation:
 def _holds_checkpoints(folder: Path) -> bool:
     if not folder.is_dir():
         return False
-    return bool(by_step(LocalStorage(folder).names()) or LocalStorage(folder).aside()) or folder.name == CHECKPOINTS
+    return (
+        bool(names_by_step(LocalStorage(folder).names()) or LocalStorage(folder).moved_aside())
+        or folder.name == CHECKPOINTS
+    )
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.ownership import Owner
-from lockstep.checkpoint.reading import by_step, read_manifest
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Problem
@@ -87,7 +88,7 @@ def other_settings(config: Config, other: Config) -> list[str]:
 
 def _held(storage: Storage) -> _Held | None:
     """None: there is nothing that another run could lose."""
-    if not by_step(storage.names()):
+    if not names_by_step(storage.names()):
         return None
     owner, newest = storage.owner(), _newest(storage)
     if owner is None and newest is not None:  # an earlier version wrote no owner.json
@@ -96,7 +97,7 @@ def _held(storage: Storage) -> _Held | None:
 
 
 def _newest(storage: Storage) -> Manifest | None:
-    for _, name in sorted(by_step(storage.names()).items(), reverse=True):
+    for _, name in sorted(names_by_step(storage.names()).items(), reverse=True):
         try:
             return read_manifest(storage, name)
         except CorruptCheckpoint:

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from lockstep.checkpoint.reading import by_step
-from lockstep.checkpoint.saving import Moment, Saver, name_of, reason_of
+from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
+from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.core.errors import Rescued, Stopped
 from lockstep.core.peers import blames_a_peer
 from lockstep.core.ranks import started_by_lockstep
@@ -67,7 +67,7 @@ class Rescue:
     storage: Storage
     saver: Saver
     failure_state: FailureState
-    moment: Callable[[TrainingState], Moment]
+    moment: Callable[[TrainingState], StepMetadata]
 
     def save(self, error: BaseException) -> str:
         """Save the state, and return what to report.
@@ -79,10 +79,10 @@ class Rescue:
         try:
             failure = self._save(error)
         except Exception as another:
-            failure = reason_of(another)
+            failure = failure_reason(another)
         if failure is None:
             return f"the state after step {step:,} is saved in {place}; start it again to continue"
-        newest = max(by_step(self.storage.names()), default=None)
+        newest = max(names_by_step(self.storage.names()), default=None)
         kept = f"; the newest checkpoint is that of step {newest:,}" if newest is not None else ""
         return f"the state after step {step:,} could not be saved: {failure}{kept}"
 
@@ -120,11 +120,11 @@ class Rescue:
         return not self.session.state(synchronized=False).changes_in_forward
 
     def _is_saved(self) -> bool:
-        return self.session.progress.steps in by_step(self.storage.names())
+        return self.session.progress.steps in names_by_step(self.storage.names())
 
     def _save_together(self) -> str | None:
         """Save by all ranks together; return why it failed, None if the checkpoint exists."""
-        self.saver.keep_all()
+        self.saver.disable_deletion()
         step, state = self.session.progress.steps, self.session.state()
         self.saver.start(state, self.moment(state))
         self.saver.finish()
@@ -161,15 +161,17 @@ class Rescue:
 
     def _save_alone(self) -> str | None:
         """Save by this rank, without a collective; or wait for the rank that does: this one's end would end it."""
-        components, name = components_of(self.session), name_of(self.session.progress.steps)
+        components, name = components_of(self.session), checkpoint_name(self.session.progress.steps)
         state = self.session.state(synchronized=False)
-        with self.storage.alone(name) as first:
+        with self.storage.try_lock(name) as first:
             if first:
-                saver = Saver(self.storage.apart(), LocalGroup(), components.world.device, self.saver.identity)
+                saver = Saver(
+                    self.storage.with_separate_drafts(), LocalGroup(), components.world.device, self.saver.run_metadata
+                )
                 saver.start(state, self.moment(state))
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)
         until = time.monotonic() + components.config.launch.timeout
-        while time.monotonic() < until and self.storage.is_taken(name):
+        while time.monotonic() < until and self.storage.is_locked(name):
             time.sleep(0.05)
         return None if name in self.storage.names() else "another rank could not save it"

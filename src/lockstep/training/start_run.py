@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint
-from lockstep.checkpoint.reading import by_step, read_manifest
+from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
@@ -107,7 +108,7 @@ def _refuse_taken_fork(config: Config, folder: Path) -> None:
         content = "a run already" if is_run(folder) else "something else"
         raise ConfigError(f"--fork begins a new run, and {folder} holds {content}; name a new folder{resume}")
     storage = storage_of(config, folder)
-    if by_step(storage.names()):
+    if names_by_step(storage.names()):
         why = f"{storage.place} holds checkpoints already, and a fork begins with a new one; name another folder"
         raise ConfigError(Problem("", "checkpoint.folder", why))
 
@@ -154,7 +155,7 @@ def _too_long(config: Config, folder: Path, *, finished: bool) -> str | None:
     A run that stopped exactly at its new end still has to be finished.
     """
     storage = storage_of(config, folder)
-    steps = by_step(storage.names())
+    steps = names_by_step(storage.names())
     newest = _readable(storage, steps[max(steps)]) if steps else None
     if newest is None:
         return None
