@@ -15,9 +15,9 @@ from pathlib import Path
 def main() -> None:
     import torch  # noqa: F401
 
-    from lockstep.launch.rank import end_with
+    from lockstep.core.stopping import die_with_parent
 
-    end_with(os.getppid())  # a test run that is killed leaves nothing behind
+    die_with_parent(os.getppid())  # a test run that is killed leaves nothing behind
     nursery = os.getpid()
     print("ready", flush=True)
     for line in sys.stdin:
@@ -28,7 +28,7 @@ def main() -> None:
             continue
         pid = os.fork()
         if pid == 0:
-            end_with(nursery)
+            die_with_parent(nursery)
             _be_launcher(request)
         print(json.dumps({"pid": pid}), flush=True)
 

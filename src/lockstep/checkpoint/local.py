@@ -22,8 +22,7 @@ from pathlib import Path
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
 from lockstep.checkpoint.storage import ASIDE, MANIFEST, MovedAside, read_whole
-from lockstep.core.flushing import flush
-from lockstep.core.open_files import is_behind, is_missing
+from lockstep.core.files import flush, is_missing, is_same_file
 
 _LOCK = ".lock"
 _PUBLISHED, _DRAFT, _DELETED, _WITNESS = "step-", ".draft-", ".deleted-", ".witness-"
@@ -166,7 +165,7 @@ class LocalStorage:
     def is_held(self) -> bool:
         if self._claimed is None:
             return True
-        return is_behind(self._folder / _LOCK, self._claimed) and not is_missing(self._folder / OWNER)
+        return is_same_file(self._folder / _LOCK, self._claimed) and not is_missing(self._folder / OWNER)
 
     def remove_stale_drafts(self) -> None:
         with contextlib.suppress(OSError):

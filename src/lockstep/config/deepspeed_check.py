@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.deepspeed_keys import DeepSpeedKey, deepspeed_keys, keys_of
 from lockstep.config.reading import MOST_BYTES
-from lockstep.core.bounded_files import read_bounded
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.files import read_bounded
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DeepSpeed

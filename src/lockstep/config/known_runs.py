@@ -22,8 +22,8 @@ from lockstep.config.reading import Table, to_python
 from lockstep.config.schema import Config
 from lockstep.config.writing import hidden_in, plain_yaml, to_public
 from lockstep.core import user_state
-from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.core.extensions import locate
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -139,7 +139,7 @@ def _config_of_run(file: Path, run: Path, tree: Table) -> RunConfig:
 def id_of_run(run: Path) -> str | None:
     """The id of the run in this folder, which its checkpoints carry, too; None: it has none yet."""
     try:
-        run_id = json.loads(read_bounded(run / ENVIRONMENT, MOST_JSON)).get("run")
+        run_id = json.loads(read_bounded(run / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return run_id if isinstance(run_id, str) and run_id else None

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from lockstep.core.bounded_files import read_bounded
 from lockstep.core.errors import Problem
+from lockstep.core.files import read_bounded
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Misspelled names: the known name that is closest, and the sentence that offers it."""
+"""Suggests the known name that is closest to a misspelled one."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str |
     """Return the known name most similar to `name`, ignoring case, dashes and underscores; None if none is similar.
 
     Args:
-        name: what was written.
-        known: the names that exist.
-        cutoff: least similarity, from 0 to 1.
+        name: The misspelled name.
+        known: The names that exist.
+        cutoff: Least similarity, from 0 to 1.
     """
-    plain = {_plain(item): item for item in known}
-    near = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=cutoff)
-    return plain[near[0]] if near else None
+    by_plain_name = {_plain(item): item for item in known}
+    nearest = difflib.get_close_matches(_plain(name), by_plain_name, n=1, cutoff=cutoff)
+    return by_plain_name[nearest[0]] if nearest else None
 
 
 def did_you_mean(name: str, known: Iterable[str], others: str = "there are") -> str:
-    """Return `did you mean X?` for the closest known name, or a list of all that begins with `others`."""
+    """Return `did you mean X?` for the closest known name, or a list of all known names after the words `others`."""
     names = list(known)
-    near = closest_match(name, names)
-    return f"did you mean {near}?" if near else f"{others} {', '.join(names)}"
+    nearest = closest_match(name, names)
+    return f"did you mean {nearest}?" if nearest else f"{others} {', '.join(names)}"
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` to end a message with, or nothing if no known name is similar."""
+    nearest = closest_match(name, known)
+    return f"; did you mean {nearest}?" if nearest else ""
 
 
 def _plain(name: str) -> str:

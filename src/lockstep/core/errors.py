@@ -1,4 +1,4 @@
-"""Failures, named by what happens next, each with the exit code that tells it to whoever started the process.
+"""Errors that users can act on, each with the exit code of the process that it ends.
 
 0    done
 1    RunFailed           nothing automatic helps; read the message
@@ -10,10 +10,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.core.terminal import plain, plain_line
+
+# Messages of gloo, NCCL and torch's store about the other side of a connection.
+_PEER_WENT_AWAY = re.compile(
+    r"gloo/transport/|Connection (closed|reset) by|Broken pipe|Socket closed|recvValue failed|sendBytes failed"
+    r"|NCCL communicator was aborted|ncclRemoteError|remote process exited|failed to recv, got 0 bytes",
+    re.IGNORECASE,
+)
 
 
 class Failure(Exception):
@@ -30,11 +38,11 @@ class RunFailed(Failure):
 
 
 class OutOfMemory(RunFailed):
-    """Memory ran out, of a rank's device or of its machine."""
+    """Memory ran out, on a rank's device or on its machine."""
 
 
 class CollectiveTimeout(RunFailed):
-    """Other ranks did not reach a collective in time: the cause is on them, and they may not report it."""
+    """Other ranks did not reach a collective in time: the cause is there, and they may not report it."""
 
 
 class PeerFailed(RunFailed):
@@ -61,12 +69,12 @@ class Paused(Stopped):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake in a config.
+    """A mistake in a config.
 
     Attributes:
-        where: file:line:column, a flag, or an environment variable; empty if the value has no single origin.
-        key: dotted key, such as `optim.lr`.
-        message: what is wrong, why, and the nearest valid value.
+        where: `file:line:column`, a flag, or an environment variable; empty if the value has no single origin.
+        key: Dotted key, such as `optim.lr`.
+        message: What is wrong, why, and the nearest valid value.
     """
 
     where: str
@@ -80,7 +88,7 @@ class Problem:
 
 
 class ConfigError(Failure):
-    """A config that can't be run as it stands, with all its problems at once."""
+    """A config that can't be run, with all its problems."""
 
     exit_code = 2
 
@@ -111,9 +119,17 @@ class Rescued(str):
 
 def message_of(failure: BaseException) -> str:
     """Return the failure's message, with what was saved of the run."""
-    notes: list[str] = []
-    link: BaseException | None = failure
-    while link is not None:
-        notes += [note for note in getattr(link, "__notes__", ()) if isinstance(note, Rescued)]
-        link = link.__cause__
+    notes = [note for error in causes(failure) for note in getattr(error, "__notes__", ()) if isinstance(note, Rescued)]
     return "\n".join([str(failure), *notes])
+
+
+def blames_a_peer(error: BaseException | None) -> bool:
+    """Return whether the error, or one it was raised from, is about the other side of a connection."""
+    return any(isinstance(link, RuntimeError | OSError) and _PEER_WENT_AWAY.search(str(link)) for link in causes(error))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error and those it was raised from, the last first."""
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
 from typing import Literal
 
-from lockstep.core.errors import Failure
+from lockstep.core.errors import Failure, causes
 
 Phase = Literal["forward", "backward", "update", "data", "evaluation", "checkpoint"]
 
@@ -45,7 +44,7 @@ def mark(error: BaseException, phase: Phase, text: str) -> None:
 
 def error_location(error: BaseException) -> ErrorLocation | None:
     """Return the innermost location noted on the error or on those it was raised from."""
-    for link in reversed(list(_chain(error))):
+    for link in reversed(list(causes(error))):
         for note in getattr(link, "__notes__", ()):
             if isinstance(note, ErrorLocation):
                 return note
@@ -54,19 +53,13 @@ def error_location(error: BaseException) -> ErrorLocation | None:
 
 def ran_out(error: BaseException) -> BaseException | None:
     """Return the error, or the one it was raised from, that means that memory ran out; None if there is none."""
-    return next((link for link in _chain(error) if _means_memory(link)), None)
+    return next((link for link in causes(error) if _means_memory(link)), None)
 
 
 def bytes_asked(error: BaseException) -> int | None:
     """Return the bytes of the failed allocation; None if the error doesn't state them."""
     match = _ASKED.search(str(error))
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _means_memory(error: BaseException) -> bool:

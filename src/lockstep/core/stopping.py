@@ -1,4 +1,4 @@
-"""Handles signals while there is nothing to save yet: one sentence, exit code 130, at once.
+"""Signals before the first update, and processes that end together: one sentence, exit code 130, at once.
 
     command starts ---- imports, checks, run folder, ranks ---- first update -------------------------- done
     SIGTERM, ...        undo, one sentence, exit code 130       `resilience.signals`: stop and save     no effect
@@ -25,18 +25,21 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVE_SIGNAL = signal.SIGUSR2
-INHERITED_IF_IGNORED = (signal.SIGINT, signal.SIGHUP)  # by a job in the background, and under nohup
 
+_INHERITED_IF_IGNORED = (signal.SIGINT, signal.SIGHUP)  # by a job in the background, and under nohup
 _EXIT_CODE = 130  # of `core.errors.Stopped`, which would have to be imported
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_undo_steps: list[Callable[[], None]] = []
 
 
 class StartHandler:
-    """A signal handler of the time before the first update.
+    """A signal handler for the time before the first update.
 
-    A process forked from this one handles the signal as processes do that don't handle it.
+    A process forked from this one handles the signal as processes do that have no handler for it.
 
     Args:
-        act: called with the signal's number.
+        act: Called with the signal's number.
     """
 
     def __init__(self, act: Callable[[int], None]) -> None:
@@ -51,7 +54,7 @@ class StartHandler:
 
 
 def no_effect(number: int, frame: FrameType | None) -> None:
-    """A signal handler. Unlike SIG_IGN it isn't inherited by programs that this process starts."""
+    """Handle a signal by doing nothing. Unlike SIG_IGN, programs that this process starts don't inherit it."""
 
 
 def die_of(number: int) -> None:
@@ -61,9 +64,33 @@ def die_of(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def is_handled(number: int) -> bool:
-    """Return whether this process handles the signal: SIGINT and SIGHUP stay ignored if its parent has them ignored."""
-    return number not in INHERITED_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN
+@contextmanager
+def handled_signals(
+    stop: Callable[[int, FrameType | None], None], save: Callable[[int, FrameType | None], None], *, last: bool = True
+) -> Iterator[None]:
+    """Handle stop signals and SIGUSR2 while the block runs, if this is the main thread: Python allows it no other.
+
+    SIGINT and SIGHUP stay ignored if the parent process has them ignored. Afterwards, the handlers of a program that
+    calls Lockstep are restored.
+
+    Args:
+        last: The command ends after the block, with an exit code that is known by then. Its own handlers are not
+            restored: a late signal must not change the code.
+    """
+    import threading
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in STOP_SIGNALS if _is_handled(number)}
+    before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, save)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: C code has set it, and Python can't restore it
+            is_over = handler is None or (last and isinstance(handler, StartHandler))
+            signal.signal(number, no_effect if is_over else handler)
 
 
 @contextmanager
@@ -71,15 +98,15 @@ def blocked_signals(*, forks: bool) -> Iterator[None]:
     """Block signals until the block is left; processes started within unblock them when they are ready.
 
     Args:
-        forks: the processes are forked. Otherwise multiprocessing starts a process to track resources beside the first,
-            and lets signals in when it has.
+        forks: Whether the processes are forked. If not, multiprocessing starts a process to track resources beside the
+            first, and unblocks signals afterwards.
     """
     if not forks:
         from multiprocessing import resource_tracker
 
         from lockstep.core.safe_path import safe_interpreters
 
-        with safe_interpreters(), blocked_signals(forks=True):  # signals to the group don't end it
+        with safe_interpreters(), blocked_signals(forks=True):  # signals to the process group don't end it
             resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
     try:
@@ -89,39 +116,68 @@ def blocked_signals(*, forks: bool) -> Iterator[None]:
 
 
 def stop_at_once() -> None:
-    """Make stop signals end this command: with what `undo_on_stop` registered, one sentence, and exit code 130."""
+    """Make stop signals end this command: call what `undo_on_stop` registered, print one sentence, exit with 130."""
     for number in STOP_SIGNALS:
-        if is_handled(number):
+        if _is_handled(number):
             signal.signal(number, StartHandler(_stop))
-    signal.signal(SAVE_SIGNAL, StartHandler(_nothing_to_save))
+    signal.signal(SAVE_SIGNAL, StartHandler(lambda number: write_stderr("nothing to save yet")))
 
 
 @contextmanager
 def undo_on_stop(undo: Callable[[], None]) -> Iterator[None]:
-    """Let a signal that ends the command while the block runs call `undo` first. It runs inside a signal handler."""
-    _undone.append(undo)
+    """Call `undo`, inside the signal handler, if a signal ends the command while the block runs."""
+    _undo_steps.append(undo)
     try:
         yield
     finally:
-        _undone.remove(undo)
-
-
-_undone: list[Callable[[], None]] = []
-
-
-def _stop(number: int) -> None:
-    for step in (*reversed(_undone), sys.stdout.flush):
-        with suppress(Exception):  # what can't be undone stays
-            step()
-    write_stderr(f"stopped by {signal.Signals(number).name}")
-    os._exit(_EXIT_CODE)
-
-
-def _nothing_to_save(number: int) -> None:
-    write_stderr("nothing to save yet")
+        _undo_steps.remove(undo)
 
 
 def write_stderr(text: str) -> None:
     """Print from a signal handler, which may have interrupted print()."""
     with suppress(OSError):  # the terminal is closed
         os.write(2, f"lockstep: {text}\n".encode())
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, for whatever reason; only on Linux."""
+    import ctypes
+
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def exit_with_process(process: int) -> None:
+    """Exit when a process ends that isn't the parent: a thread waits for it; only on Linux."""
+    import select
+    import threading
+
+    if sys.platform != "linux":
+        return
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait_and_exit() -> None:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait_and_exit, name="exit-with-process", daemon=True).start()
+
+
+def _is_handled(number: int) -> bool:
+    return number not in _INHERITED_IF_IGNORED or signal.getsignal(number) != signal.SIG_IGN
+
+
+def _stop(number: int) -> None:
+    for step in (*reversed(_undo_steps), sys.stdout.flush):
+        with suppress(Exception):  # what can't be undone stays
+            step()
+    write_stderr(f"stopped by {signal.Signals(number).name}")
+    os._exit(_EXIT_CODE)

@@ -33,11 +33,17 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
 from lockstep.core.errors import Failure, RunFailed
-from lockstep.core.processes import end_with, end_with_other
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
 from lockstep.core.safe_path import safe_interpreters
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, blocked_signals, no_effect
+from lockstep.core.stopping import (
+    SAVE_SIGNAL,
+    STOP_SIGNALS,
+    blocked_signals,
+    die_with_parent,
+    exit_with_process,
+    no_effect,
+)
 from lockstep.data import noise
 from lockstep.data.order import Indices
 from lockstep.data.unreadable import explained, named
@@ -164,9 +170,9 @@ def _in_main_thread() -> bool:
 def _ignore_signals(rank: int, from_main_thread: bool, worker: int) -> None:
     """Leave signals to the rank; called in a worker, before it fetches."""
     if os.getppid() == rank and from_main_thread:
-        end_with(rank)
+        die_with_parent(rank)
     else:  # a fork server started it, or a thread, whose end would count as the rank's
-        end_with_other(rank)
+        exit_with_process(rank)
     for number in _RANK_SIGNALS:
         # not SIG_IGN, which a program that the data set starts would inherit; system calls go on where they were
         signal.signal(number, no_effect)

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config.schema import Tokens
-from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.core.errors import ConfigError
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import windows
@@ -153,7 +153,7 @@ def read_header(folder: Path, split: str) -> Header:
         there = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
         raise ConfigError(f"{folder} has no split {split}; " + (f"it has {', '.join(there)}" if there else _PREPARE))
     try:
-        values = json.loads(read_bounded(path, MOST_JSON))
+        values = json.loads(read_bounded(path, MAX_JSON_BYTES))
         header = Header(**{field.name: values[field.name] for field in fields(Header)})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error

@@ -30,10 +30,10 @@ from lockstep.core.errors import (
     PeerFailed,
     Problem,
     Stopped,
+    blames_a_peer,
     message_of,
     timeout_message,
 )
-from lockstep.core.peers import blames_a_peer
 from lockstep.core.stopping import STOP_SIGNALS
 
 

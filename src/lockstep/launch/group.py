@@ -18,15 +18,14 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, is_handled, no_effect
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
 from lockstep.launch.ends import End, EndKind, end_of_process
 
 _SETTLE = 1.0  # seconds for the other ranks to say how they fail, once one has
@@ -82,30 +81,6 @@ class SignalRequests:
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is full of news already
             os.write(self._write, b"!")
-
-
-@contextlib.contextmanager
-def signal_requests(*, last: bool) -> Iterator[SignalRequests]:
-    """Signals count as requests while the block runs; SIGINT and SIGHUP that this process ignores stay ignored.
-
-    Outside the main thread Python lets nobody listen, and none come.
-
-    Args:
-        last: the command ends after this, and what became of the run is known then: a late signal changes nothing.
-            The handlers of a program that calls Lockstep are put back all the same.
-    """
-    requests = SignalRequests()
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, requests.stop) for number in STOP_SIGNALS if is_handled(number)}
-        before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, requests.save)
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            over = handler is None or (last and isinstance(handler, StartHandler))
-            signal.signal(number, no_effect if over else handler)
-        requests.close()
 
 
 @dataclass

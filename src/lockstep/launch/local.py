@@ -40,11 +40,11 @@ from lockstep.core.control_groups import kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Problem, Stopped
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.safe_path import safe_interpreters
-from lockstep.core.stopping import blocked_signals
+from lockstep.core.stopping import blocked_signals, handled_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, EndKind, describe, first_cause
-from lockstep.launch.group import Member, SignalRequests, signal_requests, watch
+from lockstep.launch.group import Member, SignalRequests, watch
 from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_environment
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import RankTask, append_end, run_entry, run_rank, signals_stop
@@ -139,7 +139,7 @@ def _run_ranks(
     logged = streams.sizes(logs, ranks) if logs else []
     members: list[Member] = []
     killed_before = kernel_kills()
-    with signal_requests(last=last) as requests:
+    with contextlib.closing(SignalRequests()) as requests, handled_signals(requests.stop, requests.save, last=last):
         try:
             with blocked_signals(forks=forks), _listener(launch.port, ranks) as listener, _frozen_heap():
                 _start(entry, ranks, launch, logs, listener, members, forks)

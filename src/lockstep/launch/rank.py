@@ -35,11 +35,18 @@ from types import TracebackType
 from typing import NoReturn
 
 from lockstep.core.errors import Stopped
-from lockstep.core.processes import end_with
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
 from lockstep.core.secrets import masked, secrets_in
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, die_of, no_effect, write_stderr
+from lockstep.core.stopping import (
+    SAVE_SIGNAL,
+    STOP_SIGNALS,
+    StartHandler,
+    die_of,
+    die_with_parent,
+    no_effect,
+    write_stderr,
+)
 from lockstep.launch import streams
 from lockstep.launch.ends import End, EndKind, end_of_exception, end_of_return
 
@@ -71,7 +78,7 @@ class _Signalled(Stopped):
 
 def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> NoReturn:
     """Run `entry` in a rank's process, whose environment is set already."""
-    end_with(task.launcher)
+    die_with_parent(task.launcher)
     let_children_search()
     if task.forked:
         atexit._clear()  # what the launcher wanted done at its own exit

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
-from lockstep.core.open_files import append_to, copy_rest, is_missing, reopened
+from lockstep.core.files import append_to, copy_rest, is_missing, reopened
 from lockstep.core.secrets import masked, secrets_in
 from lockstep.monitor.folder import lock_holder
 

@@ -38,10 +38,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.bounded_files import MOST_JSON, read_bounded
 from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded
 from lockstep.core.local_paths import local_path
-from lockstep.core.open_files import is_behind, is_missing
 from lockstep.monitor import history
 
 CONFIG = "config.yaml"
@@ -211,7 +210,7 @@ class LockedRunFolder:
 
     def is_complete(self) -> bool:
         """Return whether it has all that a start of the run writes; True as well if the file system doesn't answer."""
-        if not is_behind(self.path / LOCK, self._locks[-1]):
+        if not is_same_file(self.path / LOCK, self._locks[-1]):
             return False
         return not any(is_missing(self.path / name) for name in (*self._files, LOGS))
 
@@ -219,7 +218,7 @@ class LockedRunFolder:
         """Return the new path if the folder was moved; None if it was deleted, or that isn't known."""
         try:
             lock = Path(os.readlink(f"/proc/self/fd/{self._locks[-1]}"))
-            is_moved = lock.name == LOCK and is_behind(lock, self._locks[-1])
+            is_moved = lock.name == LOCK and is_same_file(lock, self._locks[-1])
         except OSError:
             return None
         return lock.parent if is_moved and lock.parent != self.path else None
@@ -233,7 +232,7 @@ class LockedRunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._refuse_other_run()
-        if not is_behind(self.path / LOCK, self._locks[-1]):
+        if not is_same_file(self.path / LOCK, self._locks[-1]):
             self._locks.append(self._lock())
         for name in (TENSORBOARD, LOGS):
             (self.path / name).mkdir(exist_ok=True)
@@ -247,7 +246,7 @@ class LockedRunFolder:
 
     def _refuse_other_run(self) -> None:
         try:
-            other = json.loads(read_bounded(self.path / ENVIRONMENT, MOST_JSON)).get("run")
+            other = json.loads(read_bounded(self.path / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
         except (OSError, ValueError, AttributeError, RecursionError):
             return
         if isinstance(other, str) and other != self._run:
@@ -255,7 +254,7 @@ class LockedRunFolder:
 
     def _lock(self) -> int:
         handle, holder = open_lock(self.path)
-        if holder is not None and not any(is_behind(self.path / LOCK, lock) for lock in self._locks):
+        if holder is not None and not any(is_same_file(self.path / LOCK, lock) for lock in self._locks):
             os.close(handle)
             raise RunFolderTaken(f"{self.path} belongs to another run now ({holder})")
         os.ftruncate(handle, 0)
@@ -285,7 +284,7 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return summary.json of the run in `path`, None if it isn't finished. Raises RunFailed if it can't be read."""
     file = Path(path) / SUMMARY
     try:
-        return dict(json.loads(read_bounded(file, MOST_JSON)))
+        return dict(json.loads(read_bounded(file, MAX_JSON_BYTES)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -295,7 +294,7 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 def recipe_of(path: str | os.PathLike[str]) -> str:
     """Return the name that the run in `path` started with; its folder's name if that can't be read."""
     try:
-        recipe = json.loads(read_bounded(Path(path) / ENVIRONMENT, MOST_JSON)).get("recipe")
+        recipe = json.loads(read_bounded(Path(path) / ENVIRONMENT, MAX_JSON_BYTES)).get("recipe")
     except (OSError, ValueError, AttributeError):
         recipe = None
     return recipe if isinstance(recipe, str) else Path(path).absolute().name

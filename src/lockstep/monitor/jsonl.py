@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.flushing import flush
-from lockstep.core.open_files import append_to, is_behind, reopened
+from lockstep.core.files import append_to, flush, is_same_file, reopened
 
 _CHUNK = 2**20
 _strict = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
@@ -128,7 +127,7 @@ class LineFile:
         """Continue under this name, in any thread, if the open file was deleted, moved or replaced: in a new file with
         all that was written, or in the file that has replaced it. Raises OSError."""
         with self._lock:
-            if self._file is None or is_behind(self.path, self._file):
+            if self._file is None or is_same_file(self.path, self._file):
                 return
             self.path.parent.mkdir(parents=True, exist_ok=True)
             old, self._file = self._file, reopened(self.path, self._file)

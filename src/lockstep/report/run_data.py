@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
-from lockstep.core.bounded_files import MOST_JSON, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
 from lockstep.report.series import Series
@@ -116,7 +116,7 @@ def read_run(folder: Path) -> RunData:
 
 def _text(file: Path) -> str | None:
     try:
-        return read_bounded(file, MOST_JSON).decode("utf-8", "replace")
+        return read_bounded(file, MAX_JSON_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         return None
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from types import FrameType
 from lockstep.core.errors import Stopped
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import Request
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, StartHandler, is_handled, no_effect, write_stderr
+from lockstep.core.stopping import handled_signals, write_stderr
 
 _ONE_WISH_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 
@@ -74,22 +73,7 @@ class RunSignals:
 
 @contextmanager
 def run_signals(*, shown: bool = False, ends: bool = False) -> Iterator[RunSignals]:
-    """Handle signals while the block runs. Only a main thread can.
-
-    Arguments as of `RunSignals`. Handlers of a program that calls Lockstep are put back afterwards. The command's own
-    are not: it is about to end with an exit code that says what became of the run, and a late signal must not change
-    that.
-    """
-    launcher = started_by_lockstep(os.environ)
-    signals = RunSignals(shown=shown, ends=ends, twice_stops=not launcher)
-    if threading.current_thread() is not threading.main_thread():
+    """Handle signals while the block runs, in the main thread. Arguments as of `RunSignals`."""
+    signals = RunSignals(shown=shown, ends=ends, twice_stops=not started_by_lockstep(os.environ))
+    with handled_signals(signals.stop, signals.save):
         yield signals
-        return
-    before = {number: signal.signal(number, signals.stop) for number in STOP_SIGNALS if is_handled(number)}
-    before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, signals.save)
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            # None: it was set by code in C, which can't be put back from here
-            signal.signal(number, no_effect if handler is None or isinstance(handler, StartHandler) else handler)

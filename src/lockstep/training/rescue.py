@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
-from lockstep.core.errors import Rescued, Stopped
-from lockstep.core.peers import blames_a_peer
+from lockstep.core.errors import Rescued, Stopped, blames_a_peer
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
 from lockstep.distributed.collectives import LocalGroup, over_store

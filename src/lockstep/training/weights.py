@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.config.approval import approved
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.flushing import flush
+from lockstep.core.files import flush
 from lockstep.monitor.folder import is_finished
 
 if TYPE_CHECKING:

@@ -1,0 +1,100 @@
+"""Reads small files, flushes files, and appends to files that may be deleted, moved or replaced while a run lasts.
+
+path --> inode 1 <-- handle      normal
+path     inode 1 <-- handle      deleted or moved: `reopened` writes all that the handle leads to into a new file
+path --> inode 2                 replaced: `reopened` continues there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+MAX_JSON_BYTES = 2**24
+"""Limit for a JSON file that Lockstep writes beside a run's data; nearly all have a few thousand bytes."""
+
+_CHUNK = 2**20  # bytes
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
+_MISSING = (FileNotFoundError, NotADirectoryError)
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Return the file's bytes. Raises OSError, also if it has more than `limit` bytes or is not a regular file."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would keep its reader waiting
+        status = os.fstat(file.fileno())
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file", str(path))
+        if status.st_size > limit:
+            raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, and may have {limit:,}", str(path))
+        return file.read(limit)
+
+
+def flush(path: Path) -> None:
+    """Flush a file's content, or the names in a folder, to the disk. Raises OSError.
+
+    A new, renamed or deleted file is safe from a power failure only once its folder is flushed.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def append_to(path: Path) -> int:
+    """Open a file for appending, and for `reopened` to read it; create it if it is missing. Raises OSError."""
+    try:
+        return os.open(path, _APPEND, 0o666)
+    except PermissionError:  # it may be written and not read
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def is_same_file(path: Path, handle: int) -> bool:
+    """Return whether `path` leads to the open file; True if the disk doesn't answer."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except OSError as error:
+        return not isinstance(error, _MISSING)
+
+
+def is_missing(path: Path) -> bool:
+    """Return whether nothing is at `path`; False if the disk doesn't answer."""
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, _MISSING)
+    return False
+
+
+def reopened(path: Path, handle: int) -> int:
+    """Return a handle for appending to `path`, which no longer leads to the file behind `handle`. Raises OSError.
+
+    If nothing is at `path`, the file is created with the whole content of the old one.
+    """
+    try:
+        new = os.open(path, _APPEND | os.O_NOFOLLOW | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return append_to(path)
+    try:
+        copy_rest(handle, new, 0)
+        os.fsync(new)
+    except BaseException:
+        os.close(new)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+    return new
+
+
+def copy_rest(source: int, target: int, start: int) -> int:
+    """Append the content of `source` from byte `start`; return where it ends. Raises OSError."""
+    while chunk := os.pread(source, _CHUNK, start):
+        start += len(chunk)
+        while chunk:
+            chunk = chunk[os.write(target, chunk) :]
+    return start
