@@ -1,4 +1,4 @@
-"""Users' code and installed packages' extensions, by the name that a config or a call gives.
+"""Loads users' code and installed packages' extensions, by the name that a config or a call gives.
 
     package.module:Name     as Python imports it; the working directory is on the path
     path/to/file.py:Name    a file; its folder is on the path, so that it can import its neighbors
@@ -17,7 +17,6 @@ Every failure is a ConfigError that states where to look.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.machinery
@@ -26,43 +25,35 @@ import inspect
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.core.closest import closest_match
+from lockstep.core.closest import hint
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.out_of_memory import ran_out
 
 KINDS = (
-    "launchers",
-    "models",
-    "monitors",
-    "objectives",
-    "optimizers",
-    "sources",
-    "storage",
-    "strategies",
-    "transforms",
-)
+    "launchers", "models", "monitors", "objectives", "optimizers", "sources", "storage", "strategies", "transforms",
+)  # fmt: skip
 _FORM = "write package.module:Name or path/to/file.py:Name"
 
 
 def load(kind: str, name: str, *, key: str = "", builtin: Iterable[str] = ()) -> Any:
-    """Return the object that `name` stands for; only what is asked for is imported.
+    """Import and return the object that `name` stands for.
 
     Args:
-        kind: one of `KINDS`.
+        kind: One of `KINDS`.
         name: `module:Name`, `file.py:Name`, or a name registered as an entry point of the group `lockstep.KIND`.
-        key: the config key that holds the name; errors state it.
-        builtin: names that the caller resolves itself; errors list them beside the registered ones.
+        key: The config key that holds the name; errors state it.
+        builtin: Names that the caller resolves itself; errors list them with the registered ones.
 
     Raises:
-        ConfigError: nothing has that name, two packages register it, or its code raises while it is imported.
+        ConfigError: Nothing has that name, two packages register it, or its code raises while it is imported.
     """
     assert kind in KINDS, kind
-    with _errors_state(key):
+    with _errors_name(key):
         return import_target(name) if ":" in name else _entry_point(kind, name, tuple(builtin))
 
 
@@ -74,17 +65,13 @@ def registered(kind: str) -> dict[str, str]:
 
 
 def construct(kind: str, name: str, arguments: Mapping[str, Any], *, key: str = "", builtin: Iterable[str] = ()) -> Any:
-    """Return what the class or function `name` returns when it is called with `arguments`.
-
-    Args:
-        kind, name, key, builtin: as for `load`.
-        arguments: passed as keyword arguments.
+    """Call the class or function `name` with `arguments` as keyword arguments, and return the result.
 
     Raises:
-        ConfigError: as `load`; it is not callable; the arguments do not fit; or the call raises.
+        ConfigError: As `load`; it is not callable; the arguments do not fit; or the call raises.
     """
     function = load(kind, name, key=key, builtin=builtin)
-    with _errors_state(key):
+    with _errors_name(key):
         return _call(name, function, arguments)
 
 
@@ -92,43 +79,42 @@ def instance(kind: str, name: str, arguments: Mapping[str, Any], protocol: type,
     """Return the object that `name` stands for; a class or function is called with `arguments` first.
 
     Args:
-        protocol: what the object must implement, one of `lockstep`'s runtime-checkable protocols.
+        protocol: One of Lockstep's runtime-checkable protocols, which the object must implement.
 
     Raises:
-        ConfigError: as `construct`; there are arguments for an object that is not called; or it lacks methods.
+        ConfigError: As `construct`; there are arguments for an object that is not called; or it lacks methods.
     """
     target = load(kind, name, key=key)
     if inspect.isclass(target) or inspect.isroutine(target):
         target = construct(kind, name, arguments, key=key)
     elif arguments:
         raise ConfigError(Problem("", key, f"{name} is an object, which takes no arguments; leave them out"))
-    lacking = unimplemented(target, protocol)
-    if lacking is not None:
-        raise ConfigError(Problem("", key, f"{name} {lacking}"))
+    reason = unimplemented(target, protocol)
+    if reason is not None:
+        raise ConfigError(Problem("", key, f"{name} {reason}"))
     return target
 
 
 def unimplemented(thing: object, protocol: type) -> str | None:
-    """Return why an object does not implement a protocol, as the end of a sentence about it; None: it does."""
-    wanted = f"lockstep.{protocol.__name__}"
+    """Return why an object does not implement a protocol, as the end of a sentence about it; None if it does."""
     if inspect.isclass(thing):
         return f"is the class {thing.__name__}; pass an object of it: {thing.__name__}(...)"
     if isinstance(thing, protocol):
         return None
     missing = sorted(name for name in dir(protocol) if not name.startswith("_") and name not in dir(thing))
     lacks = f", which lacks {', '.join(missing)}" if missing else ""
-    return f"is of type {type(thing).__name__}{lacks}; subclass {wanted}"
+    return f"is of type {type(thing).__name__}{lacks}; subclass lockstep.{protocol.__name__}"
 
 
 def import_target(target: str) -> object:
     """Return the object that `target` names, as `module:Name` or `file.py:Name`; a file runs once per process.
 
     Raises:
-        ConfigError: malformed, missing file or module, missing name, or code that raises while it is imported.
+        ConfigError: The target is malformed, there is no such file, module or name, or importing it raises.
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise ConfigError(f"{target!r} does not say what to take from where; {_FORM}")
+        raise ConfigError(f"{target!r} does not name a module and an object in it; {_FORM}")
     value: object = _import_file(place, target) if place.endswith(".py") else _import_module(place, target)
     for part in name.split("."):
         value = _attribute(value, part, target)
@@ -136,7 +122,7 @@ def import_target(target: str) -> object:
 
 
 def locate(target: str) -> str:
-    """Return the path of the code that `target` names, without importing it; empty if it can't be found."""
+    """Return the path of the code that `target` names, without importing it; "" if it can't be found."""
     place, _, _ = target.rpartition(":")
     if place.endswith(".py"):
         return str(Path(place).expanduser().resolve())
@@ -150,7 +136,7 @@ def locate(target: str) -> str:
 
 
 def source_file(thing: object) -> Path | None:
-    """Return the file that defines the class or function (or the class of the object), if there is one."""
+    """Return the file that defines the class or function, or the object's class; None if there is none."""
     try:
         path = inspect.getsourcefile(thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing))
     except TypeError:  # builtins, and classes typed in at a prompt
@@ -159,7 +145,7 @@ def source_file(thing: object) -> Path | None:
 
 
 @contextmanager
-def _errors_state(key: str) -> Iterator[None]:
+def _errors_name(key: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
@@ -182,19 +168,23 @@ def _entry_point(kind: str, name: str, builtin: tuple[str, ...]) -> object:
         except Exception as error:
             raise ConfigError(f"{name}: importing {target} raised {_describe(error)}") from error
     known = [*builtin, *sorted(registered(kind))]
-    near = closest_match(name, known)
-    guess = f"; did you mean {near}?" if near else ""
     names = f" (there are {', '.join(known)})" if known else ""
     raise ConfigError(
-        f"{name!r} is not registered in lockstep.{kind}{names}{guess}; {_FORM}, or install a package that declares it "
-        f'under [project.entry-points."lockstep.{kind}"]'
+        f"{name!r} is not registered in lockstep.{kind}{names}{hint(name, known)}; {_FORM}, or install a package that "
+        f'declares it under [project.entry-points."lockstep.{kind}"]'
     )
 
 
-def _call(name: str, function: object, arguments: Mapping[str, Any]) -> object:
+def _call(name: str, function: Any, arguments: Mapping[str, Any]) -> object:
     if not callable(function):
         raise ConfigError(f"{name} is a {type(function).__name__}, not a class or function that can be called")
-    _check_arguments(name, function, arguments)
+    with suppress(TypeError, ValueError):  # some builtins have no signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            message = f"{name} can't take arguments {dict(arguments)}: {error}; it takes {signature}"
+            raise ConfigError(message) from error
     try:
         return function(**arguments)
     except Exception as error:
@@ -208,21 +198,23 @@ def _import_module(name: str, target: str) -> ModuleType:
     _importable_from(Path.cwd())
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (name == missing or name.startswith(missing + ".")):
             raise ConfigError(
-                f"{target}: there is no module {error.name}, neither installed nor in {Path.cwd()}; "
+                f"{target}: there is no module {missing}, neither installed nor in {Path.cwd()}; "
                 "a file is named by its path: path/to/file.py:Name"
             ) from error
-        raise ConfigError(f"{target}: importing {name} raised {_describe(error)}") from error
-    except Exception as error:
         raise ConfigError(f"{target}: importing {name} raised {_describe(error)}") from error
 
 
 def _import_file(place: str, target: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"{target}: there is no file {path}{_like(path)}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{target}: there is no file {path}; there is no folder {path.parent} either")
+        neighbors = [file.name for file in path.parent.glob("*.py")]
+        raise ConfigError(f"{target}: there is no file {path}{hint(path.name, neighbors)}")
     _importable_from(path.parent)
     name = _module_name(path)
     if name in sys.modules:
@@ -240,8 +232,10 @@ def _import_file(place: str, target: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """Return the file's stem, under which another process can import it too (and unpickle what it defines); if
-    another module has that name, one that can't collide."""
+    """Return the file's stem, under which another process can import it and unpickle what it defines.
+
+    If another module has that name, return one that can't collide.
+    """
     loaded = sys.modules.get(path.stem)
     spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(path.stem)
     if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
@@ -251,14 +245,7 @@ def _module_name(path: Path) -> str:
 
 def _importable_from(folder: Path) -> None:
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # last, so that no user's file can hide a module of Python's
-
-
-def _like(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; there is no folder {path.parent} either"
-    near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.py")], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+        sys.path.append(str(folder))  # last, so that a user's file can't hide a module of Python's
 
 
 def _attribute(owner: object, name: str, target: str) -> object:
@@ -267,27 +254,14 @@ def _attribute(owner: object, name: str, target: str) -> object:
     except AttributeError:
         pass
     public = [known for known in dir(owner) if not known.startswith("_")]
-    near = difflib.get_close_matches(name, public, n=1)
     where = getattr(owner, "__file__", None) or getattr(owner, "__name__", repr(owner))
-    raise ConfigError(f"{target}: {where} has no {name}" + (f"; did you mean {near[0]}?" if near else ""))
-
-
-def _check_arguments(target: str, function: Any, arguments: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"{target} can't take arguments {dict(arguments)}: {error}; it takes {signature}") from error
+    raise ConfigError(f"{target}: {where} has no {name}{hint(name, public)}")
 
 
 def _describe(error: BaseException) -> str:
     """Return the error's type, its message, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError):
-        place = f" ({error.filename}:{error.lineno})"
-        return f"{type(error).__name__}: {error.msg}{place}"
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -1,12 +1,11 @@
-"""Tests once a process whether the Hugging Face hub can be reached, before its libraries are imported.
+"""Tests whether the Hugging Face hub can be reached, once per process and before its libraries are imported.
 
-    a folder or file      never asked
-    a name                HF_HUB_OFFLINE set: as it says
-                          otherwise one request, 1.5 s at most; no answer: HF_HUB_OFFLINE=1, and only the cache counts
+    a folder or file      no request
+    a name                HF_HUB_OFFLINE is set: its value counts
+                          otherwise one request, 1.5 s at most; no answer: HF_HUB_OFFLINE=1, and only the cache is used
 
-A launcher asks for all its ranks, which inherit the answer.
-
-Left to themselves those libraries retry for half a minute before they say that there is no network.
+A launcher makes the request for all its ranks, which inherit the answer. Without it, those libraries retry for half a
+minute before they report that there is no network.
 """
 
 from __future__ import annotations
@@ -23,21 +22,25 @@ from functools import lru_cache
 
 from lockstep.core.errors import ConfigError
 
-_PATIENCE = 1.5  # seconds
-_GATEWAYS = (403, 407, 451)  # what a proxy answers that lets nobody through
-_FETCH = "on a machine with a network, `lockstep data fetch RECIPE` puts it into the cache"
+_OFFLINE = "HF_HUB_OFFLINE"
+_TIMEOUT = 1.5  # seconds
+_GATEWAYS = (403, 407, 451)  # statuses of a proxy that refuses
 
 
 def needs_hub() -> None:
-    """Test the hub, before anything is loaded from it or its cache by name."""
-    if not is_connected():
-        _go_offline()
+    """Test the hub before anything is loaded from it or its cache by name; set HF_HUB_OFFLINE if it does not answer."""
+    if is_connected():
+        return
+    os.environ[_OFFLINE] = "1"
+    for module in ("huggingface_hub.constants", "datasets.config"):  # they copy the variable when they are imported
+        if module in sys.modules:
+            setattr(sys.modules[module], _OFFLINE, True)
 
 
 @lru_cache(maxsize=1)
 def is_connected() -> bool:
     """Return whether the hub answers, or HF_HUB_OFFLINE allows it to be used."""
-    setting = os.environ.get("HF_HUB_OFFLINE")
+    setting = os.environ.get(_OFFLINE)
     if setting is not None:
         return setting.upper() not in ("1", "ON", "YES", "TRUE")
     return _answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
@@ -45,28 +48,32 @@ def is_connected() -> bool:
 
 def missing(kind: str, name: str, error: Exception) -> ConfigError:
     """Return the error for a name that could not be loaded."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if is_connected():
-        return ConfigError(f"{kind} {name} can't be had: {reason}")
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return ConfigError(f"{kind} {name} can't be loaded: {reason}")
     return ConfigError(
-        f"{kind} {name} is neither a folder here nor in the cache, and the hub does not answer; {_FETCH}"
+        f"{kind} {name} is neither a folder here nor in the cache, and the hub does not answer; on a machine with a "
+        "network, `lockstep data fetch RECIPE` puts it into the cache"
     )
 
 
 def _answers(endpoint: str) -> bool:
-    """Ask in a child process: a name server that is silent keeps to no timeout, and a thread that waits for it would
-    keep this process from being forked."""
+    """Make the request in a child process.
+
+    A name server that doesn't answer ignores the timeout, and a thread that waits for it would keep this process from
+    being forked.
+    """
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks beside threads
         child = os.fork()
     if child == 0:
         with suppress(BaseException):
-            os.write(write, b"1" if _asked(endpoint) else b"0")
+            os.write(write, b"1" if _responds(endpoint) else b"0")
         os._exit(0)
     os.close(write)
     try:
-        ready, _, _ = select.select([read], [], [], _PATIENCE)
+        ready, _, _ = select.select([read], [], [], _TIMEOUT)
         return bool(ready) and os.read(read, 1) == b"1"
     finally:
         os.close(read)
@@ -74,19 +81,11 @@ def _answers(endpoint: str) -> bool:
         os.waitpid(child, 0)
 
 
-def _asked(endpoint: str) -> bool:
+def _responds(endpoint: str) -> bool:
     try:
-        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_PATIENCE):
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT):
             return True
     except urllib.error.HTTPError as error:
         return error.code < 500 and error.code not in _GATEWAYS
     except (OSError, ValueError):
         return False
-
-
-def _go_offline() -> None:
-    """Set HF_HUB_OFFLINE, also in libraries that were imported before and keep a copy."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    for module, name in (("huggingface_hub.constants", "HF_HUB_OFFLINE"), ("datasets.config", "HF_HUB_OFFLINE")):
-        if module in sys.modules:
-            setattr(sys.modules[module], name, True)

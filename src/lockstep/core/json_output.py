@@ -11,14 +11,15 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _kept: list[str] = []
+_diverted: Any = None  # the stream that replaces stdout inside `json_only`
 
 
 def emit(value: Any, *, indent: int | None = None) -> None:
-    """Prints `value` as JSON; inside `json_only`, at its end. A verb calls it once, in the process that was started."""
+    """Print `value` as JSON; inside `json_only`, at its end. A verb calls it once, in the process that was started."""
     _kept.append(json.dumps(_finite(value), default=str, indent=indent, allow_nan=False))
     if sys.stdout is not _diverted:
         _print_kept()
@@ -26,15 +27,19 @@ def emit(value: Any, *, indent: int | None = None) -> None:
 
 @contextmanager
 def json_only(wanted: bool) -> Iterator[None]:
-    """Send what is printed to stderr while the block runs, also by processes started in it; then print on stdout what
-    `emit` was given. If not `wanted`, change nothing."""
+    """Send to stderr what this process and its children print during the block; then print what `emit` got on stdout.
+
+    Does nothing if not `wanted`.
+    """
     global _diverted
     if not wanted:
         yield
         return
-    stdout = sys.stdout
+    stdout, saved = sys.stdout, None
     stdout.flush()
-    saved = _divert_descriptor()
+    with suppress(OSError):  # one of them is closed
+        saved = os.dup(1)
+        os.dup2(2, 1)
     sys.stdout = _diverted = sys.stderr
     try:
         yield
@@ -47,21 +52,8 @@ def json_only(wanted: bool) -> Iterator[None]:
         _print_kept()
 
 
-_diverted: Any = None  # what stands for stdout inside `json_only`
-
-
-def _divert_descriptor() -> int | None:
-    """Make descriptor 1 a copy of descriptor 2; return a copy of what it was, or None if one of them is closed."""
-    try:
-        saved = os.dup(1)
-        os.dup2(2, 1)
-    except OSError:
-        return None
-    return saved
-
-
 def _finite(value: Any) -> Any:
-    """Return `value` with null in place of NaN and infinity, which JSON doesn't have."""
+    """Return `value` with NaN and infinity replaced by null: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

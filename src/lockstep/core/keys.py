@@ -1,4 +1,4 @@
-"""All randomness is keyed: a 64-bit key is a pure function of the seed and of what the key is for.
+"""Derives a 64-bit key for every use of randomness: a pure function of the seed and of what the key is for.
 
     key(seed, "order", epoch)                     the order of an epoch
     key(seed, "parameter", name)                  a parameter's initial values
@@ -13,6 +13,6 @@ import hashlib
 
 
 def key(seed: int, *parts: int | str) -> int:
-    """A 64-bit key, the same on every machine and Python (BLAKE2b of the parts, which are told apart by type)."""
+    """Return a 64-bit key, the same on every machine and Python: BLAKE2b of the seed and the parts with their types."""
     text = "\x1f".join([f"i{seed}"] + [f"i{part}" if isinstance(part, int) else f"s{part}" for part in parts])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,6 +1,6 @@
-"""Paths of a file system, told apart from URLs.
+"""Refuses URLs where a path of a file system is needed.
 
-Object stores are not supported, and `Path("s3://bucket/run")` would make a local folder `s3:`.
+Object stores are not supported, and `Path("s3://bucket/run")` would create a local folder `s3:`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ def url_refusal(text: str) -> str | None:
     scheme, rest = match.groups()
     if scheme.lower() == "file":
         return f"{text} is a URL; write the path alone: /{rest.removeprefix('localhost/')}"
-    example = f"/mnt/{rest.strip('/') or 'run'}"
     return (
         f"{text} is a URL ({scheme}), and only file systems are supported; give a path that all hosts see, such as "
-        f"{example} where the storage is mounted"
+        f"/mnt/{rest.strip('/') or 'run'} where the storage is mounted"
     )
 
 
 def checked_path_text(text: str) -> str:
-    """Return `text`, for a field of the config that holds a path or a name. Raises ValueError if it is a URL."""
+    """Return `text`, for a config field that holds a path or a name. Raises ValueError if it is a URL."""
     refusal = url_refusal(text)
     if refusal is not None:
         raise ValueError(refusal)
@@ -39,7 +38,7 @@ def checked_path_text(text: str) -> str:
 
 def local_path(text: str | os.PathLike[str]) -> Path:
     """Return the path that `text` names. Raises ConfigError if it is a URL."""
-    refusal = url_refusal(os.fspath(text))
-    if refusal is not None:
-        raise ConfigError(refusal)
-    return Path(text)
+    try:
+        return Path(checked_path_text(os.fspath(text)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,7 +1,6 @@
 """The progress of a run: a value, identical on every rank.
 
-Schedules, evaluations and the data order are functions of it; there is nothing else to save and nothing that
-could get out of step. It counts attempted updates (data consumed), kept or discarded alike.
+Schedules, evaluations and the data order are functions of it; nothing else needs to be saved or kept in step.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ class Progress:
     """The progress of a run, counted in attempted updates.
 
     Attributes:
-        steps: attempted updates, kept or discarded.
-        samples: samples consumed, over all ranks: the data cursor.
-        tokens: tokens consumed, over all ranks, filler and padding not counted.
+        steps: Attempted updates, kept or discarded.
+        samples: Samples consumed, over all ranks: the data cursor.
+        tokens: Tokens consumed, over all ranks, without padding tokens and padding samples.
     """
 
     steps: int = 0
