@@ -9,10 +9,16 @@ from __future__ import annotations
 import torch
 
 import lockstep
-from lockstep.sharding.buffers import SyncedBuffers
-from lockstep.sharding.context import Builder, Sharding, ShardingContext
-from lockstep.sharding.model_state import ModelState
-from lockstep.sharding.single import LocalStep, present_gradients, trainable_parameters
+from lockstep.sharding import (
+    Builder,
+    LocalStep,
+    ModelState,
+    Sharding,
+    ShardingContext,
+    SyncedBuffers,
+    present_gradients,
+    trainable_parameters,
+)
 from lockstep.strategies import Section, StateSharding, Variant, gradients_all_reduced
 
 
