@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from lockstep.core.records import RunInfo as RunInfo
     from lockstep.core.records import SaveReport as SaveReport
     from lockstep.core.records import StepReport as StepReport
+    from lockstep.distributed.forward_mode import positions as positions
     from lockstep.distributed.generators import register_generator as register_generator
-    from lockstep.distributed.sequences import positions as positions
     from lockstep.distributed.user_collectives import broadcast as broadcast
     from lockstep.distributed.user_collectives import gather as gather
     from lockstep.distributed.user_collectives import print_once as print_once
@@ -85,7 +85,7 @@ _HOMES = {
     "exit_with": "lockstep.launch.torchrun",
     "gather": "lockstep.distributed.user_collectives",
     "import_config": "lockstep.interop.importing",
-    "positions": "lockstep.distributed.sequences",
+    "positions": "lockstep.distributed.forward_mode",
     "print_once": "lockstep.distributed.user_collectives",
     "register_generator": "lockstep.distributed.generators",
     "register_strategy": "lockstep.strategies.registry",

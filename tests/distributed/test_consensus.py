@@ -1,8 +1,9 @@
-"""A vote: what each rank says before its backward and after it, every rank hears as one."""
+"""The vote: every rank gets the same sums and requests of all ranks."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def _votes(kind: str, norms: list[list[float]]) -> list[tuple[list[float], bool]]:
-    """Of each vote in a row: loss sum, squared norm, counts; requests; whether the update before had one gradient."""
+    """Return the numbers, the requests and whether the gradients of the update before agreed, of each vote in a row."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with small.in_group():
         axis = RankGroup(torch.distributed.group.WORLD) if ranks > 1 else LocalGroup()
@@ -30,10 +31,10 @@ def _vote(consensus: votes.Consensus, rank: int, ranks: int, norm: float) -> Any
     consensus.open(
         torch.tensor(1.5 + rank), 10 + rank, 20 + rank, (2.0, 3.0 * rank, 0.0), [Request.EVALUATE] if rank == 1 else []
     )
-    outcome = consensus.close(torch.tensor(norm))
-    slots = torch.as_tensor(outcome.slots, dtype=torch.float64).tolist()
-    said = (outcome.loss_sum, outcome.squared_norm, outcome.next_count, outcome.next_tokens)
-    return [float(value) for value in said], votes.requests_in(slots), votes.gradients_agree(slots, ranks)
+    result = consensus.close(torch.tensor(norm))
+    slots = torch.as_tensor(result.slots, dtype=torch.float64).tolist()
+    numbers = (result.loss_sum, result.squared_norm, result.next_count, result.next_tokens)
+    return [float(number) for number in numbers], votes.requests_in(slots), votes.gradients_agree(slots, ranks)
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
@@ -43,7 +44,7 @@ def test_sums_and_requests_are_those_of_all_ranks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_one_rank_is_nobody_to_ask(kind: str) -> None:
+def test_a_single_rank_gets_its_own_numbers(kind: str) -> None:
     assert in_world(1, _votes, kind, [[3.0]]) == [[([1.5, 3.0, 10.0, 20.0], frozenset(), True)]]
 
 
@@ -53,8 +54,17 @@ DIFFERENT = [[3.0, 3.0, 3.01], [3.0, 3.0, NAN], [3.0, INFINITE, 3.0], [0.0, 0.0,
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_a_gradient_that_was_not_one_is_noticed_in_the_next_vote(kind: str) -> None:
-    ends = [[1.0] * 3]
+def test_gradients_that_differ_between_ranks_are_noticed_in_the_next_vote(kind: str) -> None:
+    last = [[1.0] * 3]
     for norms, expected in ((SAME, True), (DIFFERENT, False)):
-        for found in in_world(3, _votes, kind, norms + ends):
-            assert [one for _, _, one in found] == [True] + [expected] * len(norms)
+        for results in in_world(3, _votes, kind, norms + last):
+            assert [agrees for _, _, agrees in results] == [True] + [expected] * len(norms)
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_a_sum_of_losses_in_the_strategy_s_own_order_replaces_the_vote_s(kind: str) -> None:
+    axis, ordered = LocalGroup(), partial(torch.tensor, 7.25)
+    vote = votes.HostConsensus(axis, ordered) if kind == "host" else votes.DeviceConsensus(axis, CPU, ordered)
+    vote.open(torch.tensor(1.5), 10, 20, (0.0,) * 3, [])
+    result = vote.close(torch.tensor(3.0))
+    assert float(result.loss_sum) == float(result.slots[votes.LOSS_SUM]) == 7.25

@@ -1,4 +1,4 @@
-"""Generators of user code go on where they were, whenever they are registered."""
+"""Registered generators resume where they were, whenever they are registered."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _none_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("late", [False, True])
-def test_a_generator_goes_on_where_it_was(kind: str, late: bool) -> None:
+def test_a_restored_generator_draws_what_the_saved_one_would_have(kind: str, late: bool) -> None:
     first = MAKERS[kind](1)
     lockstep.register_generator("mine", first)
     _draw(first)
@@ -62,7 +62,7 @@ def test_a_generator_goes_on_where_it_was(kind: str, late: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_state_takes_as_much_room_whenever_it_is_saved(kind: str) -> None:
+def test_a_state_has_the_same_size_whenever_it_is_saved(kind: str) -> None:
     generator = MAKERS[kind](1)
     lockstep.register_generator("mine", generator)
     sizes = set()
@@ -73,7 +73,7 @@ def test_a_state_takes_as_much_room_whenever_it_is_saved(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_rank_that_was_not_there_draws_numbers_of_its_own(kind: str) -> None:
+def test_a_rank_that_the_saved_run_did_not_have_draws_other_numbers(kind: str) -> None:
     lockstep.register_generator("mine", MAKERS[kind](1))
     saved = generators.states(0)
     draws = []
@@ -85,7 +85,7 @@ def test_a_rank_that_was_not_there_draws_numbers_of_its_own(kind: str) -> None:
     assert draws[1] == draws[3]
 
 
-def test_another_kind_of_generator_is_told() -> None:
+def test_the_state_of_another_kind_of_generator_is_refused() -> None:
     lockstep.register_generator("mine", random.Random(1))
     saved = generators.states(0)
     lockstep.register_generator("mine", torch.Generator())
@@ -96,7 +96,7 @@ def test_another_kind_of_generator_is_told() -> None:
 
 
 def _noisy(folder: str, step: int | None) -> list[float]:
-    """Losses of a run that draws from a registered generator in its objective."""
+    """Return the losses of a run whose objective draws from a registered generator."""
     generator = np.random.default_rng(int(os.environ["RANK"]))
 
     class Noisy(small.CrossEntropy):
@@ -120,7 +120,7 @@ def _noisy(folder: str, step: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_draws_from_one_goes_on_to_the_bit(tmp_path: Path, ranks: int) -> None:
-    [uncut, *_] = in_world(ranks, _noisy, str(tmp_path), None)
+def test_a_run_that_draws_resumes_with_bitwise_identical_losses(tmp_path: Path, ranks: int) -> None:
+    [uninterrupted, *_] = in_world(ranks, _noisy, str(tmp_path), None)
     for losses in in_world(ranks, _noisy, str(tmp_path), 3):
-        assert losses == uncut[3:]
+        assert losses == uninterrupted[3:]

@@ -1,4 +1,4 @@
-"""Ranks wait for one another so long as was asked, and no longer; one sentence says so then."""
+"""Ranks wait for one another as long as launch.timeout allows; the error is one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.core.errors import CollectiveTimeout, RunFailed
 from lockstep.distributed.process_group import joined
 from lockstep.distributed.timeouts import collective_timeout
 
-_SAID = "another rank did not answer within 1 s (launch.timeout), while rank 0 waited in a collective. "
+_MESSAGE = "another rank did not answer within 1 s (launch.timeout), while rank 0 waited in a collective. "
 
 
 def _sum(group: dist.ProcessGroup) -> None:
@@ -24,14 +24,14 @@ def _sum(group: dist.ProcessGroup) -> None:
 
 
 def _two_sums_at_once(group: dist.ProcessGroup) -> None:
-    """Of which the second is told of the first."""
+    """Wait for the second sum alone."""
     works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(2)]
     time.sleep(2.0)
     works[1].wait()
 
 
 def _another_group(group: dist.ProcessGroup) -> None:
-    """Its ranks meet in the store."""
+    """Make a group, whose ranks meet in the store."""
     dist.new_group([0, 1])
 
 
@@ -39,7 +39,7 @@ _WAITS = {"a sum": _sum, "two sums at once": _two_sums_at_once, "making a group"
 
 
 def _left_alone(wait: str, own_group: bool) -> tuple[str, float]:
-    """What is said on rank 0, which waits for rank 1, and after how many seconds."""
+    """Return the error on rank 0, which waits for rank 1, and after how many seconds it came."""
     began = time.monotonic()
     try:
         with joined(Launch(timeout=1.0), grouped=True) as world:
@@ -57,20 +57,20 @@ def _left_alone(wait: str, own_group: bool) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("wait", _WAITS)
-def test_a_wait_in_vain_is_one_sentence(wait: str) -> None:
-    said, seconds = in_world(2, _left_alone, wait, False)[0]
-    assert said.startswith(_SAID), said
+def test_a_timeout_is_one_sentence(wait: str) -> None:
+    message, seconds = in_world(2, _left_alone, wait, False)[0]
+    assert message.startswith(_MESSAGE), message
     assert 0.9 < seconds < 5.0
 
 
-def test_a_group_made_later_waits_no_longer_than_that_of_all() -> None:
-    """torch would let it wait for half an hour."""
-    said, seconds = in_world(2, _left_alone, "a sum", True)[0]
-    assert said.startswith(_SAID), said
+def test_a_group_made_later_has_the_same_timeout() -> None:
+    """torch's default is half an hour."""
+    message, seconds = in_world(2, _left_alone, "a sum", True)[0]
+    assert message.startswith(_MESSAGE), message
     assert 0.9 < seconds < 5.0
 
 
-def test_other_errors_stay_what_they_are_and_torchs_default_comes_back() -> None:
+def test_other_errors_are_unchanged_and_torch_s_default_is_restored() -> None:
     before = c10d.default_pg_timeout
     for error in (RuntimeError("boom"), RunFailed("no disk"), ValueError("Timed out waiting 9ms for recv operation")):
         with pytest.raises(type(error)) as caught, collective_timeout(7.0, rank=0):
@@ -81,7 +81,7 @@ def test_other_errors_stay_what_they_are_and_torchs_default_comes_back() -> None
     assert c10d.default_pg_timeout == before
 
 
-def test_what_a_wait_in_vain_has_led_to_is_one_too() -> None:
-    """Pipelines, for one, wrap what a stage raises."""
+def test_an_error_that_a_timeout_caused_is_a_timeout() -> None:
+    """torch's pipeline schedules wrap the exceptions of stages."""
     with pytest.raises(CollectiveTimeout, match="while rank 3 waited"), collective_timeout(7.0, rank=3):
         raise ValueError("stage 1") from RuntimeError("Application timeout caused pair closure")

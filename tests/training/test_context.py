@@ -22,7 +22,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import DataFacts, ParameterFacts
-from lockstep.distributed.sequences import chunks_of, padded_length, positions_of
+from lockstep.distributed.forward_mode import chunks_of, padded_length, positions_of
 from lockstep.plan.plan import make_plan
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.session import components_of
@@ -114,9 +114,8 @@ def _rings() -> list[str]:
     """What is another attention than that of whole sequences."""
     import torch.distributed as dist
 
-    from lockstep.distributed.forward_mode import ForwardMode
-    from lockstep.distributed.ring import Ring
-    from lockstep.distributed.sequences import SequencePartition
+    from lockstep.distributed.collectives import Ring
+    from lockstep.distributed.forward_mode import ForwardMode, SequencePartition
     from lockstep.transforms.context_parallel import ContextParallel
 
     dist.init_process_group("gloo")

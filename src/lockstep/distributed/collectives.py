@@ -1,7 +1,7 @@
-"""The only raw collectives. An axis of one has none: it returns what it was given, and callers never ask.
+"""The only raw collectives. An axis of one rank has none: it returns its arguments, so callers need no branch.
 
-Alone        sum(x) = x        gather(v) = [v]           broadcast(v) = v     exchange(x) = x_0
-Together     sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0   exchange(x) = what each has for this rank
+LocalGroup   sum(x) = x        gather(v) = [v]           broadcast(v) = v     exchange(x) = x_0
+RankGroup    sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0   exchange(x) = each rank's for this rank
 
 Where a rank's failure has broken the groups, objects and small tensors go over the store: see `over_store`.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -82,32 +83,53 @@ class RankGroup:
         dist.all_gather(list(whole.view(self.size, -1)), part, group=self._group)
 
     def copy_first(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        if _exchange is None:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+        else:
+            tensor.copy_(cast("Tensor", self._gather_over(_exchange, tensor.cpu())[0]))
 
     def gather(self, value: object) -> list[object]:
-        if _exchanges:
-            return _gather_over_store(self._group, value)
+        if _exchange is not None:
+            return self._gather_over(_exchange, value)
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast(self, value: object) -> object:
-        if _exchanges:
-            return _gather_over_store(self._group, value)[0]
+        if _exchange is not None:
+            return self._gather_over(_exchange, value)[0]
         box = [value]
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
     def barrier(self) -> None:
-        if _exchanges:
-            _gather_over_store(self._group, None)
-            return
-        dist.barrier(group=self._group)
+        if _exchange is not None:
+            self._gather_over(_exchange, None)
+        else:
+            dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Lets go of the group: held beyond its end, by a user's variable, its threads would meet a Python that is
-        being taken apart, and now and then abort it (`terminate called without an active exception`)."""
-        del self._group
+        """Release the group, which a user's variable may hold beyond its end."""
+        del self._group  # its threads now and then abort a shutdown: `terminate called without an active exception`
+
+    def _gather_over(self, exchange: StoreExchange, value: object) -> list[object]:
+        return exchange.gather(dist.get_process_group_ranks(self._group), value)
+
+
+_exchange: StoreExchange | None = None
+"""Replaces the collectives of all groups while it is set. Process-wide, since a failed rank breaks every group of the
+process at once, also those that torch or a `DeviceMesh` made and that no session knows."""
+
+
+@contextmanager
+def over_store(exchange: StoreExchange) -> Iterator[None]:
+    """Have `gather`, `broadcast`, `barrier` and `copy_first` use the store; no other collective works in the block."""
+    global _exchange
+    _exchange = exchange
+    try:
+        yield
+    finally:
+        _exchange = None
 
 
 def group_or_all(group: dist.ProcessGroup | None) -> RankGroup:
@@ -127,7 +149,7 @@ def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def send(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> None:
-    """Send a tensor to a rank of the group; it returns when the tensor was sent."""
+    """Send a tensor to a rank of the group; return when it was sent."""
     dist.send(tensor.contiguous(), group=group, group_dst=rank)
 
 
@@ -137,28 +159,37 @@ def receive(buffer: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
     return buffer
 
 
-def copy_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Copy the first rank's tensor to all ranks of a group, in place; None: of all ranks."""
-    if _exchanges:
-        tensor.copy_(cast("Tensor", _gather_over_store(group, tensor.cpu())[0]))
-        return
-    dist.broadcast(tensor, group=group, group_src=0)
+class Ring:
+    """The ranks of a group in a circle, in its order: 0 --> 1 --> 2 --> 0.
 
+    Each sends tensors to the next one and receives those of the one before; after as many rounds as there are ranks,
+    they are back.
+    """
 
-_exchanges: list[StoreExchange] = []
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self._group = group
+        self.size = len(ranks)
+        self.rank = group.rank()
+        self._next = ranks[(self.rank + 1) % self.size]
+        self._before = ranks[(self.rank - 1) % self.size]
 
+    def pass_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start sending; return a function that waits and returns the received tensors, of the same shapes and dtypes.
 
-@contextmanager
-def over_store(exchange: StoreExchange) -> Iterator[None]:
-    """Let `gather`, `broadcast`, `barrier` and `copy_first` of all groups use the store while the block runs; other
-    collectives can't be used."""
-    _exchanges.append(exchange)
-    try:
-        yield
-    finally:
-        _exchanges.pop()
+        The tensors must not be changed until then.
+        """
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = [torch.empty_like(tensor) for tensor in sent]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, self._next, self._group) for tensor in sent]
+            + [dist.P2POp(dist.irecv, tensor, self._before, self._group) for tensor in received]
+        )
 
+        def finish() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            sent.clear()  # kept alive until they were sent
+            return received
 
-def _gather_over_store(group: dist.ProcessGroup | None, value: object) -> list[object]:
-    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    return _exchanges[-1].gather(ranks, value)
+        return finish

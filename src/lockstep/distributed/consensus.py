@@ -6,20 +6,20 @@
              ------------------------------------------------------------------------ sum
     all      the same numbers, so the same decision everywhere
 
-The counts of valid targets are those of the *next* update, whose batch is already there: what the loss is divided
-by is known before the forward starts. A request's slot above zero means that somebody asked.
+The counts of valid targets are those of the *next* update, whose batch is already there: the divisor of the loss is
+known before the forward starts. A request was made by some rank if its slot is above zero.
 
-The norm is that of the gradient summed over ranks, the same on all: a strategy that shards gradients sums it. That it
-was the same is checked: the next vote compares the norms.
+The norm is that of the gradient summed over ranks, the same on all: a strategy that shards gradients sums it. The next
+vote compares the ranks' norms.
 
-On the CPU the outcome is a list of floats. On a GPU it stays on the device, so that no update makes the host wait.
+On the CPU the result is a list of floats. On a GPU it stays on the device, so that no update makes the host wait.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 LOSS_SUM, NEXT_COUNT, NEXT_TOKENS, NORM_BEFORE, ITS_SQUARE, FIRST_TALLY = range(6)
 FIRST_REQUEST = FIRST_TALLY + len(Tally)
 _NO_REQUESTS = (0.0,) * len(Request)
-_NOT_FINITE = -1.0  # stands for a norm that has no number
-_SPREAD = 1e-10  # squared relative: norms of one gradient differ by 1e-5 at most, on whatever hardware
+_NOT_FINITE = -1.0  # replaces a norm that is NaN or infinite
+_SPREAD = 1e-10  # squared relative: norms of one gradient differ by 1e-5 at most, on all hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class VoteResult:
     """The result of a vote, the same on all ranks. Floats on the CPU, 0-dim float64 tensors on a GPU.
 
     Attributes:
-        loss_sum: over all valid targets of the update.
-        squared_norm: of the whole accumulated gradient.
-        next_count, next_tokens: of the next update, over all ranks.
-        slots: what was summed, for whoever reads it later.
+        loss_sum: Over all valid targets of the update.
+        squared_norm: Of the whole accumulated gradient.
+        next_count, next_tokens: Of the next update, over all ranks.
+        slots: All sums, for `requests_in`, `tallies_in` and `gradients_agree`.
     """
 
     loss_sum: float | Tensor
@@ -57,10 +57,16 @@ class VoteResult:
 
 
 class HostConsensus:
-    """The vote for tensors on the CPU, where reading a number costs nothing."""
+    """The vote for tensors on the CPU, where reading a number costs nothing.
 
-    def __init__(self, axis: Axis) -> None:
+    Args:
+        loss_sum: Returns the sum of losses over all ranks, 0-dim, once the gradient is reduced, if a strategy adds it
+            in an order of its own; None: the vote adds it.
+    """
+
+    def __init__(self, axis: Axis, loss_sum: Callable[[], Tensor] | None = None) -> None:
         self._axis = axis
+        self._loss_sum = loss_sum
         self._norm_before = 0.0
         self._finish: Callable[[], list[float]] = list
 
@@ -74,9 +80,9 @@ class HostConsensus:
         """Start the sum of what this rank knows before the backward, and return at once. Each `open` needs a `close`.
 
         Args:
-            loss_sum: of this rank's micro-batches, 0-dim.
-            count, tokens: of this rank's share of the next update.
-            tallies: one for each `Tally`.
+            loss_sum: Of this rank's micro-batches, 0-dim.
+            count, tokens: Of this rank's share of the next update.
+            tallies: One for each `Tally`.
         """
         norm = self._norm_before
         slots = [loss_sum.item(), float(count), float(tokens), norm, norm * norm, *tallies, *_NO_REQUESTS]
@@ -85,7 +91,7 @@ class HostConsensus:
         self._finish = self._start_sum(slots)
 
     def close(self, squared_norm: Tensor) -> VoteResult:
-        """Return what all ranks have voted.
+        """Return the result of the vote.
 
         Args:
             squared_norm: Of the gradient summed over ranks, 0-dim; the same on all.
@@ -93,21 +99,24 @@ class HostConsensus:
         norm = squared_norm.item()
         self._norm_before = norm if math.isfinite(norm) else _NOT_FINITE
         slots = self._finish()
+        if self._loss_sum is not None:
+            slots[LOSS_SUM] = self._loss_sum().item()
         return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
 
     def _start_sum(self, numbers: list[float]) -> Callable[[], list[float]]:
-        if self._axis.size == 1:  # the hot path of a single process: no tensor is made for nobody
+        if self._axis.size == 1:  # the hot path of a single process makes no tensor
             return lambda: numbers
         finish = self._axis.start_sum(torch.tensor(numbers, dtype=torch.float64))
         return lambda: finish().tolist()
 
 
 class DeviceConsensus:
-    """The vote for tensors on a GPU: the result stays there."""
+    """The vote for tensors on a GPU: the result stays there. Its methods are those of `HostConsensus`."""
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
+    def __init__(self, axis: Axis, device: torch.device, loss_sum: Callable[[], Tensor] | None = None) -> None:
         self._axis = axis
         self._device = device
+        self._loss_sum = loss_sum
         self._norm_before = torch.zeros(2, dtype=torch.float64, device=device)
         self._finish: Callable[[], Tensor] | None = None
 
@@ -131,6 +140,8 @@ class DeviceConsensus:
         known = torch.where(norm.isfinite(), norm, _NOT_FINITE)
         self._norm_before = torch.stack([known, known * known])
         slots = self._finish()
+        if self._loss_sum is not None:
+            slots[LOSS_SUM] = self._loss_sum().double()
         return VoteResult(slots[LOSS_SUM], norm, slots[NEXT_COUNT], slots[NEXT_TOKENS], slots)
 
     def _to_device(self, numbers: list[float]) -> Tensor:
@@ -140,34 +151,7 @@ class DeviceConsensus:
         return tensor.to(self._device, non_blocking=True)
 
 
-class WithOrderedLoss:
-    """A vote whose sum of losses is not what the ranks added up in their own order.
-
-    Args:
-        loss_sum: over all ranks, once the gradient is reduced: 0-dim.
-    """
-
-    def __init__(self, vote: HostConsensus | DeviceConsensus, loss_sum: Callable[[], Tensor]) -> None:
-        self._vote = vote
-        self._loss_sum = loss_sum
-        self.announce = vote.announce
-        self.open = vote.open
-
-    def close(self, squared_norm: Tensor) -> VoteResult:
-        result = self._vote.close(squared_norm)
-        loss_sum = self._loss_sum().double()
-        if isinstance(result.slots, list):
-            result.slots[LOSS_SUM] = loss_sum.item()
-        else:
-            result.slots[LOSS_SUM] = loss_sum
-        return replace(result, loss_sum=result.slots[LOSS_SUM])
-
-
-Consensus = HostConsensus | DeviceConsensus | WithOrderedLoss
-
-
-def consensus_over(axis: Axis, device: torch.device) -> HostConsensus | DeviceConsensus:
-    return HostConsensus(axis) if device.type == "cpu" else DeviceConsensus(axis, device)
+Consensus = HostConsensus | DeviceConsensus
 
 
 def requests_in(slots: Sequence[float]) -> frozenset[Request]:
@@ -178,11 +162,11 @@ def requests_in(slots: Sequence[float]) -> frozenset[Request]:
 
 
 def tallies_in(slots: Sequence[float]) -> tuple[float, ...]:
+    """Return the sums over ranks of the tallies."""
     return tuple(slots[FIRST_TALLY:FIRST_REQUEST])
 
 
 def gradients_agree(slots: Sequence[float], ranks: int) -> bool:
-    """Return whether the update before had the same gradient norm on all ranks: n x sum of squares = (sum)^2 only
-    then."""
-    total = slots[NORM_BEFORE] ** 2
+    """Return whether the update before had the same gradient norm on all ranks."""
+    total = slots[NORM_BEFORE] ** 2  # n x sum of squares = (sum)^2 only if all are the same
     return abs(ranks * slots[ITS_SQUARE] - total) <= _SPREAD * total

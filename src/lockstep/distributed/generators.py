@@ -3,9 +3,9 @@
     augmenter = numpy.random.default_rng(7)
     lockstep.register_generator("augmenter", augmenter)     on every rank, whenever user code makes it
 
-All of Lockstep's own randomness is keyed and has no state. What a user draws from a generator that lives on has: it is
-saved for each rank under its name. A generator that is registered only after the run went on gets its state then. A
-rank that the saved run didn't have begins with a state of its own, drawn from the first rank's and its number.
+All of Lockstep's own randomness is keyed and has no state. A user's generator has one, which is saved for each rank
+under its name. A generator that is registered after the run has resumed gets its state then. A rank that the saved run
+didn't have begins with a state of its own, drawn from the first rank's and its number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.core.keys import key
 
 Generator = torch.Generator | np.random.Generator | random.Random
 _PREFIX = "generators."
-_ROOM = 16_384  # a state as text fits, and takes always as much: its digits vary
+_TEXT_BYTES = 16_384  # the size of a state as text, whose number of digits varies; all states fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,22 @@ class _Kind:
     reseed: Callable[[Any, int], None]
 
 
-_registered: dict[str, Generator] = {}
-_waiting: dict[str, Callable[[str, Generator], None]] = {}
+_registered: dict[str, Generator] = {}  # process-wide: user code registers before there is a session, and once
+_waiting: dict[str, tuple[Mapping[int, Tensor], int]] = {}  # states by rank, and this rank, until user code registers
 
 
 def register_generator(name: str, generator: Generator) -> None:
     """Make a generator part of the run.
 
     Args:
-        name: the same on all ranks, and in each process of the run.
+        name: The same on all ranks, and in each process of the run.
 
     Raises:
-        TypeError: it is none of torch.Generator, numpy.random.Generator, random.Random.
+        TypeError: It is none of torch.Generator, numpy.random.Generator, random.Random.
     """
     _kind(generator)
     _registered[name] = generator
-    if name in _waiting:
-        _waiting.pop(name)(name, generator)
+    _restore_if_waiting(name)
 
 
 def registered() -> list[str]:
@@ -64,75 +63,73 @@ def registered() -> list[str]:
 
 
 def states(rank: int) -> dict[str, Tensor]:
-    """`generators.RANK.NAME` -> uint8 [bytes], copies."""
+    """Return copies of the states: `generators.RANK.NAME` -> uint8 [bytes]."""
     return {f"{_PREFIX}{rank}.{name}": _kind(generator).get(generator) for name, generator in _registered.items()}
 
 
 def restore(saved: Mapping[str, Tensor], rank: int) -> None:
     """Restore generators, those that are registered and those that will be."""
     states: dict[str, dict[int, Tensor]] = {}
-    for place, state in saved.items():
-        if place.startswith(_PREFIX):
-            owner, _, name = place.removeprefix(_PREFIX).partition(".")
+    for saved_name, state in saved.items():
+        if saved_name.startswith(_PREFIX):
+            owner, _, name = saved_name.removeprefix(_PREFIX).partition(".")
             states.setdefault(name, {})[int(owner)] = state
     _waiting.clear()
-    for name, by_rank in states.items():
-        _waiting[name] = _setter(by_rank, rank)
-        if name in _registered:
-            _waiting.pop(name)(name, _registered[name])
+    _waiting.update((name, (by_rank, rank)) for name, by_rank in states.items())
+    for name in _registered:
+        _restore_if_waiting(name)
 
 
 @contextmanager
 def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Restore random state at the block's end, so that the same numbers are drawn again: of this process, on the CPU
-    and on `device`, and of registered generators. Yield a function that returns whether anything was drawn."""
-    ways: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    """Restore the state of all generators, the registered ones too, at the block's end.
+
+    Yields a function that returns whether anything was drawn.
+    """
+    accessors: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
         (torch.get_rng_state, torch.set_rng_state),
         (random.getstate, random.setstate),
         (np.random.get_state, np.random.set_state),
-        *(
-            (partial(_kind(generator).get, generator), partial(_kind(generator).put, generator))
-            for generator in _registered.values()
-        ),
     ]
+    for generator in _registered.values():
+        kind = _kind(generator)
+        accessors.append((partial(kind.get, generator), partial(kind.put, generator)))
     if device.type == "cuda":
-        ways.append((partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)))
-    before = [get() for get, _ in ways]
+        accessors.append((partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)))
+    before = [get() for get, _ in accessors]
+
+    def has_drawn() -> bool:
+        pairs = ((get(), old) for (get, _), old in zip(accessors, before, strict=True))
+        as_tensors = ([state if isinstance(state, Tensor) else _text(state) for state in pair] for pair in pairs)
+        return not all(torch.equal(*pair) for pair in as_tensors)
+
     try:
-        yield lambda: not all(_same(get(), old) for (get, _), old in zip(ways, before, strict=True))
+        yield has_drawn
     finally:
-        for (_, put), old in zip(ways, before, strict=True):
+        for (_, put), old in zip(accessors, before, strict=True):
             put(old)
 
 
-def _same(left: object, right: object) -> bool:
-    states = (state if isinstance(state, Tensor) else _text(state) for state in (left, right))
-    return torch.equal(*states)
-
-
-def _setter(by_rank: Mapping[int, Tensor], rank: int) -> Callable[[str, Generator], None]:
-    def put(name: str, generator: Generator) -> None:
-        kind = _kind(generator)
-        try:
-            kind.put(generator, by_rank.get(rank, by_rank[min(by_rank)]))
-        except (ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise RunFailed(
-                f"the saved state of generator {name!r} is of another kind of generator: {error}"
-            ) from error
-        if rank not in by_rank:
-            kind.reseed(generator, rank)
-
-    return put
+def _restore_if_waiting(name: str) -> None:
+    if name not in _waiting:
+        return
+    by_rank, rank = _waiting.pop(name)
+    generator = _registered[name]
+    kind = _kind(generator)
+    try:
+        kind.put(generator, by_rank.get(rank, by_rank[min(by_rank)]))
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise RunFailed(f"the saved state of generator {name!r} is of another kind of generator: {error}") from error
+    if rank not in by_rank:
+        kind.reseed(generator, rank)
 
 
 def _kind(generator: Generator) -> _Kind:
     for known, kind in _KINDS.items():
         if isinstance(generator, known):
             return kind
-    raise TypeError(
-        f"a {type(generator).__name__} can't be registered; a torch.Generator, a numpy.random.Generator and a "
-        f"random.Random can"
-    )
+    kinds = "a torch.Generator, a numpy.random.Generator and a random.Random can"
+    raise TypeError(f"a {type(generator).__name__} can't be registered; {kinds}")
 
 
 # --- the three kinds ----------------------------------------------------------------------------------------------
@@ -140,7 +137,7 @@ def _kind(generator: Generator) -> _Kind:
 
 def _text(state: object) -> Tensor:
     data = json.dumps(state, default=_listed).encode()
-    return torch.frombuffer(bytearray(data.ljust(_ROOM)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data.ljust(_TEXT_BYTES)), dtype=torch.uint8)
 
 
 def _listed(value: Any) -> Any:
@@ -149,12 +146,11 @@ def _listed(value: Any) -> Any:
     return int(value)
 
 
-def _arrayed(value: dict[str, Any]) -> Any:
-    return np.array(value["array"], dtype=value["dtype"]) if value.keys() == {"array", "dtype"} else value
+def _read(state: Tensor) -> Any:
+    def array(value: dict[str, Any]) -> Any:
+        return np.array(value["array"], dtype=value["dtype"]) if value.keys() == {"array", "dtype"} else value
 
-
-def _read(state: Tensor, arrays: bool = False) -> Any:
-    return json.loads(state.numpy().tobytes(), object_hook=_arrayed if arrays else None)
+    return json.loads(state.numpy().tobytes(), object_hook=array)
 
 
 def _reseed_torch(generator: torch.Generator, rank: int) -> None:
@@ -163,7 +159,7 @@ def _reseed_torch(generator: torch.Generator, rank: int) -> None:
 
 
 def _put_numpy(generator: np.random.Generator, state: Tensor) -> None:
-    generator.bit_generator.state = _read(state, arrays=True)
+    generator.bit_generator.state = _read(state)
 
 
 def _reseed_numpy(generator: np.random.Generator, rank: int) -> None:

@@ -6,8 +6,8 @@
     rank 2 (1, 0)              0                      second half
     rank 3 (1, 1)              1                      the same
 
-Ranks along `data` and `shard` have different samples; along the other axes they have the same ones, and only one of
-them counts these in a vote. Along `context` each has its positions of them, and its part of the loss.
+Ranks along `data` and `shard` have different samples; along the other axes they have the same samples, which only one
+of them counts in a vote. Along `context` each has its positions of them, and its part of the loss.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lockstep.distributed.collectives import LocalGroup, RankGroup
-from lockstep.distributed.ring import Ring
+from lockstep.distributed.collectives import LocalGroup, RankGroup, Ring
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,8 +34,8 @@ class TensorParallelGroup:
     """The ranks that have the same samples, and each a part of every matrix.
 
     Attributes:
-        replicated: Names of the parameters that each of them holds whole.
-        partial: Of these, the ones whose gradient is the sum of all ranks' gradients.
+        replicated: Names of the parameters that each rank holds whole.
+        partial: Names of the replicated parameters whose gradient is the sum of all ranks' gradients.
     """
 
     axis: Axis
@@ -50,13 +49,13 @@ class MeshPosition:
 
     Attributes:
         coordinates: This rank's coordinate on each axis.
-        share, shares: Which part of each global batch it has, of how many.
+        share, shares: The number of its part of each global batch, and the number of parts.
         pipeline: The ranks that hold the other stages of this replica.
         data: The ranks that hold the same parameters as this one.
         tensor: The ranks that hold the other parts of each matrix.
         ring: The ranks that have the other positions of the same samples; None: sequences are whole.
         data_parallel_group: The ranks that hold the same part of the model, sharded or not; None: all ranks.
-        device_mesh: The mesh of a model that is divided; None: it isn't.
+        device_mesh: The mesh of a partitioned or tensor-parallel model; None for other models.
     """
 
     mesh: Mesh
@@ -85,15 +84,9 @@ class MeshPosition:
         """True if this rank's sum of losses counts in a vote."""
         return self.coordinates["tensor"] == 0
 
-    @property
-    def pipeline_group(self) -> dist.ProcessGroup:
-        """The process group of `pipeline`."""
-        assert self.device_mesh is not None, "a model that isn't divided has no pipeline"
-        return self.device_mesh.get_group("pipeline")
-
 
 def mesh_position(mesh: Mesh, world: World) -> MeshPosition:
-    """Return this rank's position. All ranks together: groups are made."""
+    """Return this rank's position, and make the groups. All ranks together."""
     coordinates = mesh.coordinates(world.rank)
     share = coordinates["data"] * mesh.shard + coordinates["shard"]
     if mesh.pieces == 1:
@@ -124,12 +117,7 @@ def mesh_position(mesh: Mesh, world: World) -> MeshPosition:
 
 
 def stage_pair(position: MeshPosition, first: int, last: int) -> Axis:
-    """Return this rank and, if it has the first or the last stage, the one with the other. All ranks together.
-
-    Args:
-        first: The coordinate of the first stage's rank on the pipeline.
-        last: That of the last stage's rank.
-    """
+    """Return the axis of the pipeline's ranks `first` and `last`; for others one of themselves. All ranks together."""
     group = _own_group([ranks[first], ranks[last]] for ranks in position.mesh.groups("pipeline"))
     return RankGroup(group) if group is not None else LocalGroup()
 

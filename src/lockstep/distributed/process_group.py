@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)  # torch.distributed gives them away, untyped
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.ranks import RankEnvironment
@@ -41,15 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank among all ranks.
+    """The rank and its place among all ranks.
 
     Attributes:
-        axis: the data axis: all ranks, as long as data is the only thing divided.
-        rank, size: among all ranks, of how many.
-        local_rank, machine_ranks: the same of this machine.
-        device: where this rank computes.
-        backend: of the collectives; `none` if this process is alone.
-        exchange: between the ranks where collectives fail; None: this process is alone.
+        axis: All ranks.
+        rank, size: The rank and the world size.
+        local_rank, machine_ranks: The rank among those of this machine, and their number.
+        backend: The backend of the collectives; `none` for a single process.
+        exchange: Connects the ranks when collectives have failed; None for a single process.
     """
 
     axis: Axis
@@ -67,12 +61,12 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     """Join the other ranks while the block runs.
 
     Args:
-        grouped: make a process group even for one rank (DDP on one rank needs it).
+        grouped: Whether to make a process group even for one rank (DDP on one rank needs it).
 
     Raises:
-        ConfigError: a backend or device that this machine doesn't have.
-        RunFailed: the other ranks can't be reached within `launch.timeout`.
-        CollectiveTimeout: they don't come to a collective within it, while the block runs.
+        ConfigError: This machine doesn't have the backend or device.
+        RunFailed: The other ranks can't be reached within `launch.timeout`.
+        CollectiveTimeout: They don't join a collective within it, while the block runs.
     """
     environment = RankEnvironment.read(os.environ)
     device = _device(launch, environment.local_rank)
@@ -80,15 +74,19 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         with user_collectives.current_group(LocalGroup()):
             yield World(LocalGroup(), 0, 1, 0, 1, device, "none")
         return
-    backend = _backend(launch, device)
-    if dist.is_initialized():  # the user's own program made the group: it stays theirs
-        world = _world(environment, device, dist.get_backend(), launch.timeout, ours=False)
+    if launch.backend == "nccl" and device.type != "cuda":
+        message = "nccl was asked for, and it needs GPUs; this rank computes on the CPU, where gloo works"
+        raise ConfigError(Problem("", "launch.backend", message))
+    if dist.is_initialized():  # the user's program made the group, and ends it
+        world = _world(environment, device, dist.get_backend(), launch.timeout, wakes=False)
         with user_collectives.current_group(world.axis):
             yield world
         return
+    automatic = "nccl" if device.type == "cuda" else "gloo"
+    backend = automatic if launch.backend == "auto" else launch.backend
     with _within_this_machine(environment):
         _make_group(environment, backend, device, launch.timeout)
-        world = _world(environment, device, backend, launch.timeout, ours=True)
+        world = _world(environment, device, backend, launch.timeout, wakes=backend == "gloo")
         try:
             with collective_timeout(launch.timeout, world.rank), user_collectives.current_group(world.axis):
                 yield world
@@ -100,9 +98,9 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
 
 @contextmanager
 def _within_this_machine(environment: RankEnvironment) -> Iterator[None]:
-    """Let gloo listen on loopback only if all ranks are on this machine, also for groups that are made later.
+    """Have gloo listen on loopback alone if all ranks are on this machine, also for groups that are made later.
 
-    By itself it listens on the interface that the hostname resolves to, for whoever connects.
+    By default it listens on the interface that the hostname resolves to, where any machine may connect.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if not environment.one_machine or loopback is None or _GLOO_INTERFACE in os.environ:
@@ -115,21 +113,19 @@ def _within_this_machine(environment: RankEnvironment) -> Iterator[None]:
         os.environ.pop(_GLOO_INTERFACE, None)
 
 
-def _world(environment: RankEnvironment, device: torch.device, backend: str, timeout: float, *, ours: bool) -> World:
+def _world(environment: RankEnvironment, device: torch.device, backend: str, timeout: float, *, wakes: bool) -> World:
     """Return this rank among those of the initialized process group.
 
     Args:
-        ours: the group ends with this session: its connections may be closed before, if the session fails.
+        wakes: See `StoreExchange`; only a group that ends with this session may lose its connections.
     """
     group = dist.group.WORLD
     assert group is not None
-    axis: Axis = RankGroup(group) if group.size() > 1 else LocalGroup()
-    local_rank, machine_ranks = environment.local_rank, environment.local_world_size
     rank, size = group.rank(), group.size()
+    axis: Axis = RankGroup(group) if size > 1 else LocalGroup()
     store = dist.distributed_c10d._get_default_store()
-    wakes = ours and backend == "gloo"
     exchange = StoreExchange(store, rank, size, wakes=wakes, timeout=timeout) if size > 1 else None
-    return World(axis, rank, size, local_rank, machine_ranks, device, backend, exchange)
+    return World(axis, rank, size, environment.local_rank, environment.local_world_size, device, backend, exchange)
 
 
 def _device(launch: Launch, local_rank: int) -> torch.device:
@@ -140,22 +136,11 @@ def _device(launch: Launch, local_rank: int) -> torch.device:
         keep_freed_memory()
         return torch.device("cpu")
     if local_rank >= available:
-        message = (
-            f"rank {local_rank} of this machine has no GPU: there are {available}; start at most {available} ranks"
-        )
-        raise ConfigError(Problem("", "launch.ranks", message))
+        why = f"rank {local_rank} of this machine has no GPU: there are {available}; start at most {available} ranks"
+        raise ConfigError(Problem("", "launch.ranks", why))
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _backend(launch: Launch, device: torch.device) -> str:
-    if launch.backend == "nccl" and device.type != "cuda":
-        message = "nccl was asked for, and it needs GPUs; this rank computes on the CPU, where gloo works"
-        raise ConfigError(Problem("", "launch.backend", message))
-    if launch.backend != "auto":
-        return launch.backend
-    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:
@@ -180,24 +165,23 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
         ) from error
 
 
-_stores: dict[tuple[str, int], Store] = {}
+_stores: dict[tuple[str, int], Store] = {}  # process-wide: a port can't be bound again for the next session
 _joins = itertools.count()
 
 
 def _store(environment: RankEnvironment, limit: timedelta) -> Store:
     """Return the store at which ranks meet, under every launcher. A single rank needs none that listens.
 
-    Under our own it is made of the launcher's listening socket: on loopback alone, and on a port nobody else can
-    take. Elsewhere ranks of one machine meet on the one address that all were given: by itself, torch's store listens
-    on every interface, and whoever connects may write. A process keeps its store, since its port can't be bound again
-    for the session after this one. What the ranks of an attempt or of a session leave in it must not meet those of the
-    next.
+    Lockstep's launcher passes on a listening socket: on loopback alone, and on a port that no other program can take.
+    Under other launchers the ranks of one machine meet on the one address that all were given: by default, torch's
+    store listens on every interface, and any machine may connect and write. Keys have a prefix, so that the ranks of
+    an attempt or a session don't read what those of an earlier one have left.
     """
     if environment.world_size == 1:
         return HashStore()
-    place = environment.master_addr, environment.master_port
-    if place not in _stores:
-        _stores[place] = TCPStore(
+    address = environment.master_addr, environment.master_port
+    if address not in _stores:
+        _stores[address] = TCPStore(
             environment.master_addr,
             environment.master_port,
             environment.world_size,
@@ -206,11 +190,11 @@ def _store(environment: RankEnvironment, limit: timedelta) -> Store:
             wait_for_workers=False,
             master_listen_fd=_listening(environment),
         )
-    return PrefixStore(f"attempt-{environment.attempt}/join-{next(_joins)}", _stores[place])
+    return PrefixStore(f"attempt-{environment.attempt}/join-{next(_joins)}", _stores[address])
 
 
 def _listening(environment: RankEnvironment) -> int | None:
-    """Return a socket that listens for this rank's store; None if it makes none, or one for other machines."""
+    """Return a socket that listens for this rank's store; None if it has no store, or one for other machines."""
     if environment.store_fd is not None or not environment.keeps_store or not environment.one_machine:
         return environment.store_fd
     addresses = socket.getaddrinfo(environment.master_addr, environment.master_port, type=socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
 """Seeds, and generators keyed for one forward.
 
-Initialization and order are alike on all ranks; what a forward draws (dropout) is distinct for each data rank,
-micro-batch and update, and is the same again when the update is repeated.
+Initialization and order are the same on all ranks. The numbers that a forward draws (dropout) differ between data
+ranks, micro-batches and updates, and are the same again when the update is repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KeyedDraws:
 
     Args:
         data_rank: 0 if micro-batches are numbered through all ranks.
-        part: The part of the sequences that this rank has, if they are divided.
+        part: The part of the sequences that this rank has, if they are divided; else 0.
         first_of: Returns the number of this rank's first micro-batch in an update of N samples; None: each rank counts
             its own from 0.
     """
@@ -53,19 +53,14 @@ class KeyedDraws:
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def __call__(self, batch: GlobalBatch, micro_batch: int, stage: int) -> None:
-        """Key the draws of a forward.
-
-        Args:
-            micro_batch: Its number among this rank's.
-            stage: The stage of a pipeline; stages draw different numbers.
-        """
+        """Key the draws of a forward of this rank's `micro_batch`; a pipeline's stages draw different numbers."""
         if self._first_of is not None:
             micro_batch += self._first_of(batch.samples)
         self.set(batch.step, micro_batch, stage)
 
     def set(self, step: int, micro_batch: int, stage: int = 0) -> None:
         """Set the generators to the key of a forward."""
-        place = (step, self._data_rank, micro_batch, *((stage,) if stage else ()))
-        number = key(self._seed, "forward", *place, *self._part) >> 1
+        forward = (step, self._data_rank, micro_batch, *((stage,) if stage else ()))
+        number = key(self._seed, "forward", *forward, *self._part) >> 1
         for generator in self._generators:
             generator.manual_seed(number)

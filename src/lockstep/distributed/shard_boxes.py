@@ -7,8 +7,8 @@
     |  box 1    |                 LocalShards(kind, (box 1,)), and the memory of it
     +-----------+
 
-A tensor that isn't sharded is held whole. DTensors are known by what they can do: to import them takes 0.7 s, which a
-run without any doesn't spend. A `FlatShard` is a stretch of a tensor's elements, which may begin and end amid a row:
+A tensor that isn't sharded is held whole. DTensors are recognized by a method: to import the class takes 0.7 s, which
+a run without any doesn't spend. A `FlatShard` is a range of elements, which may begin and end within a row:
 
     . . . #        the stretch from element 3 to 9 of [3, 4]: three boxes, whose elements lie one after the other
     # # # #
@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor.
-
-    Attributes:
-        offsets, sizes: along each dim; both empty for a 0-dim tensor, whose one element the box is.
-    """
+    """A part of a tensor, by its offset and size along each dim; both are empty for a 0-dim tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -44,7 +40,7 @@ class Box:
         return prod(self.sizes)
 
     def meets(self, other: Box) -> Box | None:
-        """Return what both hold, or None."""
+        """Return the intersection; None: it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = [
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -60,11 +56,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a tensor, whoever holds it.
-
-    Attributes:
-        dtype: torch's name for it, such as `bfloat16`.
-    """
+    """Shape and dtype of a tensor; the dtype by torch's name, such as `bfloat16`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -86,12 +78,12 @@ class LocalShards:
 
 
 class FlatShard:
-    """The stretch that a rank holds of a tensor that is divided element by element, as ZeRO divides it.
+    """The range of elements that a rank holds of a flattened tensor, as ZeRO divides it.
 
     Attributes:
-        memory: this rank's elements, one after the other, 1-dim; perhaps none.
-        start: the first one's place among all elements.
-        shape: of the whole tensor.
+        memory: This rank's elements, 1-dim; perhaps none.
+        start: The index of the first one in the flattened tensor.
+        shape: The shape of the whole tensor.
     """
 
     def __init__(self, memory: Tensor, start: int, shape: Sequence[int]) -> None:
@@ -106,48 +98,48 @@ class FlatShard:
     def to_local(self) -> Tensor:
         return self.memory
 
-    def __create_chunk_list__(self) -> list[Box]:  # as a DTensor calls it
-        return list(flat_boxes(self.shape, self.start, self.start + self.memory.numel()))
+    def __create_chunk_list__(self) -> list[Box]:  # a DTensor's method
+        return list(_flat_boxes(self.shape, self.start, self.start + self.memory.numel()))
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the same elements of a whole tensor."""
         return whole.reshape(-1)[self.start : self.start + self.memory.numel()]
 
 
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the elements from `start` to `stop`, as boxes: the rest of a row, whole rows, the beginning of one."""
+def _flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the elements from `start` to `stop` as boxes: the rest of a row, whole rows, the beginning of one."""
     if stop <= start:
         return
     if len(shape) < 2:
         yield Box((start,), (stop - start,)) if shape else Box((), ())
         return
-    row, inner = prod(shape[1:]), tuple(shape[1:])
-    first, head = divmod(start, row)
-    last, tail = divmod(stop, row)
+    inner = tuple(shape[1:])
+    length = prod(inner)
+    first, head = divmod(start, length)
+    last, tail = divmod(stop, length)
+
+    def in_row(row: int, begin: int, end: int) -> Iterator[Box]:
+        return (Box((row, *box.offsets), (1, *box.sizes)) for box in _flat_boxes(inner, begin, end))
+
     if first == last:
-        yield from _in_row(first, flat_boxes(inner, head, tail))
+        yield from in_row(first, head, tail)
         return
     if head:
-        yield from _in_row(first, flat_boxes(inner, head, row))
+        yield from in_row(first, head, length)
         first += 1
     if first < last:
         yield Box((first, *(0 for _ in inner)), (last - first, *inner))
-    yield from _in_row(last, flat_boxes(inner, 0, tail))
-
-
-def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
-    return (Box((row, *box.offsets), (1, *box.sizes)) for box in boxes)
+    yield from in_row(last, 0, tail)
 
 
 def local_shards(tensor: Tensor) -> LocalShards:
-    """Return what this rank holds of a tensor: all, or the shards of a DTensor."""
+    """Return the boxes that this rank holds of a tensor: one with all of it, or those of its shards."""
     kind = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
     if not is_sharded(tensor) or not kind.whole.elements:
         return LocalShards(kind, (kind.whole,))
     chunks = cast("Any", tensor).__create_chunk_list__()
-    return LocalShards(
-        kind, tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if prod(chunk.sizes))
-    )
+    boxes = (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+    return LocalShards(kind, tuple(box for box in boxes if box.elements))
 
 
 def shard_view(tensor: Tensor, box: Box) -> Tensor:
@@ -156,7 +148,7 @@ def shard_view(tensor: Tensor, box: Box) -> Tensor:
 
 
 def box_view(memory: Tensor, boxes: Sequence[Box], box: Box) -> Tensor:
-    """Return the memory of one of the boxes, whose elements lie there one after the other."""
+    """Return the part of `memory`, which holds the elements of `boxes` one box after the other, that is `box`'s."""
     if len(boxes) == 1:
         return memory.view(box.sizes)
     before = sum(earlier.elements for earlier in boxes[: boxes.index(box)])
@@ -170,7 +162,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
-    """Return what belongs to this rank's part of a tensor as a tensor that is divided like it."""
+    """Return `value`, which belongs to this rank's part of `whole`, as a tensor that is sharded like `whole`."""
     if not is_sharded(whole):
         return value
     like = cast("DTensor", whole)
@@ -190,10 +182,10 @@ def shard_of(tensor: Any, whole: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """Return all of a DTensor or `FlatShard` on each rank, bitwise; all ranks that hold shards of it together.
+    """Return all of a DTensor or `FlatShard` on each rank, bitwise identical. All ranks that hold its shards together.
 
-    A tensor that two axes of a mesh divide, one after the other, is summed from where its shards lie: to redistribute
-    it along both is wrong for shards of unequal sizes (torch 2.13: some ranks wait for others).
+    A tensor that is sharded along two axes of a mesh is summed from shards in zeros: to redistribute it along both is
+    wrong for shards of unequal sizes (torch 2.13: some ranks wait for others).
     """
     import torch.distributed as dist
 
@@ -223,8 +215,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether it is a DTensor or `FlatShard`, without importing what defines DTensors."""
-    return hasattr(tensor, "__create_chunk_list__")
+    """Return whether it is a DTensor or `FlatShard`, without importing DTensors."""
+    return getattr(type(tensor), "__create_chunk_list__", None) is not None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -233,7 +225,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
-    """Give a tensor the values of `whole`; a sharded one those of the part that this rank holds."""
+    """Copy the values of `whole` into a tensor; into a sharded one those of this rank's part."""
     everything = local_shards(whole).kind.whole
     for box in local_shards(tensor).boxes:
         shard_view(tensor, box).copy_(whole.detach()[box.within(everything)])  # `shard_view` is no part of a graph

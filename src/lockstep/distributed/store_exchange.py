@@ -5,7 +5,7 @@
     both     meet(): each posts its status and waits for the others' -> over_store(): gather and broadcast by the store
 
 A collective that one rank has left can't be finished, and the group can't be used again. The store can: it is a server
-in the first rank's process, which every rank is connected to.
+in the first rank's process, to which every rank is connected.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep.core.errors import RunFailed
 
-_WOKEN_S = 30.0  # seconds for the others to come, who may be busy between two collectives
+_WOKEN_S = 30.0  # seconds to wait for other ranks, which may be busy between two collectives
 _NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks that fail by themselves
 _LEFT = "left"
-_numbers = itertools.count()
+_numbers = itertools.count()  # process-wide: the exchanges of all sessions share the store
 
 
 class StoreExchange:
-    """One session's. Every rank makes its own, at the same place.
+    """The exchange of one session. All ranks make their exchanges in the same order.
 
     Args:
-        store: of the process group.
-        wakes: close this rank's connections to its peers when it calls them, so that their collectives fail.
-        timeout: seconds that ranks wait for each other once they have met; until then it takes half a minute at most.
+        store: The process group's.
+        wakes: Whether `call` closes this rank's connections to its peers, so that their collectives fail.
+        timeout: Seconds that ranks wait for each other once they have met; until then they wait half a minute at most.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, wakes: bool, timeout: float) -> None:
@@ -47,12 +47,12 @@ class StoreExchange:
         self._all = range(size)
         self._wakes = wakes
         self._timeout = timeout
-        self._patience = min(timeout, _WOKEN_S if wakes else _NOT_WOKEN_S)
+        self._meeting_timeout = min(timeout, _WOKEN_S if wakes else _NOT_WOKEN_S)
         self._has_posted = False
         self._rounds: Counter[tuple[int, ...]] = Counter()
 
     def listen(self) -> None:
-        """Post where this rank's collectives listen; called once, when all groups have been made."""
+        """Post the addresses on which this rank's groups listen; called once, when all groups have been made."""
         if self._wakes:
             self._store.set(f"listens/{self._rank}", json.dumps(sorted(_listening())))
 
@@ -69,68 +69,66 @@ class StoreExchange:
         if self._wakes:
             keys = [f"listens/{rank}" for rank in self._all]
             posted = [self._store.get(key) for key in keys if self._store.check([key])]
-            _close_connections(_listening() | {_address(address) for text in posted for address in json.loads(text)})
+            listeners = _listening() | {_address(address) for text in posted for address in json.loads(text)}
+            for connection in _sockets():  # shut down, but its file stays open
+                with contextlib.suppress(OSError):  # it isn't connected
+                    if {_address(connection.getpeername()), _address(connection.getsockname())} & listeners:
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def meet(self, status: object) -> list[object]:
         """Return every rank's status, in the order of ranks.
 
         Raises:
-            RunFailed: a rank doesn't come, or has left the session.
+            RunFailed: A rank doesn't answer, or has left the session.
         """
         self._post(status)
-        statuses = self._read("status", self._all, self._patience)
-        left = [str(rank) for rank, status in enumerate(statuses) if status == _LEFT]
-        if left:
+        statuses = self._read("status", self._all, self._meeting_timeout)
+        if left := [str(rank) for rank, status in enumerate(statuses) if status == _LEFT]:
             raise RunFailed(f"rank {', '.join(left)} has left the run")
         return statuses
 
     def leave(self) -> None:
         """Post that this rank has left, unless it has met the others."""
         if not self._has_posted:
-            with contextlib.suppress(RuntimeError):  # the first rank, and its store with it, is gone
+            with contextlib.suppress(RuntimeError):  # the first rank has ended, and its store with it
                 self._post(_LEFT)
 
     def close(self) -> None:
         """End the exchange: the first rank, which runs the store, waits until the others have read all of it."""
         self._store.set(f"done/{self._rank}", "")
         if self._rank == 0:
-            self._wait([f"done/{rank}" for rank in self._all], self._patience)
+            self._wait([f"done/{rank}" for rank in self._all], self._meeting_timeout)
 
     def gather(self, ranks: Sequence[int], value: object) -> list[object]:
         """Return the value of each of `ranks`, in their order."""
         key = tuple(ranks)
         self._rounds[key] += 1
         name = f"round/{'-'.join(map(str, key))}/{self._rounds[key]}"
-        self._store.set(f"{name}/{self._rank}", _text(value))
+        self._write(name, value)
         return self._read(name, key, self._timeout)
 
     def _post(self, status: object) -> None:
         self._has_posted = True
-        self._store.set(f"status/{self._rank}", _text(status))
+        self._write("status", status)
+
+    def _write(self, name: str, value: object) -> None:
+        self._store.set(f"{name}/{self._rank}", base64.b64encode(pickle.dumps(value)).decode())
 
     def _read(self, name: str, ranks: Sequence[int], seconds: float) -> list[object]:
         keys = [f"{name}/{rank}" for rank in ranks]
         self._wait(keys, seconds)
-        return [_value(self._store.get(key)) for key in keys]
+        return [pickle.loads(base64.b64decode(self._store.get(key))) for key in keys]
 
     def _wait(self, keys: list[str], seconds: float) -> None:
         try:
             self._store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError as error:  # torch's DistStoreError, or the store has gone
+        except RuntimeError as error:  # torch's DistStoreError, or the store has ended
             try:
                 missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
             except RuntimeError:
                 missing = ["0"]
             ranks = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             raise RunFailed(f"rank {ranks} did not answer within {seconds:g} s") from error
-
-
-def _text(value: object) -> str:
-    return base64.b64encode(pickle.dumps(value)).decode()
-
-
-def _value(text: bytes) -> object:
-    return pickle.loads(base64.b64decode(text))
 
 
 # --- this process's connections -----------------------------------------------------------------------------------
@@ -140,24 +138,15 @@ _Address = tuple[str, int]
 
 def _listening() -> set[_Address]:
     """Return the addresses on which this process listens, without the store's."""
-    addresses = {
-        _address(item.getsockname()) for item in _sockets() if item.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
-    return {item for item in addresses if item[1] != int(os.environ.get("MASTER_PORT", "0"))}
-
-
-def _close_connections(listeners: set[_Address]) -> None:
-    """Shut down this process's connections that one of `listeners` accepted; their files stay open."""
-    for connection in _sockets():
-        with contextlib.suppress(OSError):  # it isn't connected
-            if _address(connection.getpeername()) in listeners or _address(connection.getsockname()) in listeners:
-                connection.shutdown(socket.SHUT_RDWR)
+    listeners = (item for item in _sockets() if item.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    addresses = {_address(item.getsockname()) for item in listeners}
+    return {address for address in addresses if address[1] != int(os.environ.get("MASTER_PORT", "0"))}
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yield every TCP socket of this process, also those that gloo opened."""
+    """Yield this process's TCP sockets, also those that gloo opened."""
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # no socket, or closed since
+        with contextlib.suppress(OSError):  # it is no socket, or was closed
             handle = os.dup(int(name))
             try:
                 connection = socket.socket(fileno=handle)

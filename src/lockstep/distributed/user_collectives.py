@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _axes: list[Axis] = [LocalGroup()]
+"""The ranks of the runs that this process is in, the innermost last. Process-wide, since objectives
+and other user code call these functions without a session."""
 
 
 def gather(value: T) -> list[T]:
@@ -47,7 +49,7 @@ def all_ranks() -> Axis:
 
 @contextmanager
 def current_group(axis: Axis) -> Iterator[None]:
-    """Let the functions of this module be about the ranks of `axis` while the block runs."""
+    """Have the functions of this module use the ranks of `axis` while the block runs."""
     _axes.append(axis)
     try:
         yield

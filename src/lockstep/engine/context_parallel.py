@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.records import Batch
-from lockstep.distributed.sequences import SequencePartition, current, padded_length, positions_of
+from lockstep.distributed.forward_mode import SequencePartition, current_sequences, padded_length, positions_of
 from lockstep.engine.dry_run import (
     dry_run,
     entered_modules,
@@ -36,7 +36,7 @@ from lockstep.engine.eager import EagerEngine, call
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.core.records import GlobalBatch, Inputs
-    from lockstep.distributed.ring import Ring
+    from lockstep.distributed.collectives import Ring
 
 _KEY = "parallel.context"
 _NO_TARGET = -100
@@ -326,7 +326,7 @@ class ContextEngine:
             call(model, batch.inputs)
         with torch.no_grad(), self._attention.active(), outputs_of_modules(model) as divided:
             part = self._divider(batch)
-            division = current()
+            division = current_sequences()
             assert division is not None
             with entered_modules(model) as inside:
                 try:

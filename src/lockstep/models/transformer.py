@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from lockstep.config.schema import TransformerModel
 from lockstep.core.records import DataFacts
-from lockstep.distributed.sequences import current, positions
+from lockstep.distributed.forward_mode import current_sequences, positions
 from lockstep.models.initialization import Rule, constant, normal
 
 _SHORT = 512
@@ -172,7 +172,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     query [B, H, T, D]; key and value [B, K, T, D], K a divisor of H -> [B, H, T, D].
     """
     short = query.device.type == "cpu" and query.dtype is torch.bfloat16 and query.shape[2] <= _SHORT
-    if short and current() is None:
+    if short and current_sequences() is None:
         return _short_attention(query, key, value)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from lockstep.distributed.collectives import copy_first
+from lockstep.distributed.collectives import group_or_all
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,8 +48,10 @@ class SyncedBuffers:
 
     def synchronize(self) -> None:
         """Copy the first rank's to all ranks of the group."""
-        for buffer in self._buffers:
-            copy_first(buffer, self._group)
+        if self._buffers:
+            ranks = group_or_all(self._group)
+            for buffer in self._buffers:
+                ranks.copy_first(buffer)
 
 
 class BufferSnapshot:

@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.config.schema import ActivationCheckpointing
 from lockstep.core.errors import ConfigError
 from lockstep.distributed import user_collectives
-from lockstep.distributed.memory import least_memory, peak_memory
+from lockstep.distributed.memory import peak_memory, rank_memory
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.transforms.activation_checkpointing import Recomputation, RecomputeBlocks, none_of, refuse
 
@@ -111,7 +111,7 @@ def checkpoint_activations(
     transform = RecomputeBlocks(asked, found, broadcast=axis.broadcast)
     refuse(transform.refuses(model, device))
     made = transform.applied(model)
-    limit = least_memory(device, axis) if mode == "adaptive" else None
+    limit = rank_memory(device, axis) if mode == "adaptive" else None
     return Checkpointed(mode, made.blocks, made, threshold, look_every, device, limit)
 
 

@@ -134,9 +134,9 @@ def _prepare(config: Config, world: World, given: UserObjects) -> _Prepared:
     collective."""
     own = users_model(config, given)
     source, evaluation = open_sources(config, given, own)
-    machine = Machine(
-        world.machine_ranks, rank_memory(world) if config.parallel.strategy == "auto" else None, world.device.type
-    )
+    automatic = config.parallel.strategy == "auto"
+    memory = rank_memory(world.device, world.axis, world.machine_ranks) if automatic else None
+    machine = Machine(world.machine_ranks, memory, world.device.type)
     meta = _meta_model(config, source.facts, given, world, machine)
     model = own if own is not None else meta.model if meta is not None else _whole(config, source.facts, given)
     refuse_parameters(model)
@@ -219,7 +219,7 @@ def _memory_watch(config: Config, recomputed: RecomputeBlocks | None, world: Wor
     options = config.memory.activation_checkpointing
     if options.mode != "adaptive" or recomputed is None:
         return None
-    limit = rank_memory(world)
+    limit = rank_memory(world.device, world.axis, world.machine_ranks)
     return MemoryWatch(
         recomputed.switch,
         used=lambda: peak_memory(world.device) / limit,

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.data.loader import evaluation_batches
-from lockstep.distributed.consensus import WithOrderedLoss, consensus_over
+from lockstep.distributed.consensus import DeviceConsensus, HostConsensus
 from lockstep.distributed.rng import KeyedDraws
 from lockstep.engine.eager import EagerEngine, call
 from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss
@@ -84,13 +84,14 @@ def build_engine(
     sharding, position = made.sharding, made.position
     model = sharding.state.model
     autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
-    vote = consensus_over(world.axis, world.device)
-    consensus = vote if sharding.loss_sum is None else WithOrderedLoss(vote, sharding.loss_sum)
+    on_host, loss_sum = world.device.type == "cpu", sharding.loss_sum
+    consensus = HostConsensus(world.axis, loss_sum) if on_host else DeviceConsensus(world.axis, world.device, loss_sum)
     few = partial(_few, source, world)
     draws = _draws(config, plan, made, world)
     if made.stages is not None:
         from lockstep.engine.pipeline import PipelineEngine
 
+        assert position.device_mesh is not None, "a partitioned model has a mesh"
         pipelined = PipelineEngine(
             sharding.step,
             computed,
@@ -100,7 +101,7 @@ def build_engine(
             stages=made.stages,
             schedule=config.parallel.pipeline_parallel.schedule,
             axis=position.pipeline,
-            group=position.pipeline_group,
+            group=position.device_mesh.get_group("pipeline"),
             device=world.device,
         )
         forwards = [partial(pipelined.run_alone, stage) for stage in made.stages.own]

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Transform
-from lockstep.distributed.forward_mode import ForwardMode
-from lockstep.distributed.sequences import SequencePartition, current, set_current
+from lockstep.distributed.forward_mode import ForwardMode, SequencePartition, current_sequences
 from lockstep.transforms.ring_attention import ring_attention
 
 _KEY = "parallel.context"
@@ -82,8 +81,7 @@ class ContextParallel(Transform):
         self._set(division)
 
     def _set(self, division: SequencePartition | None) -> None:
-        self._mode.sequences = division
-        set_current(None if division is None else self._mode)
+        self._mode.divide_sequences(division)
         for config, usual in zip(self._configs, self._usual, strict=True):
             config._attn_implementation = usual if division is None else _NAME
 
@@ -152,7 +150,7 @@ def _transformers_attention(
     """Replace an attention function of the transformers library."""
     if attention_mask is not None:
         raise _unsupported("makes a mask of its own for its attention", "attention that is causal, or sees everything")
-    division = current()
+    division = current_sequences()
     assert division is not None, "sequences are divided"
     window = options.get("sliding_window")
     if window is not None and window < division.length:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import RunFailed
-from lockstep.distributed.sequences import SequencePartition, chunks_of
+from lockstep.distributed.forward_mode import SequencePartition, chunks_of
 from lockstep.transforms.attention_kernels import (
     AttentionOutput,
     Visibility,
@@ -102,7 +102,7 @@ def _round(division: SequencePartition, shape: _AttentionShape, source: int, dty
     Later chunks see earlier ones: of a rank before this one, the front chunk is before both of ours and the other one
     after both; of one after this, both are between ours.
     """
-    rank, chunk = division.ring.rank, division.chunk
+    rank, chunk = division.ring.rank, division.own // 2
     first_query, num_keys = 0, 2 * chunk
     if shape.causal and source < rank:
         num_keys = chunk
@@ -121,7 +121,7 @@ def _round(division: SequencePartition, shape: _AttentionShape, source: int, dty
 def _mask(division: SequencePartition, source: int, num_keys: int, dtype: torch.dtype) -> Tensor:
     """Return [B, 1, 1, num_keys], of a rank's first keys."""
     assert division.real is not None, "some positions aren't real"
-    chunk = division.chunk
+    chunk = division.own // 2
     parts = [
         division.real[:, tensor * chunk : (tensor + 1) * chunk] for tensor in chunks_of(source, division.ring.size)
     ]
