@@ -199,6 +199,6 @@ PUBLISHING: dict[str, Callable[[Any], None]] = {
 """Those that only the published weights show."""
 
 STOPPING: dict[str, Callable[[Any], None]] = {
-    "an unsynchronised tied weight": unsynchronised_tied_weight,
+    "an unsynchronized tied weight": unsynchronised_tied_weight,
 }
 """Those that stop a run at the next vote, because ranks differ."""

@@ -12,9 +12,9 @@ from kit.worlds import in_world
 from lockstep.config.loading import validate
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed.process_group import joined
-from lockstep.proof.cases import plan_proof
-from lockstep.proof.conducting import Orders, attempt, refer
+from lockstep.proof.cases import plan_verification
 from lockstep.proof.rows import Row
+from lockstep.proof.runner import Job, record_references, run_case
 from lockstep.training.user_objects import UserObjects
 
 _NOTHING = UserObjects()
@@ -57,8 +57,8 @@ def with_faults(
     """The rows of DDP on so many ranks, for each fault; all in one world, beside one reference. None: no fault."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = validate(config).config
-        proof = plan_proof(loaded, ["ddp"], [ranks], "fp32", gpus=0)
-        in_world(1, refer, proof.references, given, Path(folder), steps)
+        proof = plan_verification(loaded, ["ddp"], [ranks], "fp32", gpus=0)
+        in_world(1, record_references, proof.references, given, Path(folder), steps)
         return in_world(ranks, _with_faults, proof.cases, Path(folder), faults, steps, given)[0]
 
 
@@ -67,6 +67,6 @@ def _with_faults(cases: Any, folder: Path, faults: list[Any], steps: int, given:
     with joined(cases[0].config.launch, grouped=True) as world:
         for number, fault in enumerate(faults):
             numbered = [replace(case, number=100 * number + case.number) for case in cases]
-            orders = Orders(folder, tuple(numbered), given, steps, "fp32", fault, None)
-            found.append([attempt(orders, case, world) for case in numbered])
+            job = Job(folder, tuple(numbered), given, steps, "fp32", fault, None)
+            found.append([run_case(job, case, world) for case in numbered])
     return found

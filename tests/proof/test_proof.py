@@ -1,4 +1,4 @@
-"""Every strategy that there is, beside the single process; and what happens to those that refuse or crash."""
+"""Every strategy matches the single process; one that refuses or crashes is reported and harms no other."""
 
 from __future__ import annotations
 
@@ -13,37 +13,35 @@ from kit.proofs import proved, text
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.proof.rows import Row, story
+from lockstep.proof.rows import Row, explanation
 from lockstep.training.session import components_of
 
 
 def _failures(rows: list[Row]) -> list[str]:
-    return [story(row) for row in rows if not row.passed]
+    return [explanation(row) for row in rows if not row.passed]
 
 
-CUT = {name for name in VARIANTS if is_partitioned(name)}
+PARTITIONED = {name for name in VARIANTS if is_partitioned(name)}
 LEFT_OUT = {
-    1: HYBRID | CUT | {"dp"},
-    2: {name for name in CUT if "+" in name} | {"single", "dp"},
+    1: HYBRID | PARTITIONED | {"dp"},
+    2: {name for name in PARTITIONED if "+" in name} | {"single", "dp"},
     4: {"single", "dp"},
 }
-OF_FOUR = {
+ON_FOUR_RANKS = {
     "fsdp", "fsdp-hybrid", "fsdp-hybrid-grad-op", "zero3", "pipeline-1f1b+fsdp", "pipeline-1f1b+tensor", "context+fsdp",
 }  # fmt: skip
-"""What needs as many, and one of each kind that doesn't; other products are in their own files."""
+"""Strategies that need four ranks, and one of each kind that doesn't; other combinations are in their own files."""
 
 
-SEVERAL_STAGES = {"pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline-zbv"}
-"""Of a rank's."""
+SEVERAL_STAGES_PER_RANK = {"pipeline-interleaved-1f1b", "pipeline-zero-bubble", "pipeline-zbv"}
 
 
 @pytest.mark.parametrize(("ranks", "layers"), [pytest.param(1, 2, marks=pytest.mark.drill), (2, 2), (2, 4), (4, 2)])
-def test_every_strategy_is_the_single_process_on_ragged_text(ranks: int, layers: int) -> None:
-    asked = text()
-    config = {**asked, "model": {**asked["model"], "layers": layers}}
-    strategies = [
-        name for name in VARIANTS if (name in SEVERAL_STAGES) is (layers == 4) and (ranks < 4 or name in OF_FOUR)
-    ]
+def test_every_strategy_matches_the_single_process_on_ragged_text(ranks: int, layers: int) -> None:
+    base = text()
+    config = {**base, "model": {**base["model"], "layers": layers}}
+    strategies = [name for name in VARIANTS if (name in SEVERAL_STAGES_PER_RANK) is (layers == 4)]
+    strategies = [name for name in strategies if ranks < 4 or name in ON_FOUR_RANKS]
     rows = proved(config, strategies=strategies, ranks=(ranks,), steps=2)
     assert _failures(rows) == []
     assert {row.strategy for row in rows} == set(strategies) - LEFT_OUT[ranks]
@@ -58,27 +56,27 @@ def test_every_strategy_is_the_single_process_on_ragged_text(ranks: int, layers:
         assert row.max_gradient_difference <= 1e-5
 
 
-def _unharmed(config: dict[str, Any]) -> tuple[list[Row], bool]:
+def _verify_and_compare_weights(config: dict[str, Any]) -> tuple[list[Row], bool]:
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
     model = small.Net()
     before = small.weights(model)
-    handed = {"model": model, "train_dataset": small.points(), "objective": small.CrossEntropy()}
-    rows = lockstep.verify(config, **handed, strategies=["ddp", "fsdp"], ranks=[2], steps=3)
+    objects = {"model": model, "train_dataset": small.points(), "objective": small.CrossEntropy()}
+    rows = lockstep.verify(config, **objects, strategies=["ddp", "fsdp"], ranks=[2], steps=3)
     after = small.weights(model)
     return rows, all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_a_model_handed_over_is_proved_and_left_as_it_was() -> None:
+def test_a_model_object_is_verified_and_stays_unchanged() -> None:
     config = {"batch": {"global_size": 13}, "launch": {"device": "cpu"}, "run": {"steps": 8}}
-    rows, unharmed = in_world(1, _unharmed, config)[0]
+    rows, unchanged = in_world(1, _verify_and_compare_weights, config)[0]
     assert _failures(rows) == []
     assert {row.strategy for row in rows} == {"ddp", "fsdp"}
-    assert unharmed
+    assert unchanged
 
 
-def test_dropout_is_turned_off_for_the_proof() -> None:
+def test_dropout_is_turned_off() -> None:
     dropping = text()
     dropping["model"] = {**dropping["model"], "dropout": 0.2}
     assert _failures(proved(dropping, strategies="ddp", ranks=(2,), steps=2)) == []
@@ -86,17 +84,17 @@ def test_dropout_is_turned_off_for_the_proof() -> None:
 
 def _dies_under_fsdp(session: Any) -> None:
     if components_of(session).plan.strategy == "fsdp" and components_of(session).world.rank == 1:
-        raise RuntimeError("planted crash")
+        raise RuntimeError("injected crash")
 
 
-def test_a_strategy_that_crashes_takes_no_other_down() -> None:
+def test_a_strategy_that_crashes_does_not_stop_the_others() -> None:
     sgd = text(optim={"name": "sgd", "lr": 0.1})
     rows = proved(sgd, strategies="fsdp,ddp", ranks=(2,), steps=2, tamper=_dies_under_fsdp)
     assert [(row.strategy, row.status) for row in rows] == [("fsdp", "crashed")] * 2 + [("ddp", "passed")] * 2
-    assert all("planted crash" in (row.reason or "") and row.passed is False for row in rows[:2])
+    assert all("injected crash" in (row.reason or "") and row.passed is False for row in rows[:2])
 
 
-def test_what_a_strategy_refuses_is_a_row_and_no_failure() -> None:
+def test_a_refusal_is_a_row_and_no_failure() -> None:
     offloaded = text(parallel={"fsdp": {"cpu_offload": True}}, run={"steps": 8, "allow_untested": True})
     for config, word in (
         (text(optim={"name": "muon", "lr": 1e-3}), "it updates whole matrices"),  # known before any rank is started
@@ -110,15 +108,15 @@ def test_what_a_strategy_refuses_is_a_row_and_no_failure() -> None:
         assert all(row.passed is None and word in (row.reason or "") for row in refused)
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_wrong_strategies_are_refused() -> None:
     with pytest.raises(lockstep.ConfigError, match=r"no strategy 'dpp'; did you mean dp"):
         lockstep.verify(text(), strategies="dpp")
     with pytest.raises(lockstep.ConfigError, match="nothing to run: single on 2 ranks"):
         lockstep.verify(text(), strategies="single", ranks=(2,))
 
 
-def test_inside_a_rank_no_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_refuses_to_run_inside_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(lockstep.ConfigError, match="starts ranks of its own"):
+    with pytest.raises(lockstep.ConfigError, match="verify starts its own ranks"):
         lockstep.verify(text())

@@ -1,10 +1,12 @@
-"""Whether every strategy is the single process: run, compared, and at a difference explained.
+"""Verification that every strategy trains as a single process does: run, compare, and explain each deviation.
 
-cases        which runs there are, and the config of each
-conducting   starts ranks, runs the reference and then all others, and outlives those that fail
-trial        one run on one rank, recorded or compared as it goes
-evidence     what was seen at each step
-tolerances   how much may differ, and why
-reasons      what a difference is likely to come from
-rows         what is told: a row a run
+cases             choose the runs and their configs
+runner            launch the ranks, run the reference and then all cases, and survive those that crash
+comparison        record the reference on one rank, and compare each run with it, update by update
+tensors           compare gradients and weights with those on disk
+rank_dependence   find what makes a run depend on the number of ranks by design
+evidence          what is recorded of each update
+tolerances        how much may differ, and why
+diagnosis         the first deviation and its likely cause
+rows              the result of each run, as text and as JSON
 """

@@ -1,4 +1,4 @@
-"""The proof from Python, on a model and data that are handed over.
+"""Verification from Python, with a model and data as objects.
 
 lockstep.verify(config, model=Net, train_dataset=points, ranks=(1, 2)) --> [Row(strategy="ddp", passed=True, ...), ...]
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.devices import count_gpus
 from lockstep.launch.local import refuse_import_of_script
-from lockstep.proof.cases import Proof, plan_proof, selected_layouts
-from lockstep.proof.conducting import Outcome, Show, conduct
+from lockstep.proof.cases import VerificationPlan, plan_verification, selected_layouts
 from lockstep.proof.rows import Row
+from lockstep.proof.runner import run_plan
 from lockstep.strategies.fsdp import Precise
 from lockstep.strategies.registry import AUTO, find_strategy
 from lockstep.training.api import ConfigLike, resolved
@@ -23,7 +24,21 @@ from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.proof.trial import Tamper
+    from lockstep.proof.comparison import Tamper
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Rows of all runs, with what to know about them.
+
+    Attributes:
+        notes: What was changed for the comparison, what depends on ranks by design, and what wasn't run.
+        not_covered: How the config partitions its model or sequences, if no run does.
+    """
+
+    rows: Sequence[Row]
+    notes: Sequence[str]
+    not_covered: str | None
 
 
 def verify(
@@ -37,67 +52,66 @@ def verify(
     trust_run: bool = False,
     **objects: Unpack[Objects],
 ) -> list[Row]:
-    """Runs `config` under each strategy on each number of ranks, beside one process on the same samples.
+    """Run `config` under each strategy on each number of ranks, and compare with one process on the same samples.
 
-    Ranks are processes of their own: what is handed over stays as it is. It goes to them by forking, or, where this
-    process has threads or uses CUDA, by pickling: then define it at the top of a module.
+    Ranks are separate processes, so your objects stay unchanged. They are forked; where this process has threads or
+    uses CUDA, they receive the objects by pickling: then define these at the top level of a module.
 
     Args:
-        config: as of `lockstep.train`.
-        strategies: names, or `all`.
-        ranks: on how many, one number or several.
-        steps: updates of each run.
-        precision: of forward and backward.
-        trust_run: as of `lockstep.train`.
-        tamper: called with each session before its first update, but not with the single process's: a fault of your
-            making, to see that it is found.
+        config: As in `lockstep.train`.
+        strategies: Names, or `all`.
+        ranks: One or several numbers of ranks.
+        steps: Updates of each run.
+        precision: Of forward and backward.
+        trust_run: As in `lockstep.train`.
+        tamper: Called with each session except the reference's before its first update: inject a fault, to see that
+            it is found.
         **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`.
 
     Returns:
-        A row a run, whose `passed` is None where the strategy refuses.
+        A row for each run; its `passed` is None where the strategy refuses.
 
     Raises:
-        ConfigError: something asked for can't be had, or there is no such strategy.
-        RunFailed: the single process failed.
+        ConfigError: The config can't be run, or a strategy doesn't exist.
+        RunFailed: The single process failed.
     """
     refuse_import_of_script()
-    given = user_objects(objects)
+    checked = user_objects(objects)
     numbers = [ranks] if isinstance(ranks, int) else ranks
-    outcome, _ = prove(
-        resolved(config, given, trusted=trust_run), given, strategies, numbers, steps, precision, tamper=tamper
-    )
-    return list(outcome.rows)
+    loaded = resolved(config, checked, trusted=trust_run)
+    return list(compare_strategies(loaded, checked, strategies, numbers, steps, precision, tamper=tamper).rows)
 
 
-def prove(
+def compare_strategies(
     config: Config,
-    given: UserObjects,
+    objects: UserObjects,
     strategies: str | Sequence[str],
     ranks: Sequence[int],
     steps: int,
     precision: Precise,
     *,
     tamper: Tamper | None = None,
-    show: Show | None = None,
-    begin: Callable[[Proof], None] = lambda proof: None,
-) -> tuple[Outcome, Proof]:
-    """What `verify` and the command share.
+    show: Callable[[Row], None] | None = None,
+    introduce: Callable[[VerificationPlan], None] = lambda plan: None,
+) -> Result:
+    """Run what `verify` and the command share.
 
     Args:
-        show: told each row as soon as it is there, by whichever process has it.
-        begin: told what is going to be run.
+        show: Called with each row as soon as it is known, by the process that knows it.
+        introduce: Called with the plan before anything runs.
     """
     if names_a_rank(os.environ):
         raise ConfigError(
-            "verify starts ranks of its own, and this process is one already; start it without a launcher"
+            "verify starts its own ranks, and this process already is a rank; start it without a launcher"
         )
     if steps < 1 or not ranks or min(ranks) < 1:
-        raise ConfigError(f"{steps} steps on {list(ranks)} ranks prove nothing: give whole numbers above 0")
+        raise ConfigError(f"{steps} steps on {list(ranks)} ranks can't be compared; use whole numbers above 0")
     gpus = 0 if config.launch.device == "cpu" else count_gpus()
     if config.parallel.strategy != AUTO:
-        find_strategy(config.parallel.strategy)  # so that a user's own is one of them
-    proof = plan_proof(config, selected_layouts(strategies), list(ranks), precision, gpus)
-    if not proof.cases and not proof.refused:
-        raise ConfigError("there is nothing to run: " + "; ".join(proof.left_out))
-    begin(proof)
-    return conduct(proof, given, steps, precision, tamper=tamper, show=show), proof
+        find_strategy(config.parallel.strategy)  # registers a user's own
+    plan = plan_verification(config, selected_layouts(strategies), ranks, precision, gpus)
+    if not plan.cases and not plan.refused:
+        raise ConfigError("there is nothing to run: " + "; ".join(plan.left_out))
+    introduce(plan)
+    rows, notes = run_plan(plan, objects, steps, precision, tamper=tamper, show=show)
+    return Result(rows, [*plan.notes, *notes, *(f"not run: {reason}" for reason in plan.left_out)], plan.not_covered)

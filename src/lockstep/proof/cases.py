@@ -1,8 +1,8 @@
-"""Which runs a proof is made of: strategies x ranks x (optimizer, micro-batches). Arithmetic alone, no torch.
+"""Choose the runs that are compared: strategies x ranks x (optimizer, micro-batches). Arithmetic only, without torch.
 
-reference     the recipe on one process
-as asked      the recipe's optimizer, micro size and global size, under each strategy
-accumulated   the same in two micro-batches or more a rank
+reference     the config on one process
+configured    the config's optimizer, micro size and global size, under each strategy
+accumulated   the same with two or more micro-batches per rank
 sgd           accumulated, under SGD with momentum: linear in the gradient, where Adam normalizes its noise
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.schema import Config, Parallel, Schedule
-from lockstep.core.closest import closest_match
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.choosing import choose_strategy
@@ -32,14 +32,14 @@ _LOSS_SCALE = 1024.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run of a proof.
+    """One run that is compared with a reference.
 
     Attributes:
-        number: Its place among all.
-        strategy: The name of its layout.
-        optimizer: By name.
-        accumulation: Micro-batches a rank.
-        reference: The name of the run that it is compared with.
+        number: Index among all cases, refused ones included.
+        strategy: Name of its layout.
+        optimizer: Name of its optimizer.
+        accumulation: Micro-batches per rank.
+        reference: Name of the reference run, which is that of the optimizer.
     """
 
     number: int
@@ -60,16 +60,16 @@ class RefusedCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """All runs of a proof.
+class VerificationPlan:
+    """All runs of a verification.
 
     Attributes:
-        references: Single processes by the name of their optimizer.
+        references: Single-process configs by the name of their optimizer.
         cases: The runs that are compared with them.
-        refused: Known before any process is started.
-        left_out: Strategy and ranks that make no sense together, and why.
-        notes: What of the config was changed for the proof.
-        missing: How the config partitions its model or sequences, if no run does, and the strategy to ask for.
+        refused: Runs that are refused before any process starts.
+        left_out: Strategies on numbers of ranks that make no sense together, and why.
+        notes: What was changed in the config.
+        not_covered: How the config partitions its model or sequences, if no run does, and the strategy to ask for.
     """
 
     references: Mapping[str, Config]
@@ -77,50 +77,50 @@ class Proof:
     refused: tuple[RefusedCase, ...]
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
-    missing: str | None = None
+    not_covered: str | None = None
 
 
 def selected_layouts(names: str | Sequence[str]) -> list[str]:
-    """Return the names of the layouts that are asked for; `all` of them.
+    """Return the names of the selected layouts; `all` selects every one.
 
     Raises:
-        ConfigError: there is no such strategy.
+        ConfigError: A strategy doesn't exist.
     """
-    asked = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    selected = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     known = layouts()
-    if asked == ["all"]:
+    if selected == ["all"]:
         return list(known)
-    listed = f"there are {', '.join(known)}"
-    problems = []
-    for name in (name for name in asked if name not in known):
-        near = closest_match(name, known)
-        hint = f"did you mean {near}?" if near else listed
-        problems.append(Problem("strategies", "", f"there is no strategy {name!r}; {hint}"))
-    if problems or not asked:
-        raise ConfigError(problems or Problem("strategies", "", f"names none; {listed}"))
-    return list(dict.fromkeys(asked))
+    if not selected:
+        raise ConfigError(Problem("strategies", "", f"names none; there are {', '.join(known)}"))
+    unknown = [name for name in selected if name not in known]
+    if unknown:
+        hints = [f"there is no strategy {name!r}; {did_you_mean(name, known)}" for name in unknown]
+        raise ConfigError([Problem("strategies", "", hint) for hint in hints])
+    return list(dict.fromkeys(selected))
 
 
-def plan_proof(config: Config, names: Sequence[str], ranks: Sequence[int], precision: Precise, gpus: int) -> Proof:
-    """Return the runs that prove a config.
+def plan_verification(
+    config: Config, names: Sequence[str], ranks: Sequence[int], precision: Precise, gpus: int
+) -> VerificationPlan:
+    """Return the runs that compare a config under the named layouts with a single process.
 
     Args:
-        config: What the user trains.
-        names: Of layouts.
-        gpus: The number that one process can use.
+        gpus: Number of GPUs that one process can use.
     """
-    base, notes = _for_proof(config, precision)
-    linear, known = _sgd(base), layouts()
+    base, notes = _comparable(config, precision)
+    linear, known = _with_sgd(base), layouts()
     reference = known[REFERENCE.name]
-    references: dict[str, Config] = {one.optim.name: _under(one, reference, 1) for one in (base, linear)}
+    references: dict[str, Config] = {
+        variant.optim.name: _with_layout(variant, reference, 1) for variant in (base, linear)
+    }
     left_out: list[str] = []
     cases: list[Case] = []
     refused: list[RefusedCase] = []
     for number_of_ranks in ranks:
         for name in names:
-            why = _left_out(known[name], number_of_ranks, gpus)
-            if why:
-                left_out.append(f"{name} on {number_of_ranks} rank{'s' * (number_of_ranks != 1)}: {why}")
+            reason = _reason_to_leave_out(known[name], number_of_ranks, gpus)
+            if reason:
+                left_out.append(f"{name} on {number_of_ranks} rank{'s' * (number_of_ranks != 1)}: {reason}")
                 continue
             for case in _cases(base, linear, known[name], number_of_ranks):
                 case = replace(case, number=len(cases) + len(refused))
@@ -129,81 +129,74 @@ def plan_proof(config: Config, names: Sequence[str], ranks: Sequence[int], preci
                     cases.append(case)
                 except ConfigError as refusal:
                     refused.append(RefusedCase(case, str(refusal)))
-    missing = _missing(config.parallel, names, {case.strategy for case in cases})
-    return Proof(references, tuple(cases), tuple(refused), tuple(left_out), tuple(notes), missing)
+    not_covered = _not_covered(config.parallel, names, {case.strategy for case in cases})
+    return VerificationPlan(references, tuple(cases), tuple(refused), tuple(left_out), tuple(notes), not_covered)
 
 
-def _missing(asked: Parallel, names: Sequence[str], run: Collection[str]) -> str | None:
-    partitions = [f"parallel.{axis} {getattr(asked, axis)}" for axis in PARTITIONED if getattr(asked, axis) != 1]
-    strategy = (
-        PLAIN if asked.strategy == AUTO or find_strategy(asked.strategy).one_process else find_strategy(asked.strategy)
-    )
-    layout = layout_of(asked, strategy)
+def _not_covered(parallel: Parallel, names: Sequence[str], run: Collection[str]) -> str | None:
+    partitions = [f"parallel.{axis} {getattr(parallel, axis)}" for axis in PARTITIONED if getattr(parallel, axis) != 1]
+    strategy = PLAIN if parallel.strategy == AUTO else find_strategy(parallel.strategy)
+    layout = layout_of(parallel, PLAIN if strategy.one_process else strategy)
     if not partitions or layout.name in run:
         return None
-    missing = f"{' with '.join(partitions)}, which the config asks for, is not among them"
+    fact = f"no run has {' and '.join(partitions)}, which the config sets"
     known = layouts()
     if layout.name in known:
-        return missing if layout.name in names else f"{missing}: --strategies {layout.name}"
-    nearest = max(known.values(), key=lambda one: len({*one.factors} & {*layout.factors}))
-    return f"{missing}: the nearest is --strategies {nearest.name}"
+        return fact if layout.name in names else f"{fact}; use --strategies {layout.name}"
+    nearest = max(known.values(), key=lambda other: len({*other.factors} & {*layout.factors}))
+    return f"{fact}; the nearest is --strategies {nearest.name}"
 
 
 def _cases(base: Config, linear: Config, layout: RunLayout, ranks: int) -> Iterator[Case]:
-    size, micro = base.batch.global_size, base.batch.micro_size
     mesh = _mesh(base, layout, ranks)
-    asked = plan_batch(size, micro, mesh.shares, stages=mesh.pipeline)
-    smaller = plan_batch(size, max(1, -(-asked.micro_size // 2)), mesh.shares)
-    smaller = asked if asked.accumulation > 1 else smaller
-    runs = [(base, asked), (base, smaller), (linear, smaller)]
-    is_reference = layout.strategy.reference  # the recipe as asked, on one process
-    seen = set()
-    for config, batch in runs[1:] if is_reference else runs:
-        mark = config.optim.name, batch.accumulation
-        if mark in seen:
-            continue
-        seen.add(mark)
-        if is_reference and batch == asked and config is base:
-            continue
-        batched = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": batch.micro_size})})
-        name, optimizer = layout.name, config.optim.name
-        yield Case(0, name, ranks, optimizer, batch.accumulation, optimizer, _under(batched, layout, ranks))
+    configured = plan_batch(base.batch.global_size, base.batch.micro_size, mesh.shares, stages=mesh.pipeline)
+    half = max(1, -(-configured.micro_size // 2))
+    accumulated = configured if configured.accumulation > 1 else plan_batch(base.batch.global_size, half, mesh.shares)
+    runs: dict[tuple[str, int], tuple[Config, int]] = {}
+    for config, batch in ((base, configured), (base, accumulated), (linear, accumulated)):
+        runs.setdefault((config.optim.name, batch.accumulation), (config, batch.micro_size))
+    if layout.strategy.reference:  # the config as it is on one process
+        del runs[base.optim.name, configured.accumulation]
+    for (optimizer, accumulation), (config, micro_size) in runs.items():
+        batched = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro_size})})
+        case_config = _with_layout(batched, layout, ranks)
+        yield Case(0, layout.name, ranks, optimizer, accumulation, optimizer, case_config)
 
 
 def _mesh(config: Config, layout: RunLayout, ranks: int) -> Mesh:
-    """Return the mesh; of a layout that may be refused on so many ranks later, as if all of them divided the data."""
+    """Return the mesh; for a layout that will be refused on these ranks, one with the data axis only."""
     try:
-        under = _under(config, layout, ranks)
-        return mesh_of(under.parallel, choose_strategy(under, ranks).strategy, ranks)
+        changed = _with_layout(config, layout, ranks)
+        return mesh_of(changed.parallel, choose_strategy(changed, ranks).strategy, ranks)
     except ConfigError:
         return Mesh(data=ranks)
 
 
-def _left_out(layout: RunLayout, ranks: int, gpus: int) -> str | None:
+def _reason_to_leave_out(layout: RunLayout, ranks: int, gpus: int) -> str | None:
     strategy = layout.strategy
     if strategy.reference and ranks > 1:
-        return f"{strategy.name} is one process, which all others are compared with"
+        return f"{strategy.name} is the single-process reference"
     if strategy.one_process and not strategy.reference and (ranks > 1 or gpus < 2):
-        few = f", and it sees {gpus}" if gpus < 2 else ""
-        return f"{strategy.name} is one process over two GPUs or more{few}"
+        available = f", {gpus} available" if gpus < 2 else ""
+        return f"{strategy.name} is one process with two or more GPUs{available}"
     if layout.variant.mesh == "hybrid" and ranks % 2:
-        return "two replicas, each divided, take an even number of ranks"
+        return "two sharded replicas need an even number of ranks"
     if layout.partitions and ranks % 2:
-        return "a model or sequences cut in two take an even number of ranks"
+        return "a model or sequence in two partitions needs an even number of ranks"
     if "+" in layout.name and ranks % 4:
-        return "a product of two takes a multiple of four ranks"
+        return "a combination of two partitionings needs a multiple of four ranks"
     return None
 
 
 # --- configs ------------------------------------------------------------------------------------------------------
 
 
-def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
-    """Return the config without what would differ by design, and what that was."""
+def _comparable(config: Config, precision: Precise) -> tuple[Config, list[str]]:
+    """Return the config without what differs between ranks by design, and notes on what was changed."""
     notes = []
     degrees = [axis for axis in AXES if getattr(config.parallel, axis) not in ("auto", 1)]
     if degrees:
-        notes.append(f"parallel.{', '.join(degrees)}: not as asked; each strategy has degrees of its own here")
+        notes.append(f"parallel.{', '.join(degrees)} ignored: verify sets the degrees of each strategy")
     changed: dict[str, Any] = {
         "precision": config.precision.model_copy(update={"compute": precision, "tf32": False}),
         "data": config.data.model_copy(update={"evaluation": {}}),
@@ -213,30 +206,28 @@ def _for_proof(config: Config, precision: Precise) -> tuple[Config, list[str]]:
     }
     if config.optim.in_backward:
         changed["optim"] = config.optim.model_copy(update={"in_backward": False})
-        notes.append("optim.in_backward is false: the proof compares gradients, which would be gone")
+        notes.append("optim.in_backward is set to false, because it frees the gradients that verify compares")
     if config.precision.compute not in ("auto", precision):
-        notes.append(f"precision.compute is {precision}, not {config.precision.compute}")
-    rounds = any(one.rounds_to_fp16(one.options_of(config.parallel)) for one in registered())
+        notes.append(f"precision.compute is set to {precision} instead of {config.precision.compute}")
+    rounds = any(strategy.rounds_to_fp16(strategy.options_of(config.parallel)) for strategy in registered())
     scaled = precision == "fp16" or (precision != "fp32" and rounds)
     if scaled and config.precision.loss_scale.initial > _LOSS_SCALE:
         scale = config.precision.loss_scale.model_copy(update={"initial": _LOSS_SCALE})
         changed["precision"] = changed["precision"].model_copy(update={"loss_scale": scale})
-        notes.append(
-            f"precision.loss_scale.initial is {_LOSS_SCALE:g}: where fp16 overflows depends on how a batch is cut"
-        )
+        initial = f"precision.loss_scale.initial is set to {_LOSS_SCALE:g}"
+        notes.append(f"{initial}, because the split of a batch decides where fp16 overflows")
     if precision == "fp32":
         changed["parallel"], rounding = _without_rounding(config.parallel)
-        notes += [f"{key} is left out: this proof is in fp32" for key in rounding]
+        notes += [f"{key} is ignored in fp32" for key in rounding]
     if getattr(config.data.train, "shift", 0):
-        changed["data"] = changed["data"].model_copy(
-            update={"train": config.data.train.model_copy(update={"shift": 0})}
-        )
-        notes.append("data.train.shift is 0: augmentation is drawn for each rank and micro-batch")
+        train = config.data.train.model_copy(update={"shift": 0})
+        changed["data"] = changed["data"].model_copy(update={"train": train})
+        notes.append("data.train.shift is set to 0, because augmentation is random per rank and micro-batch")
     return config.model_copy(update=changed), notes
 
 
 def _without_rounding(parallel: Parallel) -> tuple[Parallel, list[str]]:
-    """Return the section without the options that round, and the keys of those that were given."""
+    """Return the section without the options that round, and their keys."""
     keys = []
     for strategy in registered():
         for name in (name for name, _ in changed_options(parallel, strategy) if name in strategy.rounding):
@@ -247,21 +238,21 @@ def _without_rounding(parallel: Parallel) -> tuple[Parallel, list[str]]:
     return parallel, keys
 
 
-def _sgd(config: Config) -> Config:
-    """Return the config under SGD with momentum at a constant rate; clipping, decay and rules as they are."""
+def _with_sgd(config: Config) -> Config:
+    """Return the config with SGD with momentum at a constant rate; clipping, decay and rules stay."""
     if config.optim.name == "sgd":
         return config
     optim = config.optim.model_copy(update={"name": "sgd", "lr": _SGD_RATE, "momentum": 0.9, "nesterov": False})
     return config.model_copy(update={"optim": optim, "schedule": Schedule(kind="constant")})
 
 
-def _under(config: Config, layout: RunLayout, ranks: int) -> Config:
-    """Return the config under a layout on so many ranks, its degrees left to them."""
+def _with_layout(config: Config, layout: RunLayout, ranks: int) -> Config:
+    """Return the config under a layout on `ranks` ranks, which determine its degrees."""
     others = {*(config.parallel.model_extra or ())} - {layout.strategy.section}
-    asked = config.parallel.model_dump(exclude_unset=True, exclude=others)
+    kept = config.parallel.model_dump(exclude_unset=True, exclude=others)
     degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
     keys = {**layout.parallel, "strategy": written_name(layout.strategy)}
-    parallel = Parallel.model_validate(_merged({**asked, **degrees}, keys))
+    parallel = Parallel.model_validate(_merged({**kept, **degrees}, keys))
     if layout.variant.mesh == "hybrid":
         parallel = parallel.model_copy(update={"data": 2})
     launch = config.launch.model_copy(update={"ranks": ranks})
@@ -269,7 +260,7 @@ def _under(config: Config, layout: RunLayout, ranks: int) -> Config:
 
 
 def _merged(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return mappings merged key by key, everything else replaced."""
+    """Return mappings merged key by key; other values are replaced."""
     merged = dict(older)
     for name, value in newer.items():
         before = merged.get(name)

@@ -1,6 +1,6 @@
-"""Prints and writes the result of comparing every strategy with the single process.
+"""Print and write the result of comparing every strategy with the single process.
 
-Exit code 3: a run differs. Exit code 2: none could be compared.
+Exit code 3: a run deviates. Exit code 2: none could be compared.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 from lockstep.monitor.folder import write_atomically
-from lockstep.proof.api import prove
-from lockstep.proof.html import ProofPage, compose
-from lockstep.proof.rows import Row, head, line, story
+from lockstep.proof.api import compare_strategies
+from lockstep.proof.html import VerificationPage, compose
+from lockstep.proof.rows import HEAD, Row, cells, explanation, line
 from lockstep.proof.tolerances import TOLERANCES
 from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.proof.cases import Proof
+    from lockstep.proof.cases import VerificationPlan
     from lockstep.strategies.fsdp import Precise
 
 
@@ -37,43 +37,41 @@ def verify(
     as_json: bool,
     trust_remote_code: bool,
 ) -> int:
-    """Print a line for each run, the table and the verdict, and write the page; return the exit code.
+    """Print a line for each run, the explanations and the verdict, and write the page; return the exit code.
 
     Args:
-        recipe: What the config is called.
+        recipe: Name of the config.
         strategies: Names separated by commas, or `all`.
         ranks: Numbers of processes to run each strategy on.
         steps: Updates of each run.
         page: Where to write the page; None: runs/verify-RECIPE.html.
         as_json: Print the rows as a JSON list.
-        trust_remote_code: Let code that comes with a downloaded model run.
+        trust_remote_code: Run code that comes with a downloaded model.
     """
     refuse_given(loaded)
-    given = UserObjects(trust_remote_code=trust_remote_code)
+    objects = UserObjects(trust_remote_code=trust_remote_code)
 
-    def begin(proof: Proof) -> None:
-        missing = f"\nnote: {proof.missing}" if proof.missing else ""
-        echo(f"{recipe}: {introduction(proof, steps, precision)}{missing}\n\n{head()}", flush=True)
+    def introduce(plan: VerificationPlan) -> None:
+        runs = f"{len(plan.cases)} run{'s' * (len(plan.cases) != 1)} of {steps} update{'s' * (steps != 1)}"
+        note = f"\nnote: {plan.not_covered}" if plan.not_covered else ""
+        echo(f"{recipe}: comparing {runs} with a single process, in {precision}{note}\n\n{line(HEAD)}", flush=True)
 
     def show(row: Row) -> None:
-        echo(line(row), flush=True)
+        echo(line(cells(row)), flush=True)
 
-    outcome, proof = prove(
-        loaded.config,
-        given,
-        strategies,
-        ranks,
-        steps,
-        precision,
-        show=show,
-        begin=begin,
+    result = compare_strategies(
+        loaded.config, objects, strategies, ranks, steps, precision, show=show, introduce=introduce
     )
-    rows = outcome.rows
-    remarks = [*outcome.notes, *(f"not run: {reason}" for reason in proof.left_out)]
-    summary = verdict(rows, proof.missing)
-    echo(_end(rows, remarks, precision, summary))
-    told = ProofPage(recipe, rows, tuple(remarks), steps, precision)
-    echo(_write(told, summary, page or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
+    rows, tolerances, summary = result.rows, _tolerances(precision), _verdict(result.rows)
+    if result.not_covered:
+        summary = f"{summary}; but {result.not_covered}"
+    echo("")
+    for row in rows:
+        if not row.passed:
+            echo(f"{explanation(row)}\n")
+    echo("\n".join([tolerances, *(f"note: {note}" for note in result.notes), "", summary]))
+    content = compose(VerificationPage(recipe, result, steps, precision), summary, tolerances)
+    echo(_write(content, page or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
     if as_json:
         emit([row.as_json() for row in rows])
     if any(row.passed is False for row in rows):
@@ -81,52 +79,33 @@ def verify(
     return 0 if any(row.passed for row in rows) else ConfigError.exit_code
 
 
-def introduction(proof: Proof, steps: int, precision: str) -> str:
-    """Return what is going to be run, as a sentence."""
-    runs = len(proof.cases)
-    return (
-        f"{runs} run{'s' * (runs != 1)} of {steps} update{'s' * (steps != 1)} beside the single process, in {precision}"
-    )
-
-
-def verdict(rows: Sequence[Row], missing: str | None) -> str:
-    """Return the result in one sentence, with what the config asks for and no run had."""
-    return f"{_of_runs(rows)}; but {missing}" if missing else _of_runs(rows)
-
-
-def _of_runs(rows: Sequence[Row]) -> str:
-    ran = [row for row in rows if row.passed is not None]
-    failed = [row for row in ran if not row.passed]
-    refused = len(rows) - len(ran)
+def _verdict(rows: Sequence[Row]) -> str:
+    compared = [row for row in rows if row.passed is not None]
+    failed = [row for row in compared if not row.passed]
+    refused = len(rows) - len(compared)
     also = f"; {refused} refused" if refused else ""
     if failed:
-        return f"{len(failed)} of {len(ran)} runs are not the single process's{also}"
-    if not ran:
+        return f"{len(failed)} of {len(compared)} runs deviate from the single process{also}"
+    if not compared:
         return f"nothing was compared{also}"
-    every = f"all {len(ran)} runs are" if len(ran) > 1 else "the run is"
-    return f"{every} the single process's{also}"
+    matching = f"all {len(compared)} runs match" if len(compared) > 1 else "the run matches"
+    return f"{matching} the single process{also}"
 
 
-def _end(rows: Sequence[Row], remarks: Sequence[str], precision: str, summary: str) -> str:
-    parts = ["", *(f"{story(row)}\n" for row in rows if not row.passed)]
-    parts += [f"{tolerances_text(precision)}", *(f"note: {remark}" for remark in remarks), "", summary]
-    return "\n".join(parts)
-
-
-def tolerances_text(precision: str) -> str:
-    """Return the tolerances of a precision as a sentence."""
+def _tolerances(precision: str) -> str:
     limits = TOLERANCES[precision]
     return (
         f"tolerances of {precision}: loss {limits.loss:g} and norm {limits.norm:g}, relative; gradient "
-        f"{limits.gradient:g} of each parameter's norm;\nweights {limits.weights:g} under sgd and "
-        f"{limits.normalised:g} under rules that normalise, in summed learning rates (root mean square)"
+        f"{limits.gradient:g} of each parameter's norm;\nweights {limits.weights:g} under SGD and "
+        f"{limits.normalized_weights:g} under normalizing optimizers, relative to the summed learning rate (root mean "
+        "square)"
     )
 
 
-def _write(told: ProofPage, summary: str, path: Path) -> Path:
+def _write(page: str, path: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, compose(told, summary, tolerances_text(told.precision)))
+        write_atomically(path, page)
     except OSError as error:
         raise RunFailed(f"can't write {path}: {error.strerror or error}") from error
     return path

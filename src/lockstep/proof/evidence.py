@@ -1,21 +1,22 @@
-"""What was seen at each step of a run and of its reference: plain values, on the first rank."""
+"""Records of a run and of its comparison with the reference, update by update: plain values, on the first rank."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class UpdateRecord:
-    """One update of one run, the same on all ranks.
+    """One update of one run, equal on all ranks.
 
     Attributes:
-        count: valid targets.
-        samples: consumed so far.
-        digest: of which samples they were (`data.order`).
-        content: of the samples' targets and inputs, in whatever order.
-        counts: valid targets of each micro-batch, rank by rank.
-        reported: the update came to its end, and what follows is of its report.
+        count: Valid targets.
+        samples: Samples consumed so far.
+        digest: Digest of the samples' indices (`data.order`).
+        content: Digest and sum of the samples' targets and inputs, independent of their order.
+        counts: Valid targets of each micro-batch, rank by rank.
+        reported: Whether the update completed; the fields below are those of its report.
     """
 
     step: int
@@ -32,115 +33,135 @@ class UpdateRecord:
 
 
 @dataclass(slots=True)
-class Off:
-    """A parameter that is off.
+class ParameterDeviation:
+    """A parameter whose gradient or weights exceed the tolerance.
 
     Attributes:
-        difference: as the tolerance counts.
-        factor: by which the reference must be multiplied to come nearest.
-        rest: what is then left, in units of the reference's norm.
+        difference: In the unit of the tolerance.
+        factor: The multiple of the reference that is nearest to the run.
+        residual: What then remains, relative to the reference's norm.
     """
 
     name: str
     difference: float
     factor: float
-    rest: float
+    residual: float
 
 
 @dataclass(slots=True)
-class Compared:
-    """All parameters' gradients or weights of one step, against the reference's.
+class TensorComparison:
+    """Gradients or weights of all parameters at one step, compared with the reference's.
 
     Attributes:
-        worst: the largest difference.
-        largest: of weights, the largest of a single element.
-        first: parameter out of tolerance, in the model's order.
-        off: how many are out of tolerance; of `number`.
-        factor, rest: as of `Off`, of all together.
-        missing, extra: names that only the reference, or only the run, has.
+        worst: The largest difference of a parameter.
+        largest: The largest difference of a single element.
+        first: The first parameter out of tolerance, in the model's order.
+        deviating: Number of parameters out of tolerance, among `total`.
+        factor, residual: As in `ParameterDeviation`, for all parameters together.
+        missing, extra: Names that only the reference, or only the run, has.
     """
 
     worst: float = 0.0
     largest: float = 0.0
-    first: Off | None = None
-    off: int = 0
-    number: int = 0
+    first: ParameterDeviation | None = None
+    deviating: int = 0
+    total: int = 0
     factor: float = 1.0
-    rest: float = 0.0
+    residual: float = 0.0
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
 
     @property
     def agrees(self) -> bool:
-        return not (self.off or self.missing or self.extra)
+        return not (self.deviating or self.missing or self.extra)
 
     @property
-    def named(self) -> str | None:
-        """The first parameter that is wrong in any way."""
-        names = [*self.missing, *self.extra]
-        return self.first.name if self.first else (names[0] if names else None)
+    def first_name(self) -> str | None:
+        """The first parameter that deviates, is missing or is extra."""
+        return self.first.name if self.first else next(iter([*self.missing, *self.extra]), None)
 
 
 @dataclass(slots=True)
-class Step:
-    """An update of a run beside that of its reference.
+class StepComparison:
+    """An update of a run, compared with the same update of the reference.
 
     Attributes:
-        gradient: before clipping.
-        drift: how much its tolerance is wider, for weights that are off within theirs.
-        weights: after the update.
-        apart: the first parameter of which ranks that hold it whole hold different values.
+        gradient: Before clipping.
+        slack: Additional tolerance of the gradient, for weights that differ within their own.
+        weights: After the update.
+        unequal: The first parameter of which ranks that hold all of it hold different values.
     """
 
     run: UpdateRecord
     reference: UpdateRecord
-    gradient: Compared
-    drift: float = 0.0
-    weights: Compared | None = None
-    apart: str | None = None
+    gradient: TensorComparison
+    slack: float = 0.0
+    weights: TensorComparison | None = None
+    unequal: str | None = None
+
+    @property
+    def loss_difference(self) -> float:
+        return _relative(self.run.loss, self.reference.loss)
+
+    @property
+    def norm_difference(self) -> float:
+        return _relative(self.run.norm, self.reference.norm)
+
+    @property
+    def same_samples(self) -> bool:
+        return (self.run.samples, self.run.digest) == (self.reference.samples, self.reference.digest)
 
 
 @dataclass(slots=True)
-class Published:
-    """The weights that a run leaves, against those that the reference has left, file beside file.
+class PublishedComparison:
+    """The weight files that a run publishes, compared with the reference's.
 
     Attributes:
-        said: why there are none.
-        missing, extra, reshaped: names that the reference's file has and the run's hasn't, or the other way round, or
-            that have another shape.
-        off: names whose values are out of tolerance.
+        failure: Why the run could not publish any.
+        missing, extra: Names that only the reference, or only the run, has.
+        reshaped: Names whose shape differs.
+        deviating: Names whose values are out of tolerance.
     """
 
-    said: str | None = None
+    failure: str | None = None
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
-    off: list[str] = field(default_factory=list)
+    deviating: list[str] = field(default_factory=list)
 
     @property
     def agrees(self) -> bool:
-        return not (self.said or self.missing or self.extra or self.reshaped or self.off)
+        return not (self.failure or self.missing or self.extra or self.reshaped or self.deviating)
 
 
 @dataclass(slots=True)
 class Evidence:
-    """Attributes:
-    begins: the weights before the first update.
-    summed_rate: of the updates that were kept.
-    tied: names of one parameter, several in a row.
-    shift: by how many samples the run's are behind (or, negative, ahead), where that explains its digest.
-    said: why the run ended early, if it did.
-    notes: what of the model makes a run depend on ranks by design.
-    measured: why it does, as forwards of the reference have shown.
-    published: None: the run ended early, or this isn't the first rank.
+    """All that is known of a run and its reference.
+
+    Attributes:
+        initial: The weights before the first update.
+        summed_rate: Sum of the learning rates of the updates that were kept.
+        tied: Groups of names that share one parameter.
+        shift: How many samples the run is ahead of the reference (behind, if negative), where that explains its digest.
+        failure: Why the run ended early, if it did.
+        notes: What of the model makes a run depend on the number of ranks by design.
+        measured: The same as shown by forwards of the reference.
+        published: None: the run ended early, or this isn't the first rank.
     """
 
-    begins: Compared
-    steps: list[Step]
+    initial: TensorComparison
+    steps: list[StepComparison]
     summed_rate: float
     tied: list[list[str]]
     shift: int | None = None
-    said: str | None = None
+    failure: str | None = None
     notes: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
-    published: Published | None = None
+    published: PublishedComparison | None = None
+
+
+def _relative(value: float, expected: float) -> float:
+    """Return the relative difference; 0 for NaN beside NaN, and for infinity beside itself."""
+    if value == expected or (math.isnan(value) and math.isnan(expected)):
+        return 0.0
+    return abs(value - expected) / abs(expected) if expected else math.inf

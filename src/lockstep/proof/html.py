@@ -1,88 +1,87 @@
-"""A proof as one page to read, in the style of the training report: one file that needs nothing else.
+"""The result of a verification as one HTML file without external resources, in the style of the training report.
 
-header        what was proved, or wasn't
-differences   of each run that isn't the same: where, and the likely reason
+header        the verdict
+deviations    of each run that deviates: where, and the likely cause
 runs          the table
-tolerances, remarks
+tolerances, notes
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import __version__
-from lockstep.proof.rows import HEAD, Row, cells, story
-from lockstep.proof.tolerances import NORMALISING
+from lockstep.proof.rows import HEAD, cells, explanation, largest
+from lockstep.proof.tolerances import NORMALIZING_OPTIMIZERS
 from lockstep.report.facts import date
 from lockstep.report.html import render
 
+if TYPE_CHECKING:
+    from lockstep.proof.api import Result
+
 _LEGEND = (
-    "Losses and norms are compared at each update, relative to the single process's. Of each parameter, gradients are "
-    "compared in units of their norm, and weights after the last update in units of the summed learning rate. Shown is "
-    "the largest difference of all updates and parameters.",
-    "Adam and its like divide a gradient by its own size, so that rounding in a gradient near zero becomes a visible "
-    "step: that is why each strategy is run under SGD too, where weights differ by no more than gradients do.",
+    "Losses and norms are compared at each update, relative to the single process's. Gradients are compared parameter "
+    "by parameter, relative to their norm, and weights after the last update, relative to the summed learning rate. "
+    "Each figure is the largest difference of all updates and parameters.",
+    "Adam and other normalizing optimizers divide a gradient by its own size, so rounding in a gradient near zero "
+    "becomes a visible step. Each strategy therefore runs under SGD, too, where weights differ no more than gradients.",
 )
 
 
 @dataclass(frozen=True, slots=True)
-class ProofPage:
-    """What is shown."""
+class VerificationPage:
+    """Contents of the page."""
 
     recipe: str
-    rows: tuple[Row, ...]
-    remarks: tuple[str, ...]
+    result: Result
     steps: int
     precision: str
 
 
-def compose(told: ProofPage, verdict: str, tolerances: str) -> str:
-    """Return the page."""
-    failed = _failed(told)
-    ranks = ", ".join(str(number) for number in dict.fromkeys(row.ranks for row in told.rows))
+def compose(page: VerificationPage, verdict: str, tolerances: str) -> str:
+    """Return the page as HTML."""
+    rows = page.result.rows
+    failed = [row for row in rows if row.passed is False]
+    ranks = ", ".join(str(number) for number in dict.fromkeys(row.ranks for row in rows))
     now = date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     return render(
         "proof.html",
         Path(__file__).parent,
-        title=f"{told.recipe}: proof",
-        kicker="Strategies beside the single process",
-        heading=told.recipe,
+        title=f"{page.recipe}: verification",
+        kicker="Strategies compared with a single process",
+        heading=page.recipe,
         standfirst=verdict[:1].upper() + verdict[1:] + ".",
-        state="Not proved" if failed else "Proved",
-        byline=f" · {told.steps} updates · {told.precision} · on {ranks} ranks",
-        flaws=[story(row) for row in failed],
-        figures=_figures(told),
-        rows=[[*(word.capitalize() for word in HEAD[:-1]), ""], *(list(cells(row)) for row in told.rows)],
+        state="Not verified" if failed else "Verified",
+        byline=f" · {page.steps} updates · {page.precision} · on {ranks} ranks",
+        flaws=[explanation(row) for row in failed],
+        figures=_figures(page),
+        rows=[[*(word.capitalize() for word in HEAD[:-1]), ""], *(list(cells(row)) for row in rows)],
         tolerances=[tolerances[:1].upper() + tolerances[1:] + ".", *_LEGEND],
-        remarks=[*told.remarks, *(story(row) for row in told.rows if row.status == "refused")],
+        notes=[*page.result.notes, *(explanation(row) for row in rows if row.status == "refused")],
         footer=f"Made by Lockstep {__version__} on {now}.",
     )
 
 
-def _figures(told: ProofPage) -> list[tuple[str, str, str]]:
-    """What differs most."""
-    ran = [row for row in told.rows if row.passed is not None]
-    normalised = [row.max_weight_difference for row in ran if row.optimizer in NORMALISING]
-    linear = [row.max_weight_difference for row in ran if row.optimizer not in NORMALISING]
+def _figures(page: VerificationPage) -> list[tuple[str, str, str]]:
+    """Return the largest differences, each as (name, value, unit)."""
+    compared = [row for row in page.result.rows if row.passed is not None]
+    normalizing = [row.max_weight_difference for row in compared if row.optimizer in NORMALIZING_OPTIMIZERS]
+    linear = [row.max_weight_difference for row in compared if row.optimizer not in NORMALIZING_OPTIMIZERS]
     figures = [
-        ("Runs", f"{sum(row.passed is True for row in ran)} of {len(ran)}", "are the single process's"),
-        ("Loss", _most(row.max_loss_difference for row in ran), "largest relative difference"),
-        ("Gradient norm", _most(row.max_norm_difference for row in ran), "before clipping"),
-        ("Gradient", _most(row.max_gradient_difference for row in ran), "of a parameter, of its norm"),
-        ("Weights, SGD", _most(linear), "in summed learning rates"),
-        ("Weights, else", _most(normalised), "under rules that normalise"),
+        ("Runs", f"{sum(row.passed is True for row in compared)} of {len(compared)}", "match the single process"),
+        ("Loss", _largest(row.max_loss_difference for row in compared), "largest relative difference"),
+        ("Gradient norm", _largest(row.max_norm_difference for row in compared), "before clipping, relative"),
+        ("Gradient", _largest(row.max_gradient_difference for row in compared), "relative to a parameter's norm"),
+        ("Weights, SGD", _largest(linear), "relative to the summed learning rate"),
+        ("Weights, other", _largest(normalizing), "under normalizing optimizers"),
     ]
     return [figure for figure in figures if figure[1]]
 
 
-def _most(values: Iterable[float | None]) -> str:
-    found = [value for value in values if value is not None]
-    return f"{max(found, key=lambda value: (math.isnan(value), value)):.1e}" if found else ""
-
-
-def _failed(told: ProofPage) -> list[Row]:
-    return [row for row in told.rows if row.passed is False]
+def _largest(values: Iterable[float | None]) -> str:
+    value = largest(values)
+    return "" if value is None else f"{value:.1e}"
