@@ -14,7 +14,7 @@ from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed.process_group import joined
 from lockstep.proof.cases import plan_verification
 from lockstep.proof.rows import Row
-from lockstep.proof.runner import Job, record_references, run_case
+from lockstep.proof.runner import VerificationJob, record_references, run_case
 from lockstep.training.user_objects import UserObjects
 
 _NOTHING = UserObjects()
@@ -67,6 +67,6 @@ def _with_faults(cases: Any, folder: Path, faults: list[Any], steps: int, given:
     with joined(cases[0].config.launch, grouped=True) as world:
         for number, fault in enumerate(faults):
             numbered = [replace(case, number=100 * number + case.number) for case in cases]
-            job = Job(folder, tuple(numbered), given, steps, "fp32", fault, None)
+            job = VerificationJob(folder, tuple(numbered), given, steps, "fp32", fault, None)
             found.append([run_case(job, case, world) for case in numbered])
     return found

@@ -43,7 +43,7 @@ _FAILED, _NOTES, _CRASHED, _LOGS, _REASON = "failed", "notes.json", "crashed", "
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class VerificationJob:
     """Everything a launch needs; pickled where ranks can't be forked.
 
     Attributes:
@@ -99,7 +99,7 @@ def run_plan(
                 raise ConfigError(f"the single-process reference can't be run: {text}")
             raise RunFailed(f"the single-process reference failed: {text or f'exit code {code}'}")
         notes = json.loads((folder / _NOTES).read_text())
-        job = Job(folder, (), objects, steps, precision, tamper, show)
+        job = VerificationJob(folder, (), objects, steps, precision, tamper, show)
         rows: dict[int, Row] = {}
         for refused in plan.refused:
             rows[refused.case.number] = job.report(not_run(refused.case, "refused", refused.reason))
@@ -126,7 +126,7 @@ def _temporary_folder() -> Iterator[Path]:
             path.rmdir()
 
 
-def _run_cases(job: Job) -> dict[int, Row]:
+def _run_cases(job: VerificationJob) -> dict[int, Row]:
     """Run all cases of one number of ranks, in as many launches as crashes require."""
     rows: dict[int, Row] = {}
     remaining = list(job.cases)
@@ -146,7 +146,7 @@ def _run_cases(job: Job) -> dict[int, Row]:
     return rows
 
 
-def _launch_ranks(job: Job) -> int:
+def _launch_ranks(job: VerificationJob) -> int:
     first = job.cases[0]
     logs = job.folder / f"{_LOGS}{first.number}"
     try:
@@ -158,7 +158,7 @@ def _launch_ranks(job: Job) -> int:
         return 0
 
 
-def _crashed(job: Job, case: Case, code: int) -> Row:
+def _crashed(job: VerificationJob, case: Case, code: int) -> Row:
     (job.folder / _CRASHED).touch()
     messages = sorted(job.folder.glob(f"{case.number}.{_FAILED}-*"), key=lambda path: path.stat().st_mtime)
     reason = messages[0].read_text() if messages else f"a rank ended with exit code {code} and without a message"
@@ -192,7 +192,7 @@ def record_references(references: Mapping[str, Config], objects: UserObjects, fo
     return 0
 
 
-def _run_on_rank(job: Job) -> int:
+def _run_on_rank(job: VerificationJob) -> int:
     from lockstep.distributed.process_group import joined
 
     with joined(job.cases[0].config.launch, grouped=True) as world:
@@ -203,7 +203,7 @@ def _run_on_rank(job: Job) -> int:
     return 0
 
 
-def run_case(job: Job, case: Case, world: World) -> Row:
+def run_case(job: VerificationJob, case: Case, world: World) -> Row:
     """Run a case on this rank. After a failure that all ranks share they can run the next; any other is raised."""
     from lockstep.proof.comparison import RunComparison
     from lockstep.training.job import opened
