@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class VerificationResult:
+class ComparedRuns:
     """Rows of all runs, with what to know about them.
 
     Attributes:
@@ -93,7 +93,7 @@ def compare_strategies(
     tamper: Tamper | None = None,
     show: Callable[[Row], None] | None = None,
     introduce: Callable[[VerificationPlan], None] = lambda plan: None,
-) -> VerificationResult:
+) -> ComparedRuns:
     """Run what `verify` and the command share.
 
     Args:
@@ -114,6 +114,6 @@ def compare_strategies(
         raise ConfigError("there is nothing to run: " + "; ".join(plan.left_out))
     introduce(plan)
     rows, notes = run_plan(plan, objects, steps, precision, tamper=tamper, show=show)
-    return VerificationResult(
+    return ComparedRuns(
         rows, [*plan.notes, *notes, *(f"not run: {reason}" for reason in plan.left_out)], plan.not_covered
     )

@@ -21,7 +21,7 @@ from lockstep.report.facts import date
 from lockstep.report.html import render
 
 if TYPE_CHECKING:
-    from lockstep.proof.api import VerificationResult
+    from lockstep.proof.api import ComparedRuns
 
 _LEGEND = (
     "Losses and norms are compared at each update, relative to the single process's. Gradients are compared parameter "
@@ -37,7 +37,7 @@ class VerificationPage:
     """Contents of the page."""
 
     recipe: str
-    result: VerificationResult
+    result: ComparedRuns
     steps: int
     precision: str
 
