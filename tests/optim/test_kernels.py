@@ -1,4 +1,4 @@
-"""torch's private kernels still do what the public API does. When one of these fails, kernels.py is what to change."""
+"""torch's private kernels do what its public API does. If a test fails, change kernels.py."""
 
 import pytest
 import torch
@@ -12,27 +12,27 @@ def lists(seed=0):
     return parameters, [torch.randn_like(tensor) for tensor in parameters]
 
 
-def adam_arguments(kernel, grad_scale=None, found_inf=None):
+def run_adam(kernel, grad_scale=None, found_inf=None):
     parameters, grads = lists()
     first, second = [[torch.rand_like(tensor) for tensor in parameters] for _ in range(2)]
     steps = [torch.tensor(3.0) for _ in parameters]
-    everything = [*parameters, *first, *second, *steps]
-    before = [tensor.clone() for tensor in everything]
+    tensors = [*parameters, *first, *second, *steps]
+    before = [tensor.clone() for tensor in tensors]
     kernel(
         parameters, grads, first, second, [], steps, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8,
         amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
     )  # fmt: skip
-    return before, everything
+    return before, tensors
 
 
 @pytest.mark.parametrize("kernel", [kernels.fused_adamw, kernels.fused_adam])
 def test_adam_divides_by_grad_scale_and_stops_at_found_inf(kernel):
-    _, plain = adam_arguments(kernel)
-    before, scaled = adam_arguments(kernel, torch.tensor(2.0))
+    _, plain = run_adam(kernel)
+    _, scaled = run_adam(kernel, torch.tensor(2.0))
     assert not torch.equal(plain[0], scaled[0])
-    _, one = adam_arguments(kernel, torch.tensor(1.0), torch.tensor(0.0))
-    assert all(torch.equal(left, right) for left, right in zip(plain, one, strict=True))
-    before, after = adam_arguments(kernel, torch.tensor(2.0), torch.tensor(1.0))
+    _, scaled_by_one = run_adam(kernel, torch.tensor(1.0), torch.tensor(0.0))
+    assert all(torch.equal(left, right) for left, right in zip(plain, scaled_by_one, strict=True))
+    before, after = run_adam(kernel, torch.tensor(2.0), torch.tensor(1.0))
     assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
 
 
@@ -55,8 +55,8 @@ def test_sgd_divides_by_grad_scale_and_stops_at_found_inf():
     torch.testing.assert_close(moments, [torch.ones_like(tensor) for tensor in start], rtol=0, atol=0)
 
 
-def test_torchs_fused_sgd_still_needs_moments_from_the_start():
-    """Why FusedSGD makes them: if this fails, torch has mended what a discarded first update leaves behind."""
+def test_torchs_fused_sgd_needs_moments_before_a_discarded_first_update():
+    """Show why `fused_sgd` makes them. If this fails, torch has fixed the state after a discarded first update."""
     parameter = torch.nn.Parameter(torch.zeros(4096))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, fused=True)
     parameter.grad = torch.ones(4096)
@@ -64,7 +64,7 @@ def test_torchs_fused_sgd_still_needs_moments_from_the_start():
     optimizer.step()
     assert optimizer.state[parameter]["momentum_buffer"] is not None
     optimizer.found_inf = torch.tensor(0.0)
-    optimizer.state[parameter]["momentum_buffer"].fill_(7.0)  # what uninitialised memory may hold
+    optimizer.state[parameter]["momentum_buffer"].fill_(7.0)  # stands for uninitialized memory
     optimizer.step()
     assert not torch.allclose(optimizer.state[parameter]["momentum_buffer"], torch.ones(4096))
 

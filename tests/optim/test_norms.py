@@ -1,4 +1,4 @@
-"""Norms as exact as clipping needs them, and clipping as torch does it."""
+"""Gradient norms are exact enough for clipping, and clipping is the same as torch's."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.config.schema import Optim
 from lockstep.optim.groups import parameter_groups
-from lockstep.optim.norms import clip_divisor, parameter_norms, squared_norm
+from lockstep.optim.norms import clip_divisor, squared_norm
 from lockstep.optim.optimizers import build_optimizer
 
 
@@ -22,17 +22,17 @@ def exact(grads):
     "shapes",
     [
         [(64, 64), (64,), (3, 64), (3,)],  # few and small
-        [(300, 200), (4096,), (8192,), (4097,), (5,), ()],  # rows, rests, scalars
+        [(300, 200), (4096,), (8192,), (4097,), (5,), ()],  # rows, remainders, scalars
         [(1000, 4000)],
     ],
 )
 def test_squared_norm_is_exact_to_single_precision(shapes):
     torch.manual_seed(0)
     grads = [torch.randn(shape) for shape in shapes]
-    found = squared_norm(grads)
-    assert found.shape == ()
-    assert found.dtype is torch.float32
-    assert float(found) == pytest.approx(exact(grads), rel=5e-7)
+    squared = squared_norm(grads)
+    assert squared.shape == ()
+    assert squared.dtype is torch.float32
+    assert float(squared) == pytest.approx(exact(grads), rel=5e-7)
 
 
 def test_many_equal_elements_do_not_drift():
@@ -50,7 +50,7 @@ def test_many_elements_do_not_get_lost():
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=6), st.integers(1, 8))
-def test_shards_sum_to_the_whole(sizes, ranks):
+def test_squared_norms_of_shards_sum_to_that_of_the_whole(sizes, ranks):
     grads = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
     shards = [[part for grad in grads if (part := grad.tensor_split(ranks)[rank]).numel()] for rank in range(ranks)]
     summed = sum(float(squared_norm(shard)) for shard in shards)
@@ -59,15 +59,15 @@ def test_shards_sum_to_the_whole(sizes, ranks):
 
 @pytest.mark.parametrize("size", [4, 100_000])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_shows(size, bad):
+def test_a_nonfinite_element_makes_the_norm_nonfinite(size, bad):
     grads = [torch.ones(size), torch.ones(3)]
-    for place in range(2):
-        spoiled = [grad.clone() for grad in grads]
-        spoiled[place][-1] = bad
-        assert not math.isfinite(squared_norm(spoiled))
+    for index in range(2):
+        nonfinite = [grad.clone() for grad in grads]
+        nonfinite[index][-1] = bad
+        assert not math.isfinite(squared_norm(nonfinite))
 
 
-def test_precisions_layouts_and_nothing():
+def test_other_precisions_layouts_and_an_empty_list():
     low = [torch.full((300, 300), 0.1, dtype=torch.bfloat16), torch.ones(7)]
     assert squared_norm(low).dtype is torch.float32
     assert float(squared_norm(low)) == pytest.approx(exact(low), rel=1e-6)
@@ -77,34 +77,35 @@ def test_precisions_layouts_and_nothing():
     assert float(squared_norm([])) == 0
 
 
-def test_parameter_norms():
-    assert parameter_norms([torch.tensor([3.0, 4.0]), torch.ones(10_000)]) == pytest.approx([5.0, 100.0])
+def test_the_norm_of_a_single_tensor():
+    norms = [float(squared_norm([grad]).double().sqrt()) for grad in (torch.tensor([3.0, 4.0]), torch.ones(10_000))]
+    assert norms == pytest.approx([5.0, 100.0])
 
 
 @pytest.mark.parametrize("clip", [0.5, 100.0])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_clipping_is_torchs(clip, as_tensor):
-    """A loss scale and clipping in one divisor, against unscaling, then clip_grad_norm_, then a plain step."""
+def test_clipping_is_the_same_as_torchs(clip, as_tensor):
+    """Compare one divisor for loss scale and clipping with unscaling, clip_grad_norm_ and a plain step."""
     torch.manual_seed(0)
-    ours = nn.Linear(20, 30)
-    theirs = nn.Linear(20, 30)
-    theirs.load_state_dict(ours.state_dict())
+    model = nn.Linear(20, 30)
+    reference = nn.Linear(20, 30)
+    reference.load_state_dict(model.state_dict())
     optim = Optim(name="sgd", momentum=0.0, weight_decay=0.0)
-    optimizer = build_optimizer(optim, parameter_groups(ours.named_parameters(), optim))
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        other.grad = torch.randn_like(other)
-        mine.grad = other.grad * 1024.0
-    norm = squared_norm([parameter.grad for parameter in ours.parameters()]).double().sqrt() / 1024.0
-    total = nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+    optimizer = build_optimizer(optim, parameter_groups(model.named_parameters(), optim))
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        expected.grad = torch.randn_like(expected)
+        parameter.grad = expected.grad * 1024.0
+    norm = squared_norm([parameter.grad for parameter in model.parameters()]).double().sqrt() / 1024.0
+    total = nn.utils.clip_grad_norm_(reference.parameters(), clip)
     assert float(norm) == pytest.approx(float(total), rel=1e-6)
     scale = torch.tensor(1024.0) if as_tensor else 1024.0
     optimizer.update(1.0, clip_divisor(norm if as_tensor else float(norm), clip, scale), True)
-    torch.optim.SGD(theirs.parameters(), lr=1.0).step()
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+    torch.optim.SGD(reference.parameters(), lr=1.0).step()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_nothing_is_clipped_without_a_clip_norm_or_below_it():
+def test_gradients_below_the_clip_norm_are_not_clipped():
     assert clip_divisor(10.0, None, 4.0) == 4.0
     assert clip_divisor(0.5, 1.0, 4.0) == 4.0
     assert clip_divisor(2.0, 1.0, 4.0) == pytest.approx(8.0)

@@ -1,4 +1,4 @@
-"""Every optimizer against torch's own (or its paper), and every discarded update against nothing at all."""
+"""Each optimizer updates as torch's (or its paper's) does, and a discarded update changes nothing."""
 
 import copy
 import subprocess
@@ -27,7 +27,7 @@ OPTIMS = {
 NAMES = list(OPTIMS)
 
 
-def test_making_one_leaves_the_compiler_alone():
+def test_building_an_optimizer_does_not_import_torchs_compiler():
     """Importing it takes longer than importing torch."""
     code = (
         "import sys; import torch; from lockstep.config.schema import Optim; "
@@ -37,8 +37,8 @@ def test_making_one_leaves_the_compiler_alone():
         "plain = torch.optim.Optimizer.add_param_group.__wrapped__; "
         "print('torch._dynamo' in sys.modules, '__dynamo_disable' in vars(plain))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False False\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "False False\n"
 
 
 def make_model():
@@ -61,20 +61,16 @@ def weights(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def frozen_copy(state):
-    return copy.deepcopy(state)
-
-
 def assert_same(left, right):
-    """To the bit, NaN included."""
+    """Check that the tensors are bitwise identical, NaN included."""
     torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
 
 
-# --- the same update as torch's -----------------------------------------------------------------------------------
+# --- compared with torch ------------------------------------------------------------------------------------------
 
 
 def reference(name, model):
-    """What torch does, with the same groups: matrices decay, the rest doesn't."""
+    """Return torch's optimizer with the same groups: only matrices have weight decay."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": OPTIMS[name].weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -91,37 +87,37 @@ def reference(name, model):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "sgd without momentum", "sgd with nesterov", "adafactor"])
-def test_updates_are_those_of_torch(name):
-    ours, theirs = make_model(), make_model()
-    optimizer, oracle = build(ours, OPTIMS[name]), reference(name, theirs)
+def test_updates_are_the_same_as_torchs(name):
+    model, reference_model = make_model(), make_model()
+    optimizer, oracle = build(model, OPTIMS[name]), reference(name, reference_model)
     for step in range(20):
         rate = 0.01 * (step + 1)
-        set_gradients(ours, step, scale=3.0)
-        set_gradients(theirs, step, scale=3.0 / 8.0)
+        set_gradients(model, step, scale=3.0)
+        set_gradients(reference_model, step, scale=3.0 / 8.0)
         optimizer.update(rate, 8.0, True)
         for group in oracle.param_groups:
             group["lr"] = rate
         oracle.step()
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(model), weights(reference_model), rtol=1e-5, atol=1e-6)
 
 
 def test_muon_updates_hidden_matrices_as_torch_does_and_the_rest_by_adamw():
-    ours, theirs = make_model(), make_model()
+    model, reference_model = make_model(), make_model()
     optim = OPTIMS["muon"]
-    optimizer = build(ours, optim)
-    matrices = [p for p in theirs.parameters() if p.dim() == 2]
+    optimizer = build(model, optim)
+    matrices = [p for p in reference_model.parameters() if p.dim() == 2]
     muon = torch.optim.Muon(matrices, 0.01, optim.weight_decay, optim.momentum, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW([p for p in theirs.parameters() if p.dim() != 2], 0.01, weight_decay=0.0)
+    adamw = torch.optim.AdamW([p for p in reference_model.parameters() if p.dim() != 2], 0.01, weight_decay=0.0)
     for step in range(5):
-        set_gradients(ours, step, scale=4.0)
-        set_gradients(theirs, step)
+        set_gradients(model, step, scale=4.0)
+        set_gradients(reference_model, step)
         optimizer.update(0.01, torch.tensor(4.0, dtype=torch.float64), torch.tensor(True))
         muon.step()
         adamw.step()
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights(model), weights(reference_model), rtol=1e-5, atol=1e-6)
 
 
-def test_lion_is_its_papers_algorithm():
+def test_lion_follows_its_paper():
     parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, -4.0]]))
     optim = OPTIMS["lion"]
     optimizer = build_optimizer(optim, parameter_groups([("w", parameter)], optim))
@@ -138,7 +134,7 @@ def test_lion_is_its_papers_algorithm():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rules_lr_scale_scales_the_rate(name):
+def test_the_lr_scale_of_a_rule_scales_the_learning_rate(name):
     optim = OPTIMS[name].model_copy(update={"rules": (ParameterRule(match=("0.*",), lr_scale=0.0),)})
     model = make_model()
     optimizer, before = build(model, optim), weights(model)
@@ -150,7 +146,7 @@ def test_a_rules_lr_scale_scales_the_rate(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_gone_after_an_update(name):
+def test_gradients_are_cleared_by_an_update(name):
     model = make_model()
     optimizer = build(model, OPTIMS[name])
     for keep in (True, False, torch.tensor(True), torch.tensor(False)):
@@ -162,23 +158,23 @@ def test_gradients_are_gone_after_an_update(name):
 # --- discarded updates --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["the host decides", "the device decides"])
-def who_decides(request, monkeypatch):
-    """As on a GPU, where `keep` is a tensor that the host doesn't read."""
-    if request.param == "the device decides":
-        for room in (fused, stepping):
-            monkeypatch.setattr(room, "decided", lambda keep: keep)
+@pytest.fixture(params=["host-gated", "device-gated"])
+def gating(request, monkeypatch):
+    """Run a test also as on a GPU, where the host doesn't read the tensor `keep`."""
+    if request.param == "device-gated":
+        for module in (fused, stepping):
+            monkeypatch.setattr(module, "decided", lambda keep: keep)
     return request.param
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_discarded_update_leaves_everything_as_it_was(name, bad, who_decides):
-    """Parameters, moments and step counts, at the first update and later."""
+def test_a_discarded_update_changes_nothing(name, bad, gating):
+    """Compare parameters, moments and step counts, at the first update and later."""
     model = make_model()
     optimizer = build(model, OPTIMS[name])
     for step in range(3):
-        before, state = weights(model), frozen_copy(optimizer.state_dict())
+        before, state = weights(model), copy.deepcopy(optimizer.state_dict())
         set_gradients(model, step, scale=bad)
         optimizer.update(0.1, torch.tensor(0.5), torch.tensor(False))
         assert_same(weights(model), before)
@@ -189,22 +185,22 @@ def test_a_discarded_update_leaves_everything_as_it_was(name, bad, who_decides):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_with_discarded_updates_is_the_run_without_them(name, who_decides):
-    clean, disturbed = make_model(), make_model()
-    first, second = build(clean, OPTIMS[name]), build(disturbed, OPTIMS[name])
+def test_discarded_updates_do_not_change_later_ones(name, gating):
+    undisturbed, disturbed = make_model(), make_model()
+    first, second = build(undisturbed, OPTIMS[name]), build(disturbed, OPTIMS[name])
     for step in range(6):
-        set_gradients(clean, step)
+        set_gradients(undisturbed, step)
         first.update(0.1, torch.tensor(2.0), torch.tensor(True))
         for scale in (float("nan"), 1e30):
             set_gradients(disturbed, 100 + step, scale)
             second.update(0.1, torch.tensor(2.0), torch.tensor(False))
         set_gradients(disturbed, step)
         second.update(0.1, torch.tensor(2.0), torch.tensor(True))
-    assert_same(weights(disturbed), weights(clean))
+    assert_same(weights(disturbed), weights(undisturbed))
     assert_same(second.state_dict(), first.state_dict())
 
 
-def test_a_step_is_undone_on_the_device():
+def test_the_device_undoes_a_discarded_step():
     tensors = [torch.ones(3), torch.zeros(())]
 
     def step():
@@ -221,7 +217,7 @@ def test_a_step_is_undone_on_the_device():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_parameter_without_a_gradient_stays_and_does_not_count(name, who_decides):
+def test_a_parameter_without_a_gradient_is_not_updated_and_not_counted(name, gating):
     model = make_model()
     optimizer = build(model, OPTIMS[name])
     before = weights(model)
@@ -235,7 +231,7 @@ def test_a_parameter_without_a_gradient_stays_and_does_not_count(name, who_decid
         assert float(state["0.weight"].get("step", 0)) == 0
 
 
-def test_no_gradient_at_all_changes_nothing():
+def test_an_update_without_gradients_changes_nothing():
     model = make_model()
     optimizer, before = build(model, OPTIMS["adamw"]), weights(model)
     optimizer.update(0.1, 2.0, True)
@@ -256,33 +252,33 @@ def test_parameters_of_several_precisions_are_updated():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_goes_on_by_name_in_other_groups(name):
-    """Half the updates, then the rest in a new optimizer whose groups are cut differently."""
-    whole, halves = make_model(), make_model()
-    first, second = build(whole, OPTIMS[name]), build(halves, OPTIMS[name])
+def test_state_is_resumed_by_name_in_other_groups(name):
+    """Make half of the updates, then the rest in a new optimizer with other groups."""
+    uninterrupted, resumed = make_model(), make_model()
+    first, second = build(uninterrupted, OPTIMS[name]), build(resumed, OPTIMS[name])
     for step in range(6):
         if step == 3:
-            saved = frozen_copy(second.state_dict())
+            saved = copy.deepcopy(second.state_dict())
             regrouped = (ParameterRule(match=("2.*",), weight_decay=0.0), ParameterRule(match=("0.*",), lr_scale=1.0))
             keep_decay = tuple(rule.model_copy(update={"weight_decay": None}) for rule in regrouped)
-            second = build(halves, OPTIMS[name].model_copy(update={"rules": keep_decay[::-1]}))
+            second = build(resumed, OPTIMS[name].model_copy(update={"rules": keep_decay[::-1]}))
             second.load_state_dict(saved)
             saved["parameters"]["0.weight"].clear()
-        for model, optimizer in ((whole, first), (halves, second)):
+        for model, optimizer in ((uninterrupted, first), (resumed, second)):
             set_gradients(model, step)
             optimizer.update(0.1, 1.0, True)
-    assert_same(weights(halves), weights(whole))
+    assert_same(weights(resumed), weights(uninterrupted))
     assert_same(second.state_dict(), first.state_dict())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_loading_copies(name):
+def test_loading_copies_the_saved_tensors(name):
     model = make_model()
     optimizer = build(model, OPTIMS[name])
     set_gradients(model, 0)
     optimizer.update(0.1, 1.0, True)
-    saved = frozen_copy(optimizer.state_dict())
-    kept = frozen_copy(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(saved)
     optimizer = build(model, OPTIMS[name])
     optimizer.load_state_dict(saved)
     set_gradients(model, 1)
@@ -290,7 +286,7 @@ def test_loading_copies(name):
     assert_same(saved, kept)
 
 
-def test_state_has_torchs_names():
+def test_state_has_the_names_of_torchs_entries():
     model = make_model()
     state = build(model, OPTIMS["adamw"]).state_dict()["parameters"]
     assert list(state) == ["0.weight", "2.weight", "0.bias", "2.bias", "3.weight", "3.bias"]
@@ -298,16 +294,16 @@ def test_state_has_torchs_names():
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_torchs_own_loading_is_noticed(name):
-    """torch replaces the state's tensors; an update on the old ones would be lost."""
+def test_an_update_after_torchs_load_state_dict_uses_the_new_tensors(name):
+    """torch replaces the tensors of the state; an update of the old ones would be lost."""
     model, twin = make_model(), make_model()
     optimizer, other = build(model, OPTIMS[name]), build(twin, OPTIMS[name])
     for step in range(4):
         if step == 2:
             other._torch.load_state_dict(copy.deepcopy(other._torch.state_dict()))
-        for each, rule in ((model, optimizer), (twin, other)):
-            set_gradients(each, step)
-            rule.update(0.1, 1.0, True)
+        for module, updated in ((model, optimizer), (twin, other)):
+            set_gradients(module, step)
+            updated.update(0.1, 1.0, True)
     assert_same(weights(twin), weights(model))
     assert_same(other.state_dict(), optimizer.state_dict())
 
@@ -315,26 +311,26 @@ def test_torchs_own_loading_is_noticed(name):
 def test_state_of_another_model_is_refused_and_nothing_is_loaded():
     model = make_model()
     optimizer = build(model, OPTIMS["adamw"])
-    before = frozen_copy(optimizer.state_dict())
-    stranger = frozen_copy(before)
-    stranger["parameters"]["head.weight"] = stranger["parameters"].pop("3.bias")
+    before = copy.deepcopy(optimizer.state_dict())
+    other_model = copy.deepcopy(before)
+    other_model["parameters"]["head.weight"] = other_model["parameters"].pop("3.bias")
     with pytest.raises(RunFailed, match=r"of another model: it lacks 3\.bias and also has head\.weight"):
-        optimizer.load_state_dict(stranger)
-    misshapen = frozen_copy(before)
-    misshapen["parameters"]["0.weight"]["exp_avg"].fill_(5.0)
-    misshapen["parameters"]["3.bias"]["exp_avg"] = torch.ones(4)
+        optimizer.load_state_dict(other_model)
+    reshaped = copy.deepcopy(before)
+    reshaped["parameters"]["0.weight"]["exp_avg"].fill_(5.0)
+    reshaped["parameters"]["3.bias"]["exp_avg"] = torch.ones(4)
     with pytest.raises(RunFailed, match=r"3\.bias: exp_avg is \[3\] here, but \[4\] in the saved state"):
-        optimizer.load_state_dict(misshapen)
+        optimizer.load_state_dict(reshaped)
     with pytest.raises(RunFailed, match=r"has no (step|exp_avg): it is another optimizer's"):
         optimizer.load_state_dict(build(make_model(), OPTIMS["sgd"]).state_dict())
     assert_same(optimizer.state_dict(), before)
 
 
-# --- a user's -----------------------------------------------------------------------------------------------------
+# --- a user's optimizer -------------------------------------------------------------------------------------------
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number in its groups, as schedule-free optimizers do."""
+    """An optimizer that keeps a number in its groups, as schedule-free optimizers do."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -342,30 +338,30 @@ class Counting(torch.optim.SGD):
             group["k"] = group.get("k", 0) + 1
 
 
-def test_a_users_optimizer_updates_and_discards():
-    ours, theirs = make_model(), make_model()
-    groups = parameter_groups(ours.named_parameters(), Optim(weight_decay=0.0))
+def test_updates_of_a_users_optimizer_can_be_discarded():
+    model, reference_model = make_model(), make_model()
+    groups = parameter_groups(model.named_parameters(), Optim(weight_decay=0.0))
     optimizer, _ = adapt_optimizer(Counting(groups, momentum=0.5), Optim())
-    oracle = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.5)
+    oracle = torch.optim.SGD(reference_model.parameters(), lr=0.1, momentum=0.5)
     for step in range(4):
-        before, state = weights(ours), frozen_copy(optimizer.state_dict())
-        set_gradients(ours, step, scale=float("nan"))
+        before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+        set_gradients(model, step, scale=float("nan"))
         optimizer.update(0.1, 1.0, torch.tensor(False))
-        assert_same(weights(ours), before)
+        assert_same(weights(model), before)
         assert_same(optimizer.state_dict(), state)
-        set_gradients(ours, step, scale=2.0)
-        set_gradients(theirs, step)
+        set_gradients(model, step, scale=2.0)
+        set_gradients(reference_model, step)
         optimizer.update(0.1, torch.tensor(2.0, dtype=torch.float64), True)
         oracle.step()
-    torch.testing.assert_close(weights(ours), weights(theirs))
+    torch.testing.assert_close(weights(model), weights(reference_model))
     assert optimizer.state_dict()["groups"][0]["k"] == 4
-    remade = Counting(parameter_groups(ours.named_parameters(), Optim(weight_decay=0.0)), momentum=0.5)
-    again, _ = adapt_optimizer(remade, Optim())
-    again.load_state_dict(frozen_copy(optimizer.state_dict()))
-    assert_same(again.state_dict(), optimizer.state_dict())
+    new = Counting(parameter_groups(model.named_parameters(), Optim(weight_decay=0.0)), momentum=0.5)
+    resumed, _ = adapt_optimizer(new, Optim())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same(resumed.state_dict(), optimizer.state_dict())
 
 
-def test_a_users_optimizer_without_names_is_kept_by_places():
+def test_state_of_a_users_optimizer_without_names_is_keyed_by_indices():
     model = make_model()
     optimizer, _ = adapt_optimizer(torch.optim.Adagrad(model.parameters()), Optim())
     assert list(optimizer.state_dict()["parameters"])[:2] == ["0.0", "0.1"]
@@ -374,7 +370,7 @@ def test_a_users_optimizer_without_names_is_kept_by_places():
     assert [group["lr"] for group in optimizer.groups] == [0.25]
 
 
-def test_what_can_not_be_adapted_is_refused():
+def test_optimizers_that_need_a_closure_and_other_objects_are_refused():
     with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times in a step"):
         adapt_optimizer(torch.optim.LBFGS(make_model().parameters()), Optim())
     with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, not a Linear"):
@@ -386,7 +382,7 @@ def test_muon_without_a_matrix_is_refused():
         build(nn.LayerNorm(4), OPTIMS["muon"])
 
 
-def test_a_model_over_two_devices_is_refused():
+def test_a_model_on_two_devices_is_refused():
     model = make_model()
     model[2].to("meta")
     with pytest.raises(ConfigError, match="are on cpu and meta; a rank trains on one device"):

@@ -1,3 +1,5 @@
+"""Parameter groups follow the rules of the config."""
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.optim.groups import parameter_groups
 
 
-def test_groups_are_torchs_and_carry_names():
+def test_groups_have_torchs_keys_and_parameter_names():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     model[1].requires_grad_(False)
     rules = (ParameterRule(match=("2.*",), lr_scale=0.5),)
@@ -20,18 +22,20 @@ def test_groups_are_torchs_and_carry_names():
     ]
     parameters = dict(model.named_parameters())
     for group in groups:
-        assert all(parameters[name] is held for name, held in zip(group["names"], group["params"], strict=True))
+        assert all(
+            parameters[name] is parameter for name, parameter in zip(group["names"], group["params"], strict=True)
+        )
     torch.optim.Adagrad(groups)
 
 
-def test_tied_parameters_are_in_one_group_once():
+def test_a_tied_parameter_is_listed_once():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     groups = parameter_groups(model.named_parameters(), Optim())
     assert [group["names"] for group in groups] == [["0.weight"], ["0.bias", "1.bias"]]
 
 
-def test_mistakes_are_refused():
+def test_unmatched_rules_and_frozen_models_are_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="no parameter's name matches 'weights'; the nearest names are weight"):
         parameter_groups(model.named_parameters(), Optim(rules=(ParameterRule(match=("weights",)),)))

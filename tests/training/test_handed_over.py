@@ -29,8 +29,8 @@ def _sgd() -> torch.optim.Optimizer:
 
 
 CLOSURE = (
-    "optimizer: LBFGS evaluates the loss several times in a step (its step needs a closure), but an update here has "
-    "one gradient; take an optimizer whose step() needs none, such as torch.optim.AdamW"
+    "optimizer: LBFGS evaluates the loss several times in a step (its step needs a closure), but an update has "
+    "one gradient; take an optimizer whose step() needs no closure, such as torch.optim.AdamW"
 )
 WRONG = {
     "optimizer object": (
@@ -152,7 +152,10 @@ def test_a_run_is_resumed_by_its_own_config_with_the_optimizer_that_was_handed_o
     assert (own["optim"]["lr"], own["optim"]["weight_decay"]) == (0.05, 0.1)
     assert trained(tmp_path / "halted", 4, own)["loss"] == trained(tmp_path / "whole", 4)["loss"]
     own["optim"]["lr"] = 0.01
-    with pytest.raises(lockstep.ConfigError, match=r"optim\.lr: 0\.01, and the optimizer has lr 0\.05; leave one out"):
+    with pytest.raises(
+        lockstep.ConfigError,
+        match=r"optim\.lr: 0\.01 in the config, but the optimizer has lr 0\.05; remove one of them",
+    ):
         trained(tmp_path / "halted", 6, own)
 
 

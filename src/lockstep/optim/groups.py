@@ -1,17 +1,17 @@
-"""Parameters in torch's groups, by the rules of the config.
+"""The rules of the config as torch's parameter groups.
 
 name, parameter  -->  plan.grouping (by name and shape)  -->  [{"params", "names", "lr", "lr_scale",
                                                                 "weight_decay"}, ...]
 
-A user's optimizer may have a learning rate and weight decay besides:
+A user's optimizer may also set a learning rate and weight decay:
 
     optim.lr set       optimizer's lr set       peak of the schedule
     yes                no, or the same          optim.lr
-    no                 yes or no                the optimizer's: what was given to it, or its class's default
+    no                 yes or no                the optimizer's: its argument, or its class's default
     yes                yes, another             refused
 
-A group whose `lr` the user set keeps its ratio to the others. Weight decay is the same, but that a class's default
-counts for nothing: groups come with what `optim` has.
+A group whose `lr` the user set keeps its ratio to the others. The same holds for weight decay, except that the
+default of an optimizer's class is ignored: groups have the weight decay of `optim`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups that any torch optimizer takes.
 
-    Each group has `names`, in the order of its `params`, and `lr_scale`, which the run's learning rate is multiplied
-    by; `lr` is the peak.
+    Each group has `names`, in the order of its `params`, and `lr_scale`, the factor of the run's learning rate; `lr`
+    is the peak.
 
     Args:
-        planned: of the whole model, if these are some of its parameters. A group is there, too, if none of its
-            parameters are: all ranks have the same groups.
+        planned: Groups of the whole model, if these are only some of its parameters. Empty groups are kept, so that
+            all ranks have the same groups.
 
     Raises:
-        ConfigError: no parameter is trainable, or a rule matches none.
+        ConfigError: No parameter is trainable, or a rule matches none.
     """
     named = dict(named_parameters)
     groups = planned or group_parameters([facts_of(name, parameter) for name, parameter in named.items()], optim)
@@ -62,27 +62,27 @@ def parameter_groups(
 
 
 def facts_of(name: str, parameter: nn.Parameter) -> ParameterFacts:
-    """Return the facts of a parameter that planning needs."""
+    """Return what planning needs to know about a parameter."""
     return ParameterFacts(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
 
 
 def user_groups(groups: list[dict[str, Any]], optim: Optim) -> list[dict[str, Any]]:
-    """Return the groups that a user's function gets: `lr` is among their keys if the config sets it."""
+    """Return the groups that a user's function gets: with `lr` only if the config sets it."""
     if "lr" in optim.model_fields_set:
         return groups
     return [{key: value for key, value in group.items() if key != "lr"} for group in groups]
 
 
 def settle_user_settings(optimizer: torch.optim.Optimizer, optim: Optim) -> Optim:
-    """Set the `lr_scale` and `weight_decay` of a user's optimizer's groups.
+    """Set `lr_scale` and `weight_decay` in the groups of a user's optimizer.
 
     Returns:
         The section with the peak learning rate and the weight decay that are used.
 
     Raises:
-        ConfigError: optimizer and config contradict each other.
+        ConfigError: The optimizer and the config set different values.
     """
-    decay, peak = _given(optimizer, optim, "weight_decay"), _given(optimizer, optim, "lr")
+    decay, peak = _user_value(optimizer, optim, "weight_decay"), _user_value(optimizer, optim, "lr")
     if "lr" in optim.model_fields_set:
         peak = optim.lr
     elif peak is None:
@@ -97,8 +97,8 @@ def settle_user_settings(optimizer: torch.optim.Optimizer, optim: Optim) -> Opti
     return optim.model_copy(update={"lr": peak, "weight_decay": optim.weight_decay if decay is None else decay})
 
 
-def _given(optimizer: torch.optim.Optimizer, optim: Optim, name: str) -> float | None:
-    """Return the value that the optimizer was made with; None if it has its class's default."""
+def _user_value(optimizer: torch.optim.Optimizer, optim: Optim, name: str) -> float | None:
+    """Return the value that the optimizer was made with; None if it is its class's default."""
     if name not in optimizer.defaults:
         return None
     own, configured = float(optimizer.defaults[name]), float(getattr(optim, name))
@@ -106,6 +106,6 @@ def _given(optimizer: torch.optim.Optimizer, optim: Optim, name: str) -> float |
     if parameter is not None and not callable(parameter.default) and parameter.default == own:
         return None
     if name in optim.model_fields_set and own != configured:
-        why = f"{configured:g}, and the optimizer has {name} {own:g}; leave one out"
+        why = f"{configured:g} in the config, but the optimizer has {name} {own:g}; remove one of them"
         raise ConfigError(Problem("", f"optim.{name}", why))
     return own

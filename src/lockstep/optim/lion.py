@@ -15,12 +15,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """The optimizer.
-
-    Args:
-        groups: torch's parameter groups, with `lr` and `weight_decay`.
-        betas: beta1 of the step, beta2 of the moment.
-    """
+    """Lion over torch's parameter groups, with `lr` and `weight_decay`; its moments are made at the start."""
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": 1e-4, "weight_decay": 0.0, "betas": betas})

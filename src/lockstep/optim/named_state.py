@@ -1,10 +1,10 @@
-"""Optimizer state under the names of the model's parameters, never under an optimizer's numbers.
+"""Optimizer state under the names of the model's parameters, instead of torch's parameter numbers.
 
     torch:   state[parameter]["exp_avg"]     <-->     {"parameters": {"layers.0.weight": {"exp_avg": ...}},
                                                        "groups": [{...}, ...]}
 
-Any split of the parameters into groups can read it again. The `lr` and `weight_decay` of groups come from the
-config and aren't saved; `groups` is empty but for a user's optimizer that keeps state there.
+It can be loaded with any other split of the parameters into groups. The `lr` and `weight_decay` of groups come from
+the config and aren't saved; `groups` is empty except for a user's optimizer that keeps state there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _CONFIGURED = frozenset({"params", "names", "lr", "lr_scale"})
 
 
 def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters by the `names` of each group; without names, by place (`0.3`: fourth of the first
-    group)."""
+    """Return the parameters with the `names` of each group, or their indices (`0.3`: fourth of the first group)."""
     named: list[tuple[str, nn.Parameter]] = []
-    for place, group in enumerate(optimizer.param_groups):
+    for group_index, group in enumerate(optimizer.param_groups):
         parameters = group["params"]
-        names = group.get("names") or [f"{place}.{index}" for index in range(len(parameters))]
+        names = group.get("names") or [f"{group_index}.{index}" for index in range(len(parameters))]
         named += zip(names, parameters, strict=True)
     return named
 
@@ -45,32 +44,28 @@ def named_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return all that the groups hold besides parameters and what the config sets."""
+    """Return what the groups hold in addition to parameters and configured values."""
     return [{key: value for key, value in group.items() if key not in _CONFIGURED} for group in optimizer.param_groups]
 
 
 def changed_groups(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the values of each group that have changed; an empty list if none has.
+    """Return the values of each group that differ from `before`, an earlier `group_state`; [] if none does."""
 
-    Args:
-        before: the earlier `group_state`.
-    """
+    def differs(value: object, old: object) -> bool:
+        return isinstance(value, Tensor) or type(value) is not type(old) or bool(value != old)
+
     changes = [
-        {key: value for key, value in group.items() if key not in old or _differs(value, old[key])}
+        {key: value for key, value in group.items() if key not in old or differs(value, old[key])}
         for group, old in zip(group_state(optimizer), before, strict=True)
     ]
     return changes if any(changes) else []
-
-
-def _differs(value: object, old: object) -> bool:
-    return isinstance(value, Tensor) or type(value) is not type(old) or bool(value != old)
 
 
 def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
     """Load the groups' changed values, if there are any.
 
     Raises:
-        RunFailed: the number of groups differs.
+        RunFailed: The number of groups differs.
     """
     if not groups:
         return
@@ -80,25 +75,24 @@ def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, An
             f"make it from the same groups"
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: _as(group.get(key), value) for key, value in saved.items() if key not in _CONFIGURED})
-
-
-def _as(live: object, saved: object) -> object:
-    """Return a saved list as the tuple that it was: JSON has none."""
-    return tuple(saved) if isinstance(live, tuple) and isinstance(saved, list) else saved
+        for key, value in saved.items():
+            if key not in _CONFIGURED:
+                was_tuple = isinstance(group.get(key), tuple) and isinstance(value, list)  # JSON has no tuples
+                group[key] = tuple(value) if was_tuple else value
 
 
 @torch.no_grad()
 def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copy the state into the optimizer; tensors that exist stay where they are, since others may hold them.
+    """Copy the state into the optimizer; existing tensors are written in place, since others may refer to them.
 
     Raises:
-        RunFailed: parameters or shapes differ from the optimizer's; nothing has been changed.
+        RunFailed: Parameters or shapes differ from the optimizer's; nothing has been changed.
     """
     named = named_parameters(optimizer)
-    lacks, more = {name for name, _ in named} - set(parameters), set(parameters) - {name for name, _ in named}
-    if lacks or more:
-        parts = filter(None, (_some("lacks", lacks), _some("also has", more)))
+    names = {name for name, _ in named}
+    missing, unexpected = names - set(parameters), set(parameters) - names
+    if missing or unexpected:
+        parts = filter(None, (_listed("lacks", missing), _listed("also has", unexpected)))
         raise RunFailed(f"the saved optimizer state is of another model: it {' and '.join(parts)}")
     for name, parameter in named:
         _check_shapes(name, optimizer.state.get(parameter, {}), parameters[name])
@@ -107,18 +101,15 @@ def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
         for entry, value in parameters[name].items():
             if isinstance(live.get(entry), Tensor):
                 live[entry].copy_(value)
+            elif not isinstance(value, Tensor):
+                live[entry] = value
+            elif entry == "step":  # torch keeps step counts on the host
+                live[entry] = value.clone()
             else:
-                live[entry] = _own(entry, value, parameter)
+                live[entry] = value.to(parameter.device, copy=True)
 
 
-def _own(entry: str, value: object, parameter: nn.Parameter) -> object:
-    """Return a copy on the parameter's device; counts of steps stay on the host, where torch keeps them."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.clone() if entry == "step" else value.to(parameter.device, copy=True)
-
-
-def _some(verb: str, names: Iterable[str]) -> str:
+def _listed(verb: str, names: Iterable[str]) -> str:
     shown = sorted(names)
     more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return f"{verb} {', '.join(shown[:3])}{more}" if shown else ""
@@ -131,8 +122,5 @@ def _check_shapes(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) 
         if entry not in saved:
             raise RunFailed(f"the saved optimizer state of {name} has no {entry}: it is another optimizer's")
         if value.shape != saved[entry].shape:
-            raise RunFailed(f"{name}: {entry} is {_shape(value)} here, but {_shape(saved[entry])} in the saved state")
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"[{', '.join(map(str, tensor.shape))}]"
+            here, there = list(value.shape), list(saved[entry].shape)
+            raise RunFailed(f"{name}: {entry} is {here} here, but {there} in the saved state")

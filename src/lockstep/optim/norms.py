@@ -1,11 +1,11 @@
 """The norm of a gradient, exact enough that a sharded and an unsharded run clip alike.
 
-    few small tensors    one flat copy, one dot product                         (overhead decides)
-    large tensors        rows of 1,024, a norm each, then those norms' in fp64  (rounding decides)
-    small ones beside    a norm each
+    few small tensors      one flat copy, one dot product                             (overhead decides)
+    large tensors          rows of 1,024, a norm each, then those norms' in fp64      (rounding decides)
+    small ones among them  a norm each
 
 On the CPU torch sums squares one after the other in fp32: of 20 million random elements 0.2 % get lost, of 200
-million ones a third. Rows keep the relative error below 1e-6 at the same speed; what is summed at once is small enough
+million a third. Rows keep the relative error below 1e-6 at the same speed; what is summed at once is small enough
 for 2e-5 at worst (all elements equal) and 1e-7 as a rule. NaN and infinity pass through.
 """
 
@@ -20,18 +20,20 @@ from lockstep.optim.kernels import flatten
 
 _SMALL = 16_384
 _ROW = 1_024
-_EXACT = (torch.float32, torch.float64)
 
 
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements of all tensors.
 
     Returns:
-        0-dim, on the gradients' device, in fp32, of lower precisions too (fp64 if one of them is).
+        0-dim, on the gradients' device, in fp32 also for lower precisions (fp64 if one of them is).
     """
     if not grads:
         return torch.zeros(())
-    grads = _exact(grads)
+    dtype = grads[0].dtype
+    if dtype not in (torch.float32, torch.float64) or any(grad.dtype is not dtype for grad in grads):
+        wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
+        grads = [grad.to(wide) for grad in grads]
     if not grads[0].is_cuda:
         if sum(map(torch.numel, grads)) <= _SMALL:
             flat = flatten(grads)
@@ -42,11 +44,6 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     return torch.dot(norms, norms)
 
 
-def parameter_norms(grads: Sequence[Tensor]) -> list[float]:
-    """Return the 2-norm of each tensor, as exact as the total."""
-    return [float(squared_norm([grad]).double().sqrt()) for grad in grads]
-
-
 def clip_divisor(norm: float | Tensor, clip_norm: float | None, loss_scale: float | Tensor) -> float | Tensor:
     """Return the divisor of a gradient: the loss scale times the factor by which its norm exceeds `clip_norm`.
 
@@ -55,7 +52,7 @@ def clip_divisor(norm: float | Tensor, clip_norm: float | None, loss_scale: floa
     as in `torch.nn.utils.clip_grad_norm_`, but without a pass over the gradients.
 
     Args:
-        norm: of the gradient before clipping, not scaled. If it isn't finite, the divisor means nothing.
+        norm: Norm of the unscaled gradient before clipping. If it isn't finite, the divisor is meaningless.
         clip_norm: None: never clip.
     """
     if clip_norm is None:
@@ -64,17 +61,8 @@ def clip_divisor(norm: float | Tensor, clip_norm: float | None, loss_scale: floa
     return loss_scale * (excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(1.0, excess))
 
 
-def _exact(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensors in one precision that sums well."""
-    first = grads[0].dtype
-    if first in _EXACT and all(grad.dtype is first for grad in grads):
-        return grads
-    wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-    return [grad.to(wide) for grad in grads]
-
-
 def _norms_by_rows(grads: Sequence[Tensor]) -> Tensor:
-    """Return the norms [rows] of the large tensors' rows, and of the small ones whole."""
+    """Return the norms [rows] of the large tensors' rows, and of each small tensor."""
     norms, small = [], []
     for grad in grads:
         elements = grad.numel()
@@ -83,7 +71,7 @@ def _norms_by_rows(grads: Sequence[Tensor]) -> Tensor:
         elif elements <= _SMALL:
             small.append(grad)
         else:
-            flat, whole = grad.reshape(-1), elements // _ROW * _ROW
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
-            small.append(flat[whole:])
+            flat, in_rows = grad.reshape(-1), elements // _ROW * _ROW
+            norms.append(torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), dim=1))
+            small.append(flat[in_rows:])
     return torch.cat([*norms, *(norm.view(1) for norm in torch._foreach_norm(small))]) if small else torch.cat(norms)

@@ -1,10 +1,10 @@
-"""Builds the optimizer that the config names, whose step can be discarded.
+"""Build the optimizer that the config names, whose step can be discarded.
 
 adamw, adam, sgd    fused kernels                                fused.py
-lion                Lockstep's, on torch's foreach operations       lion.py
-muon                torch.optim.Muon for the matrices between the layers, AdamW for the rest
+lion                Lockstep's, on torch's foreach operations    lion.py
+muon                torch.optim.Muon for the hidden matrices, AdamW for the rest
 adafactor           torch.optim.Adafactor
-custom, given       any torch optimizer                          adapt_optimizer
+a user's            any torch optimizer                          adapt_optimizer
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from lockstep.core import extensions
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.optim.fused import FusedAdam, FusedSGD, Groups
+from lockstep.optim.fused import Groups, fused_adam, fused_sgd
 from lockstep.optim.groups import facts_of, settle_user_settings
 from lockstep.optim.lion import Lion
 from lockstep.optim.stepping import DeviceGatedOptimizer, HostGatedOptimizer, refuse_closures
@@ -37,7 +37,7 @@ def build_optimizer(optim: Optim, groups: Groups) -> Optimizer:
     """Return the optimizer that the config names, over groups of `parameter_groups`.
 
     Raises:
-        ConfigError: muon has no matrices to update.
+        ConfigError: The model has no matrices for muon to update.
     """
     with _without_compiler():
         return _BUILDERS[optim.name](optim, groups)
@@ -45,9 +45,11 @@ def build_optimizer(optim: Optim, groups: Groups) -> Optimizer:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Keep torch's optimizers from importing its compiler, for 1.4 s, to exclude `add_param_group`, which is called as
-    they are made. Nothing is compiled meanwhile. The attribute is private to torch (`torch._compile`); if it changes,
-    only time is lost."""
+    """Keep torch's optimizers from importing torch's compiler, which takes 1.4 s.
+
+    They import it to exclude `add_param_group`, which their constructors call, from compilation; nothing is compiled
+    here. The attribute is private to torch (`torch._compile`); if it changes, only time is lost.
+    """
     if "torch._dynamo" in sys.modules:
         yield
         return
@@ -61,11 +63,11 @@ def _without_compiler() -> Iterator[None]:
 
 
 class Elementwise(NamedTuple):
-    """An optimizer that works on elements, whatever the parameters' shapes: any range of elements may be given to it.
+    """An optimizer that treats each element alone, so that it may get any range of a flattened parameter.
 
     Attributes:
-        entries: its state for each element, zero at first.
-        counts: it also counts updates, in `step`.
+        entries: Names of its state for each element, which begins as zero.
+        counts: Whether it also counts updates, in `step`.
     """
 
     optimizer: torch.optim.Optimizer
@@ -74,7 +76,7 @@ class Elementwise(NamedTuple):
 
 
 def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
-    """Return the torch optimizer that the config names, for DeepSpeed, which steps it; not muon and adafactor."""
+    """Return the torch optimizer that the config names, for DeepSpeed, which steps it; muon and adafactor have none."""
     if optim.name in ("adamw", "adam"):
         rule = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
         adam = rule(groups, betas=optim.betas, eps=optim.eps, fused=True)
@@ -87,17 +89,17 @@ def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
 
 
 def custom_optimizer(optim: Optim) -> Callable[[Groups], torch.optim.Optimizer] | None:
-    """Return the function of parameter groups that `optim.target` names; None if it names none.
+    """Return the function of parameter groups that `optim.target` names; None if the key is unset.
 
     Raises:
-        ConfigError: it can't be imported or called, its arguments don't fit, or it needs a closure.
+        ConfigError: It can't be imported or called, its arguments don't fit, or it needs a closure.
     """
     if optim.target is None:
         return None
     make = extensions.load("optimizers", optim.target, key="optim.target")
     if not callable(make):
-        why = f"{optim.target} is a {type(make).__name__}, not a class or function of parameter groups"
-        raise ConfigError(Problem("", "optim.target", why))
+        reason = f"{optim.target} is a {type(make).__name__}, not a class or function of parameter groups"
+        raise ConfigError(Problem("", "optim.target", reason))
     if isinstance(make, type) and issubclass(make, torch.optim.Optimizer):
         refuse_closures(make)
     try:
@@ -110,11 +112,10 @@ def custom_optimizer(optim: Optim) -> Callable[[Groups], torch.optim.Optimizer] 
 def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tuple[Optimizer, Optim]:
     """Return a user's torch optimizer, made from groups of `parameter_groups` or from parameters; and its settings.
 
-    The run's schedule sets the learning rate of every group: its rate times the group's `lr_scale`, 1 if it has none.
-    On a GPU the host waits at each update until it knows whether it is kept, since `step` may do anything.
+    The run's schedule sets the learning rate of every group: its rate times the group's `lr_scale` (default: 1).
 
     Raises:
-        ConfigError: not a torch optimizer, or one that needs a closure, or that contradicts the config.
+        ConfigError: It isn't a torch optimizer, needs a closure or contradicts the config.
     """
     if not isinstance(torch_optimizer, torch.optim.Optimizer):
         raise ConfigError(f"an optimizer must be a torch.optim.Optimizer, not a {type(torch_optimizer).__name__}")
@@ -124,7 +125,7 @@ def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tup
 
 
 class CombinedOptimizer:
-    """Two optimizers, each over its parameters, as one."""
+    """Two optimizers, each with its own parameters, as one."""
 
     def __init__(self, first: Optimizer, second: Optimizer) -> None:
         self._parts = (first, second)
@@ -134,33 +135,35 @@ class CombinedOptimizer:
         return [group for part in self._parts for group in part.groups]
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """See `core.protocols.Optimizer`."""
         for part in self._parts:
             part.update(rate, divisor, keep)
 
     def state_dict(self) -> dict[str, object]:
         states: list[dict[str, Any]] = [part.state_dict() for part in self._parts]
-        return {"parameters": {name: value for state in states for name, value in state["parameters"].items()},
-                "groups": []}  # fmt: skip
+        named = {name: value for state in states for name, value in state["parameters"].items()}
+        return {"parameters": named, "groups": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         first, second = self._parts
         names = {name for group in second.groups for name in group["names"]}  # type: ignore[attr-defined]
         for part, is_second in ((first, False), (second, True)):
-            own = {name: value for name, value in state["parameters"].items() if (name in names) is is_second}
-            part.load_state_dict({"parameters": own})
+            named = {name: value for name, value in state["parameters"].items() if (name in names) is is_second}
+            part.load_state_dict({"parameters": named})
 
 
 def _muon(optim: Optim, groups: Groups) -> Optimizer:
-    """Return Muon (Jordan et al. 2024); steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982,
-    section 2.2), so that one learning rate fits both parts."""
+    """Return Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest.
+
+    Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that one
+    learning rate fits both.
+    """
     hidden, rest = _split(groups)
     if not hidden:
         raise ConfigError(
             Problem("", "optim.name", "muon is for matrices between layers, and the model trains none; take adamw")
         )
     muon = torch.optim.Muon(hidden, momentum=optim.momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
-    for group in muon.param_groups:  # at once, so that a first update can be discarded on a GPU
+    for group in muon.param_groups:  # state is made now, so that a first update can be discarded on a GPU
         for parameter in group["params"]:
             muon.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     if not rest:
@@ -169,26 +172,23 @@ def _muon(optim: Optim, groups: Groups) -> Optimizer:
 
 
 def _split(groups: Groups) -> tuple[Groups, Groups]:
-    """Return the groups' matrices between layers, and everything else; no group is empty."""
+    """Return the groups with their hidden matrices only, and with the other parameters only; no group is empty."""
     hidden: Groups = []
     rest: Groups = []
     for group in groups:
-        for chosen, side in ((True, hidden), (False, rest)):
-            members = [
-                (name, parameter)
-                for name, parameter in zip(group["names"], group["params"], strict=True)
-                if is_hidden_matrix(facts_of(name, parameter)) is chosen
-            ]
-            if members:
-                names, parameters = zip(*members, strict=True)
-                side.append({**group, "names": list(names), "params": list(parameters)})
+        members: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            members[is_hidden_matrix(facts_of(name, parameter))][name] = parameter
+        for named, side in ((members[True], hidden), (members[False], rest)):
+            if named:
+                side.append({**group, "names": list(named), "params": list(named.values())})
     return hidden, rest
 
 
 _BUILDERS: Mapping[str, Callable[[Optim, Groups], Optimizer]] = {
-    "adamw": lambda optim, groups: FusedAdam(groups, optim.betas, optim.eps, decoupled=True),
-    "adam": lambda optim, groups: FusedAdam(groups, optim.betas, optim.eps, decoupled=False),
-    "sgd": lambda optim, groups: FusedSGD(groups, optim.momentum, nesterov=optim.nesterov),
+    "adamw": lambda optim, groups: fused_adam(groups, optim.betas, optim.eps, decoupled=True),
+    "adam": lambda optim, groups: fused_adam(groups, optim.betas, optim.eps, decoupled=False),
+    "sgd": lambda optim, groups: fused_sgd(groups, optim.momentum, nesterov=optim.nesterov),
     "lion": lambda optim, groups: DeviceGatedOptimizer(Lion(groups, optim.betas)),
     "muon": _muon,
     # Shazeer & Stern 2018, arXiv:1804.04235; it counts steps on the host, so a GPU can't gate it

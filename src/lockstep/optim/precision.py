@@ -1,8 +1,8 @@
 """The precision of a forward, and the loss scale that fp16 needs.
 
 auto --> bf16 where the processor has it, otherwise fp32
-fp16 --> loss x scale --> backward --> gradient / scale --> finite? scale grows, at times : update discarded,
-                                                                                      scale shrinks
+fp16 --> loss x scale --> backward --> gradient / scale --> finite: the scale grows every `growth_interval` updates
+                                                        --> not finite: the update is discarded, the scale shrinks
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.config.schema import FSDPPrecision, LossScale
+from lockstep.config.schema import LossScale
 from lockstep.core.errors import RunFailed
 from lockstep.optim.kernels import scale_update
 
@@ -30,17 +30,6 @@ def resolve_compute(compute: Literal["auto", "fp32", "bf16", "fp16"], device: to
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[compute]
 
 
-def needs_loss_scale(compute: torch.dtype | None, mixed: FSDPPrecision | None) -> bool:
-    """Return whether some gradient passes through fp16: of the forward's autocast, or, under FSDP, of the parameters it
-    gathers, its reduction, or the outputs that it casts.
-
-    Args:
-        compute: precision of autocast; None: fp32.
-        mixed: FSDP's own precisions; None: the run is under another strategy.
-    """
-    return compute is torch.float16 or (mixed is not None and mixed.rounds_to_fp16)
-
-
 def has_bf16(device: torch.device) -> bool:
     """Return whether the processor multiplies bf16 matrices natively (elsewhere they are emulated, and slow)."""
     if device.type == "cuda":
@@ -50,7 +39,7 @@ def has_bf16(device: torch.device) -> bool:
 
 @cache
 def _cpu_has_bf16() -> bool:
-    """Read the kernel's list of flags, since torch 2.11 has no such function; False where there is no list."""
+    """Read the kernel's list of CPU flags, since torch 2.11 has no function for it; False where there is no list."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -60,7 +49,7 @@ def _cpu_has_bf16() -> bool:
 
 
 def autocast_context(dtype: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes the context of a forward; for fp32 one that does nothing, at no cost."""
+    """Return a factory of autocast contexts for a forward; for fp32 of one that does nothing, at no cost."""
     if dtype is None:
         return lambda: _NOTHING
     return partial(torch.autocast, device.type, dtype=dtype)
@@ -79,13 +68,15 @@ def set_tf32(allowed: bool) -> None:
 
 
 class LossScaler:
-    """A loss scale that adapts: after `growth_interval` updates without overflow it grows, after one with, it shrinks
-    (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). The sequence is that of `torch.amp.GradScaler`.
+    """A dynamic loss scale, with the same sequence of values as `torch.amp.GradScaler`.
 
-    On a GPU the scale lives there and the host never waits for it; elsewhere it is a float.
+    It grows after `growth_interval` updates without overflow and shrinks after each update with one (Micikevicius et
+    al. 2018, arXiv:1710.03740, section 3.2).
+
+    On a GPU the scale is a tensor there, and the host never waits for it; elsewhere it is a float.
 
     Args:
-        enabled: otherwise the scale is 1.0, always.
+        enabled: If not, the scale is always 1.0.
     """
 
     def __init__(self, section: LossScale, *, enabled: bool, device: torch.device) -> None:
@@ -99,57 +90,51 @@ class LossScaler:
 
     @property
     def scale(self) -> float | Tensor:
-        """The factor of losses: 0-dim fp32 on a GPU. A value: `update` doesn't change what was read."""
+        """The factor of losses; 0-dim fp32 on a GPU. `update` doesn't change a value that was read before."""
         return self._scale
 
     def update(self, keep: bool | Tensor) -> None:
         """Adapt the scale after an update; `keep` is whether its gradient was finite."""
         if not self.enabled:
             return
+        section = self._section
         if isinstance(self._scale, Tensor):
-            self._update_on_device(keep)
-        elif keep:
-            self._grow()
+            assert isinstance(self._streak, Tensor)
+            overflow = self._scale.new_tensor(not keep) if isinstance(keep, bool) else keep.logical_not().float()
+            self._scale = self._scale.clone()  # the value that was read before stays as it is
+            scale_update(
+                self._scale,
+                self._streak,
+                overflow,
+                section.growth_factor,
+                section.backoff_factor,
+                section.growth_interval,
+            )
+        elif not keep:
+            self._scale, self._streak = self._scale * section.backoff_factor, 0
+        elif self._streak + 1 < section.growth_interval:
+            self._streak += 1
         else:
-            self._scale, self._streak = self._scale * self._section.backoff_factor, 0
+            grown = self._scale * section.growth_factor
+            fits_fp32 = grown <= torch.finfo(torch.float32).max  # as on a GPU, where the scale is fp32
+            self._scale, self._streak = grown if fits_fp32 else self._scale, 0
 
     def state(self) -> dict[str, float]:
-        """Return the state that is saved: plain numbers. On a GPU the host waits for them."""
+        """Return the state to save, as plain numbers. On a GPU the host waits for them."""
         return {"scale": float(self._scale), "streak": int(self._streak)} if self.enabled else {}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Resume from `state`; from an empty one (saved in another precision), from the beginning.
+        """Resume from `state`; an empty one, saved in another precision, changes nothing.
 
         Raises:
-            RunFailed: the state holds something else.
+            RunFailed: The state has other keys.
         """
         if not self.enabled or not state:
             return
         if set(state) != {"scale", "streak"}:
-            raise RunFailed(f"the loss scale's state should hold scale and streak, but holds {', '.join(state)}")
+            raise RunFailed(f"the saved loss scale has the keys {', '.join(state)}; expected scale and streak")
         if isinstance(self._scale, Tensor) and isinstance(self._streak, Tensor):
             self._scale = torch.full_like(self._scale, state["scale"])
             self._streak = torch.full_like(self._streak, int(state["streak"]))
         else:
             self._scale, self._streak = float(state["scale"]), int(state["streak"])
-
-    def _grow(self) -> None:
-        assert not isinstance(self._scale, Tensor)
-        assert not isinstance(self._streak, Tensor)
-        self._streak += 1
-        if self._streak < self._section.growth_interval:
-            return
-        self._streak = 0
-        grown = self._scale * self._section.growth_factor
-        if grown <= torch.finfo(torch.float32).max:  # as on a GPU, where the scale is fp32
-            self._scale = grown
-
-    def _update_on_device(self, keep: bool | Tensor) -> None:
-        assert isinstance(self._scale, Tensor)
-        assert isinstance(self._streak, Tensor)
-        overflow = self._scale.new_tensor(not keep) if isinstance(keep, bool) else keep.logical_not().float()
-        section, scale = self._section, self._scale.clone()  # whoever has read the old one keeps it
-        scale_update(
-            scale, self._streak, overflow, section.growth_factor, section.backoff_factor, section.growth_interval
-        )
-        self._scale = scale

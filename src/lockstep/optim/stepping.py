@@ -1,10 +1,10 @@
-"""Torch optimizers whose step can be discarded: nothing of it happened, to the bit.
+"""Torch optimizers whose step can be discarded: all tensors are bitwise as if it hadn't been made.
 
 gradients / divisor --> keep? --> step() --> cleared
 
 host knows (CPU)        the step isn't made
-only the GPU knows      kernels that take `found_inf` leave all as it was; for others every tensor is copied,
-                        the step is made, and the device takes the copy or the new one. The host never waits.
+only the GPU knows      kernels that take `found_inf` change nothing; for others every tensor is copied, the step
+                        is made, and the device selects the copy or the new value. The host never waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def decided(keep: bool | Tensor) -> bool | Tensor:
-    """Return a bool where reading costs no wait: only a tensor on another device stays one."""
+    """Return `keep` as a bool if it can be read without a wait: a tensor on a GPU is returned as it is."""
     if isinstance(keep, Tensor) and keep.device.type == "cpu":
         return bool(keep)
     return keep
@@ -33,9 +33,9 @@ def decided(keep: bool | Tensor) -> bool | Tensor:
 
 @torch.no_grad()
 def step_if(keep: Tensor, tensors: Sequence[Tensor], step: Callable[[], object]) -> None:
-    """Make the step; where `keep` (0-dim bool) is false, `tensors` (all that the step changes) are as before.
+    """Make the step; if `keep` (0-dim bool) is false, restore `tensors`, which are all that the step changes.
 
-    Takes the memory of a copy of all of them while it runs.
+    While it runs, it needs memory for a copy of all of them.
     """
     before = [tensor.clone() for tensor in tensors]
     step()
@@ -44,7 +44,7 @@ def step_if(keep: Tensor, tensors: Sequence[Tensor], step: Callable[[], object])
 
 
 def take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
-    """Return the gradients, and remove them from the parameters."""
+    """Remove the gradients from the parameters and return them."""
     grads = []
     for parameter in parameters:
         grads.append(parameter.grad)
@@ -53,8 +53,10 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
 
 
 class DeviceGatedOptimizer:
-    """An optimizer whose whole state is tensors on the parameters' device, made at the start. On a GPU the device
-    decides whether an update is kept, and the host doesn't wait."""
+    """An optimizer whose whole state is tensors on the parameters' device, made at the start.
+
+    On a GPU the device decides whether an update is kept, and the host doesn't wait.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._torch = optimizer
@@ -68,7 +70,9 @@ class DeviceGatedOptimizer:
         if keep is not False:
             _prepare(self._torch, rate, divisor)
         if isinstance(keep, Tensor):
-            step_if(keep, self._changed(), self._torch.step)
+            parameters = _with_gradient(self._torch)
+            state = [value for parameter in parameters for value in self._torch.state[parameter].values()]
+            step_if(keep, [*parameters, *state], self._torch.step)
         elif keep:
             self._torch.step()
         _clear(self._torch)
@@ -79,22 +83,19 @@ class DeviceGatedOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_named_state(self._torch, state["parameters"])
 
-    def _changed(self) -> list[Tensor]:
-        parameters = [parameter for parameter in _parameters(self._torch) if parameter.grad is not None]
-        return [*parameters, *(value for parameter in parameters for value in self._torch.state[parameter].values())]
-
 
 class HostGatedOptimizer:
-    """An optimizer that keeps counts on the host, or any state. On a GPU the host waits at each update until it knows
-    whether it is kept.
+    """An optimizer with state of any kind, such as counts on the host.
+
+    On a GPU the host waits at each update until it knows whether it is kept.
 
     Args:
-        saves_groups: changes of the groups are saved: a user's optimizer may count there.
+        saves_groups: Save what changes in the groups: a user's optimizer may count there.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, saves_groups: bool) -> None:
         self._torch = optimizer
-        self._began = copy.deepcopy(group_state(optimizer)) if saves_groups else None
+        self._initial_groups = copy.deepcopy(group_state(optimizer)) if saves_groups else None
 
     @property
     def groups(self) -> list[dict[str, object]]:
@@ -108,36 +109,37 @@ class HostGatedOptimizer:
 
     def state_dict(self) -> dict[str, object]:
         state = named_state(self._torch)
-        return state if self._began is None else state | {"groups": changed_groups(self._torch, self._began)}
+        if self._initial_groups is not None:
+            state["groups"] = changed_groups(self._torch, self._initial_groups)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._began is not None:
+        if self._initial_groups is not None:
             load_group_state(self._torch, state["groups"])
         load_named_state(self._torch, state["parameters"])
 
 
 def refuse_closures(kind: type[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for an optimizer that evaluates the loss itself: here an update is one gradient."""
-    why = needs_closure(kind)
-    if why is not None:
-        raise ConfigError(Problem("", "optimizer", why))
+    """Raise ConfigError for an optimizer whose step evaluates the loss itself."""
+    if (reason := closure_refusal(kind)) is not None:
+        raise ConfigError(Problem("", "optimizer", reason))
 
 
-def needs_closure(kind: type[torch.optim.Optimizer]) -> str | None:
-    """Return why an optimizer of this class can't be used; None if its step works on existing gradients."""
+def closure_refusal(kind: type[torch.optim.Optimizer]) -> str | None:
+    """Return why an optimizer of this class can't be used; None if its step needs no closure."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is None or closure.default is not inspect.Parameter.empty:
         return None
     return (
-        f"{kind.__name__} evaluates the loss several times in a step (its step needs a closure), but an update here "
-        "has one gradient; take an optimizer whose step() needs none, such as torch.optim.AdamW"
+        f"{kind.__name__} evaluates the loss several times in a step (its step needs a closure), but an update has "
+        "one gradient; take an optimizer whose step() needs no closure, such as torch.optim.AdamW"
     )
 
 
 def _prepare(optimizer: torch.optim.Optimizer, rate: float, divisor: float | Tensor) -> None:
     """Divide the gradients and set the learning rates."""
     if isinstance(divisor, Tensor) or divisor != 1.0:
-        grads = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
+        grads: list[Any] = [parameter.grad for parameter in _with_gradient(optimizer)]
         if grads:
             torch._foreach_div_(grads, divisor.to(grads[0]) if isinstance(divisor, Tensor) else divisor)
     for group in optimizer.param_groups:
@@ -149,5 +151,7 @@ def _clear(optimizer: torch.optim.Optimizer) -> None:
         take_gradients(group["params"])
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    ]

@@ -14,7 +14,7 @@ from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import instance, unimplemented
 from lockstep.core.protocols import Monitor, ObjectStore, Transform
-from lockstep.optim.stepping import needs_closure
+from lockstep.optim.stepping import closure_refusal
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -117,12 +117,12 @@ def _extensions(given: object, protocol: type) -> str | None:
 
 def _optimizer(given: object) -> str | None:
     if isinstance(given, torch.optim.Optimizer):
-        return needs_closure(type(given)) or (
+        return closure_refusal(type(given)) or (
             f"is an object of {_kind(given)}, which holds parameters that a strategy may replace; hand over what makes "
             f"one: optimizer=lambda groups: {_kind(given)}(groups, lr=...)"
         )
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
-        return needs_closure(given)
+        return closure_refusal(given)
     if given is None or callable(given):
         return None
     return (
