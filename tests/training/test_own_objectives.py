@@ -176,7 +176,7 @@ def test_two_rates_contradict_each_other() -> None:
         lockstep.ConfigError, match=r"optim\.lr: 0\.1 in the config, but the optimizer has lr 0\.3; remove one of them"
     ):
         rates(lambda groups: torch.optim.SGD(groups, lr=0.3), lr=0.1)
-    with pytest.raises(lockstep.ConfigError, match=r"optim\.weight_decay: 0\.1, .* weight_decay 0\.3"):
+    with pytest.raises(lockstep.ConfigError, match=r"optim\.weight_decay: 0\.1 .* weight_decay 0\.3"):
         rates(lambda groups: torch.optim.SGD(groups, weight_decay=0.3), weight_decay=0.1)
 
 
