@@ -15,7 +15,7 @@ from lockstep.cli.main import main
 from lockstep.cli.words import size, split
 from lockstep.config.loading import validate
 from lockstep.config.override import Override
-from lockstep.plan.told_sizes import facts_of_config
+from lockstep.plan.stated_facts import facts_of_config
 from lockstep.training.checkpoints import Resume
 
 Calls = list[tuple[Any, ...]]

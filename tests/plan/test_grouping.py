@@ -1,4 +1,4 @@
-"""Rules over names and shapes."""
+"""Parameter groups from rules over names and shapes."""
 
 import pytest
 
@@ -22,8 +22,8 @@ MODEL = [
 
 
 def groups(**optim):
-    found = group_parameters(MODEL, Optim(weight_decay=0.1, **optim))
-    return {(group.lr_scale, group.weight_decay): list(group.names) for group in found}
+    grouped = group_parameters(MODEL, Optim(weight_decay=0.1, **optim))
+    return {(group.lr_scale, group.weight_decay): list(group.names) for group in grouped}
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -33,11 +33,11 @@ def test_matrices_decay_and_vectors_do_not():
     }
 
 
-def test_all_decay_if_asked():
+def test_all_parameters_decay_with_decay_all():
     assert groups(decay="all") == {(1.0, 0.1): [parameter.name for parameter in MODEL[:4]]}
 
 
-def test_the_first_rule_that_matches_wins_and_keeps_the_decay_it_does_not_name():
+def test_the_first_matching_rule_wins_and_keeps_the_decay_that_it_leaves_out():
     rules = (
         ParameterRule(match=("*.norm.*", "*.bias"), lr_scale=2.0),
         ParameterRule(match=("layers.*",), lr_scale=0.5, weight_decay=0.3),
@@ -49,11 +49,11 @@ def test_the_first_rule_that_matches_wins_and_keeps_the_decay_it_does_not_name()
     }
 
 
-def test_a_rule_may_be_about_parameters_that_are_frozen_today():
+def test_a_rule_may_match_only_frozen_parameters():
     assert "head.weight" not in str(groups(rules=(ParameterRule(match=("head.*",), lr_scale=2.0),)))
 
 
-def test_rules_that_match_nothing_are_refused_all_at_once_with_the_nearest_names():
+def test_all_rules_that_match_nothing_are_refused_with_the_nearest_names():
     rules = (ParameterRule(match=("layer.*.norm",)), ParameterRule(match=("*",)), ParameterRule(match=("heads.*",)))
     with pytest.raises(ConfigError) as error:
         groups(rules=rules)
@@ -85,5 +85,5 @@ def test_nothing_to_train_is_refused():
         ("convolution.weight", (8, 8, 3), False),
     ],
 )
-def test_matrices_between_layers_are_told_by_name_and_shape(name, shape, hidden):
+def test_hidden_matrices_are_recognized_by_name_and_shape(name, shape, hidden):
     assert is_hidden_matrix(facts(name, *shape)) is hidden

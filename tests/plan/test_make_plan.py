@@ -31,21 +31,21 @@ def plan(ranks=1, facts=FACTS, parameters=PARAMETERS, **sections):
     return make_plan(config(**sections), ranks, facts, parameters)
 
 
-def test_a_plan_says_what_follows():
-    found = plan(2, batch={"global_size": 48, "micro_size": 8})
-    assert (found.strategy, found.ranks) == ("ddp", 2)
-    assert (found.batch.micro_size, found.batch.accumulation) == (8, 3)
-    assert (found.steps, found.epoch_steps, found.epoch_samples) == (42, 21, 1000)
-    assert (found.samples, found.tokens) == (2000, 32000)
-    assert (found.parameters, found.trainable, found.frozen) == (70, 30, 40)
-    assert [group.names for group in found.groups] == [("layers.0.weight",), ("layers.0.bias",)]
-    assert found.warnings == ()
+def test_a_plan_derives_every_number():
+    planned = plan(2, batch={"global_size": 48, "micro_size": 8})
+    assert (planned.strategy, planned.ranks) == ("ddp", 2)
+    assert (planned.batch.micro_size, planned.batch.accumulation) == (8, 3)
+    assert (planned.steps, planned.epoch_steps, planned.epoch_samples) == (42, 21, 1000)
+    assert (planned.samples, planned.tokens) == (2000, 32000)
+    assert (planned.parameters, planned.trainable, planned.frozen) == (70, 30, 40)
+    assert [group.names for group in planned.groups] == [("layers.0.weight",), ("layers.0.bias",)]
+    assert planned.warnings == ()
 
 
 @pytest.mark.parametrize(
     ("memory", "optim", "strategy", "why"),
     [
-        (None, "adamw", "ddp", "a rank's memory isn't known here; plan --memory 80GiB says it"),
+        (None, "adamw", "ddp", "a rank's memory isn't known here; set it by plan --memory 80GiB"),
         (2000, "adamw", "ddp", "the training state takes 648 B of the 1.953 KiB that a rank has"),
         (1000, "adamw", "fsdp", "the training state takes 648 B of the 1000 B that a rank has"),
         (
@@ -53,33 +53,32 @@ def test_a_plan_says_what_follows():
             "muon",
             "ddp",
             "the training state takes 548 B of the 600 B that a rank has, but muon doesn't go with fsdp: it updates "
-            "whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp",
+            "whole matrices, and a rank holds a shard; take adamw, or parallel.strategy: ddp",
         ),
     ],
 )
-def test_auto_takes_what_fits_and_says_why(memory, optim, strategy, why):
-    found = make_plan(config(optim={"name": optim}), 2, FACTS, PARAMETERS, Machine(memory=memory))
-    assert (found.strategy, found.why) == (strategy, why)
-    assert f"auto took {strategy}: {why}" in describe(found)
+def test_auto_takes_what_fits_and_states_the_reason(memory, optim, strategy, why):
+    planned = make_plan(config(optim={"name": optim}), 2, FACTS, PARAMETERS, Machine(memory=memory))
+    assert (planned.strategy, planned.why) == (strategy, why)
+    assert f"auto took {strategy}: {why}" in describe(planned)
 
 
 @pytest.mark.parametrize(
-    ("memory", "strategy", "ranks", "says"),
+    ("memory", "strategy", "ranks", "warning"),
     [
-        (400, "ddp", 2, "takes 648 B of a rank's memory, which is 400 B: it doesn't fit. To have room for activations, "
-                        "too, fsdp takes 3 ranks like these."),
-        (600, "ddp", 2, "parallel.strategy: fsdp divides it."),
-        (200, "auto", 2, "takes 324 B of a rank's memory, which is 200 B: it doesn't fit. To have room for "
-                         "activations, too, fsdp takes 6 ranks like these."),
+        (400, "ddp", 2, "The training state takes 648 B, and a rank has 400 B: it doesn't fit. To leave memory for "
+                        "activations, start 3 ranks like these under fsdp."),
+        (600, "ddp", 2, "The training state takes 648 B, and a rank has 600 B: it doesn't fit. To leave memory for "
+                        "activations, set parallel.strategy: fsdp."),
+        (200, "auto", 2, "The training state takes 324 B, and a rank has 200 B: it doesn't fit. To leave memory for "
+                         "activations, start 6 ranks like these under fsdp."),
         (648, "ddp", 2, None),
         (None, "ddp", 2, None),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_warned_of(memory, strategy, ranks, says):
-    found = make_plan(config(parallel={"strategy": strategy}), ranks, FACTS, PARAMETERS, Machine(memory=memory))
-    about = [warning for warning in found.warnings if "doesn't fit" in warning]
-    assert len(about) == (says is not None)
-    assert says is None or about[0].endswith(says)
+def test_a_warning_states_that_the_training_state_does_not_fit(memory, strategy, ranks, warning):
+    planned = make_plan(config(parallel={"strategy": strategy}), ranks, FACTS, PARAMETERS, Machine(memory=memory))
+    assert [text for text in planned.warnings if "doesn't fit" in text] == ([warning] if warning else [])
 
 
 def test_samples_of_a_run_that_ends_within_an_epoch():
@@ -88,21 +87,21 @@ def test_samples_of_a_run_that_ends_within_an_epoch():
     assert (dropped.epoch_samples, dropped.samples) == (960, 960 + 2 * 48)
 
 
-def test_what_only_running_tells_is_left_open():
-    found = plan(facts=DataFacts(1000, None), run={"tokens": 5000})
-    assert (found.steps, found.samples, found.tokens) == (None, None, None)
-    assert "only running tells" in describe(found)
+def test_the_length_of_a_token_budget_over_ragged_samples_is_unknown():
+    planned = plan(facts=DataFacts(1000, None), run={"tokens": 5000})
+    assert (planned.steps, planned.samples, planned.tokens) == (None, None, None)
+    assert "unknown in advance" in describe(planned)
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "strategy"), [("auto", 1, "single"), ("auto", 4, "ddp"), ("ddp", 1, "ddp"), ("dp", 1, "dp")]
+    ("name", "ranks", "strategy"), [("auto", 1, "single"), ("auto", 4, "ddp"), ("ddp", 1, "ddp"), ("dp", 1, "dp")]
 )
-def test_strategies(asked, ranks, strategy):
-    assert plan(ranks, parallel={"strategy": asked}).strategy == strategy
+def test_the_planned_strategy(name, ranks, strategy):
+    assert plan(ranks, parallel={"strategy": name}).strategy == strategy
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("strategy", "message"),
     [
         ("single", "parallel.strategy: single is one process, but there are 3 ranks; start 1 rank, or take ddp"),
         (
@@ -111,9 +110,9 @@ def test_strategies(asked, ranks, strategy):
         ),
     ],
 )
-def test_strategies_of_one_process_refuse_more(asked, message):
+def test_strategies_of_one_process_refuse_more(strategy, message):
     with pytest.raises(ConfigError) as error:
-        plan(3, parallel={"strategy": asked})
+        plan(3, parallel={"strategy": strategy})
     assert str(error.value) == message
 
 
@@ -130,27 +129,27 @@ def test_strategies_of_one_process_refuse_more(asked, message):
     ],
 )
 def test_bytes_per_rank_count_no_state_for_frozen_parameters(optim, state):
-    found = plan(2, optim=optim)
-    for row in found.placements:
+    planned = plan(2, optim=optim)
+    for row in planned.placements:
         stage = int(row.strategy[-1]) if row.strategy.startswith("zero") else 0
         parts = 2 if row.strategy in ("fsdp", "fsdp-grad-op") else 1
         of_parameters, of_gradients, of_state = (
             2 if stage >= least else parts for least in (3, 2, 1)
-        )  # what ZeRO's stages divide
+        )  # what ZeRO's stages shard
         masters = 30 * 4 if stage else 0
         kept_whole = 70 * 4 if stage == 3 else 0  # all are small
         assert row.parameters == 70 * 4 / of_parameters + kept_whole
         assert row.gradients == 30 * 4 / of_gradients
         assert row.optimizer == (state + masters) / of_state
         assert row.total == row.parameters + row.gradients + row.optimizer
-    assert {row.strategy for row in found.placements} == {
+    assert {row.strategy for row in planned.placements} == {
         "single", "dp", "ddp", "fsdp", "fsdp-grad-op", "fsdp-no-shard", "zero0", "zero1", "zero2", "zero3",
     }  # fmt: skip
-    assert found.placement.strategy == "ddp"
+    assert planned.placement.strategy == "ddp"
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept"),
+    ("keys", "kept"),
     [
         ({}, 70),
         ({"stage3_param_persistence_threshold": 0}, 0),
@@ -159,26 +158,26 @@ def test_bytes_per_rank_count_no_state_for_frozen_parameters(optim, state):
         ({"stage3_model_persistence_threshold": 0}, 0),
     ],
 )
-def test_what_stage_3_keeps_whole_is_as_its_config_says(asked, kept):
-    deepspeed = {"zero_stage": 3, "config": {"zero_optimization": {"stage": 3, **asked}}}
-    found = plan(2, parallel={"strategy": "deepspeed", "deepspeed": deepspeed})
+def test_parameters_that_stage_3_keeps_whole_follow_its_config(keys, kept):
+    deepspeed = {"zero_stage": 3, "config": {"zero_optimization": {"stage": 3, **keys}}}
+    planned = plan(2, parallel={"strategy": "deepspeed", "deepspeed": deepspeed})
     smallest = sum(fact.elements for fact in PARAMETERS if fact.elements <= 23)
-    assert found.placement.parameters == 70 * 4 / 2 + 4 * (smallest if kept is None else kept)
+    assert planned.placement.parameters == 70 * 4 / 2 + 4 * (smallest if kept is None else kept)
     assert plan(1, parallel={"strategy": "deepspeed", "deepspeed": deepspeed}).placement.parameters == 70 * 4
 
 
 @pytest.mark.parametrize(("strategy", "parts", "name"), [("ddp", 1, "context"), ("fsdp", 4, "context+fsdp")])
-def test_ranks_that_share_sequences_are_among_those_that_divide_state(strategy, parts, name):
-    found = plan(4, parallel={"strategy": strategy, "context": 2})
-    rows = {row.strategy: row for row in found.placements}
+def test_context_ranks_hold_replicas_or_shards_as_the_strategy_does(strategy, parts, name):
+    planned = plan(4, parallel={"strategy": strategy, "context": 2})
+    rows = {row.strategy: row for row in planned.placements}
     assert rows[name].parameters == -(-rows["single"].parameters // parts)
-    assert rows[name].note == "each rank computes a part of 2 of each sequence"
-    assert found.batch.ranks == 2
+    assert rows[name].note == "each rank computes 1/2 of each sequence"
+    assert planned.batch.ranks == 2
 
 
 def test_buckets_that_are_not_views_hold_the_gradients_twice():
-    found = plan(2, parallel={"ddp": {"gradient_as_bucket_view": False}})
-    gradients = {row.strategy: row.gradients for row in found.placements}
+    planned = plan(2, parallel={"ddp": {"gradient_as_bucket_view": False}})
+    gradients = {row.strategy: row.gradients for row in planned.placements}
     assert (gradients["single"], gradients["ddp"]) == (120, 240)
 
 
@@ -189,7 +188,7 @@ def test_buckets_that_are_not_views_hold_the_gradients_twice():
             3,
             {"batch": {"global_size": 10, "micro_size": 2}},
             "batch.global_size 10 does not fill 3 x 2 micro-batches of 2 (ranks x accumulation): 16.7% of the ranks' "
-            "time goes to filler or waiting. A batch.global_size of 6 or 12 fills them all.",
+            "time is spent on padding or waiting. A batch.global_size of 6 or 12 fills them all.",
         ),
         (
             1,
@@ -201,7 +200,7 @@ def test_buckets_that_are_not_views_hold_the_gradients_twice():
             4,
             {"batch": {"global_size": 2}},
             "batch.global_size 2 does not fill 4 x 1 micro-batches of 1 (ranks x accumulation): 50.0% of the ranks' "
-            "time goes to filler or waiting. A batch.global_size of 4 fills them all.",
+            "time is spent on padding or waiting. A batch.global_size of 4 fills them all.",
         ),
         (
             1,
@@ -222,28 +221,28 @@ def test_buckets_that_are_not_views_hold_the_gradients_twice():
         ),
     ],
 )
-def test_warnings_say_what_it_costs_and_what_would_be_better(ranks, sections, warning):
+def test_warnings_state_the_cost_and_a_better_value(ranks, sections, warning):
     assert plan(ranks, **sections).warnings == (warning,)
 
 
-def test_mistakes_are_found_without_a_process():
+def test_mistakes_are_refused_without_a_process():
     with pytest.raises(ConfigError, match=r"optim\.rules\.0\.match"):
         plan(optim={"rules": ({"match": ("nothing.like.it",)},)})
-    with pytest.raises(ConfigError, match="the data set has no samples"):
+    with pytest.raises(ConfigError, match="the dataset has no samples"):
         plan(facts=DataFacts(0, None))
 
 
 @pytest.mark.parametrize("untested", [False, True])
-def test_what_is_for_gpus_is_refused_where_ranks_compute_on_the_cpu(untested: bool) -> None:
-    asked = {"memory": {"activation_offload": "cpu"}, "run": {"epochs": 2.0, "allow_untested": untested}}
-    for there, launch in ((Machine(device="cpu"), {}), (Machine(), {"device": "cpu"})):
+def test_features_of_gpus_are_refused_on_the_cpu(untested: bool) -> None:
+    sections = {"memory": {"activation_offload": "cpu"}, "run": {"epochs": 2.0, "allow_untested": untested}}
+    for machine, launch in ((Machine(device="cpu"), {}), (Machine(), {"device": "cpu"})):
         with pytest.raises(ConfigError) as error:
-            make_plan(config(**asked, launch=launch), 1, FACTS, PARAMETERS, there)
+            make_plan(config(**sections, launch=launch), 1, FACTS, PARAMETERS, machine)
         assert str(error.value) == (
             "memory.activation_offload: on the CPU activations are already; it is for GPUs: leave it out"
         )
     if untested:
-        make_plan(config(**asked), 1, FACTS, PARAMETERS, Machine(device="cuda"))
+        make_plan(config(**sections), 1, FACTS, PARAMETERS, Machine(device="cuda"))
 
 
 def test_the_description_has_every_number_and_marks_the_strategy():
@@ -261,36 +260,37 @@ def test_the_description_has_every_number_and_marks_the_strategy():
 
 
 def test_the_json_is_plain_and_complete():
-    found = plan(2)
-    values = json.loads(json.dumps(as_json(found)))
+    planned = plan(2)
+    values = json.loads(json.dumps(as_json(planned)))
     assert values["steps"] == 42
     assert values["batch"] == {
         "global_size": 48, "micro_size": 24, "accumulation": 1, "ranks": 2, "fixed": False, "even": True, "waste": 0
     }  # fmt: skip
-    assert [row["total"] for row in values["placements"]] == [row.total for row in found.placements]
+    assert [row["total"] for row in values["placements"]] == [row.total for row in planned.placements]
+
+
+INVARIANT = {"batch": {"global_size": 64, "micro_size": 8}, "run": {"steps": 1, "determinism": "invariant"}}
 
 
 def test_an_invariant_run_holds_partial_sums():
     """Eight micro-batches in a row: what autograd made, three levels of the tree, and what is being filled."""
-    asked = {"batch": {"global_size": 64, "micro_size": 8}, "run": {"steps": 1, "determinism": "invariant"}}
-    one = plan(1, **asked)
-    assert one.batch.fixed
-    assert one.placement.gradients == 5 * plan(1).placement.gradients
-    assert plan(8, **asked).placement.gradients == 2 * plan(1).placement.gradients
+    on_one_rank = plan(1, **INVARIANT)
+    assert on_one_rank.batch.fixed
+    assert on_one_rank.placement.gradients == 5 * plan(1).placement.gradients
+    assert plan(8, **INVARIANT).placement.gradients == 2 * plan(1).placement.gradients
 
 
-def test_an_invariant_run_is_never_chosen_to_be_divided():
-    asked = {"batch": {"global_size": 64, "micro_size": 8}, "run": {"steps": 1, "determinism": "invariant"}}
-    found = make_plan(config(**asked), 4, FACTS, PARAMETERS, Machine(None, 1))
-    assert found.strategy == "ddp"
-    assert found.why == "run.determinism invariant needs every rank to hold whole gradients"
+def test_auto_never_shards_an_invariant_run():
+    planned = make_plan(config(**INVARIANT), 4, FACTS, PARAMETERS, Machine(None, 1))
+    assert planned.strategy == "ddp"
+    assert planned.why == "run.determinism invariant needs every rank to hold whole gradients"
 
 
-def test_options_of_a_strategy_that_isn_t_run_are_said():
+def test_a_warning_names_options_of_other_strategies():
     idle = plan(2, parallel={"strategy": "ddp", "deepspeed": {"config": "nope.json"}, "fsdp": {"wrap": "root"}})
-    assert [warning for warning in idle.warnings if "no part in this run" in warning] == [
-        "Options under parallel.fsdp have no part in this run, which is under ddp.",
-        "Options under parallel.deepspeed have no part in this run, which is under ddp.",
+    assert [warning for warning in idle.warnings if "no effect in this run" in warning] == [
+        "Options under parallel.fsdp have no effect in this run, whose strategy is ddp.",
+        "Options under parallel.deepspeed have no effect in this run, whose strategy is ddp.",
     ]
     both = plan(2, parallel={"strategy": "fsdp", "ddp": {"find_unused_parameters": True}})
     assert both.warnings == ()

@@ -1,4 +1,4 @@
-"""Rates, intervals and lengths as arithmetic."""
+"""Learning rates, intervals and lengths of runs."""
 
 import math
 from itertools import pairwise
@@ -45,18 +45,17 @@ def test_a_rate_is_never_negative_nor_above_the_peak(schedule, steps):
 
 @given(schedules, st.integers(1, 200))
 def test_a_rate_has_no_jumps(schedule, steps):
-    """From one update to the next it moves by no more than its steepest part allows."""
+    """Between two updates the rate changes by no more than its steepest part allows."""
     warmup = round(schedule.warmup_ratio * steps)
     left = schedule.decay_ratio * steps if schedule.kind == "warmup-stable-decay" else steps - warmup
     assume(left >= 1)
     steepest = 1 / (warmup + 1) if schedule.warmup_type == "linear" else math.log(1.5) / math.log(warmup + 2)
     bound = PEAK.lr * (steepest + math.pi / 2 / left) + 1e-9
-    found = rates(schedule, steps)
-    assert all(abs(after - before) <= bound for before, after in pairwise(found))
+    assert all(abs(after - before) <= bound for before, after in pairwise(rates(schedule, steps)))
 
 
 @given(schedules, st.integers(2, 200))
-def test_a_rate_ends_at_its_final_share(schedule, steps):
+def test_a_rate_ends_at_its_final_ratio(schedule, steps):
     assume(schedule.kind != "constant")
     warmup = round(schedule.warmup_ratio * steps)
     assume(warmup < steps)
@@ -66,22 +65,22 @@ def test_a_rate_ends_at_its_final_share(schedule, steps):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_warmup_climbs_evenly_from_above_zero_to_the_peak(kind):
-    found = rates(Schedule(kind=kind, warmup_steps=4), 20)
-    assert found[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
-    assert found == pytest.approx(rates(Schedule(kind=kind, warmup_ratio=0.2), 20))
+    by_steps = rates(Schedule(kind=kind, warmup_steps=4), 20)
+    assert by_steps[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert by_steps == pytest.approx(rates(Schedule(kind=kind, warmup_ratio=0.2), 20))
 
 
 def test_a_logarithmic_warmup_rises_as_the_logarithm_of_the_update():
-    found = rates(Schedule(kind="constant", warmup_steps=6, warmup_type="log"), 20)
-    assert found[:7] == pytest.approx([0.5 * math.log(2 + step) / math.log(8) for step in range(7)])
-    assert found[2] == pytest.approx(0.5 * 2 / 3)
-    assert found[6:] == [0.5] * 15
+    logarithmic = rates(Schedule(kind="constant", warmup_steps=6, warmup_type="log"), 20)
+    assert logarithmic[:7] == pytest.approx([0.5 * math.log(2 + step) / math.log(8) for step in range(7)])
+    assert logarithmic[2] == pytest.approx(0.5 * 2 / 3)
+    assert logarithmic[6:] == [0.5] * 15
 
 
 @pytest.mark.parametrize("warmup_type", ["linear", "log"])
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_rates_are_those_of_deepspeed_s_own_scheduler(kind, warmup_type):
-    """Of the one that `config deepspeed` writes, two updates later; of one that says the same numbers, closely."""
+    """The one that `config deepspeed` writes agrees two updates later; one with the same numbers, approximately."""
     import torch
 
     schedulers = pytest.importorskip("deepspeed.runtime.lr_schedules")
@@ -90,24 +89,24 @@ def test_rates_are_those_of_deepspeed_s_own_scheduler(kind, warmup_type):
     from lockstep.config.loading import validate
 
     steps, warmup = 200, 20
-    asked = {"kind": kind, "warmup_steps": warmup, "warmup_type": warmup_type}
+    section = {"kind": kind, "warmup_steps": warmup, "warmup_type": warmup_type}
     config = validate({
         "model": {"kind": "transformer"}, "data": {"train": {"kind": "stdlib-text"}}, "optim": {"lr": PEAK.lr},
         "parallel": {"strategy": "deepspeed"}, "precision": {"compute": "fp32"}, "run": {"steps": steps},
-        "schedule": asked,
+        "schedule": section,
     }).config  # fmt: skip
     written = plain_config(config, Derived(1, 32, 1, steps, 1000))["scheduler"]
-    ours = rates(Schedule(**asked), steps)
+    expected = rates(Schedule(**section), steps)
 
-    def theirs(number):
+    def deepspeed_rates(number):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK.lr)
-        made = getattr(schedulers, written["type"])(optimizer, **written["params"] | {"warmup_num_steps": number})
-        return [(made.step(), optimizer.param_groups[0]["lr"])[1] for _ in range(steps + 2)]
+        scheduler = getattr(schedulers, written["type"])(optimizer, **written["params"] | {"warmup_num_steps": number})
+        return [(scheduler.step(), optimizer.param_groups[0]["lr"])[1] for _ in range(steps + 2)]
 
-    exact = theirs(written["params"]["warmup_num_steps"])[1:]
-    assert ours[:warmup] == pytest.approx(exact[:warmup])
-    assert ours == pytest.approx(exact[: len(ours)], abs=PEAK.lr * math.pi / (steps - warmup))
-    assert ours == pytest.approx(theirs(warmup)[1 : len(ours) + 1], abs=PEAK.lr * 1.5 / warmup)
+    exact = deepspeed_rates(written["params"]["warmup_num_steps"])[1:]
+    assert expected[:warmup] == pytest.approx(exact[:warmup])
+    assert expected == pytest.approx(exact[: len(expected)], abs=PEAK.lr * math.pi / (steps - warmup))
+    assert expected == pytest.approx(deepspeed_rates(warmup)[1 : len(expected) + 1], abs=PEAK.lr * 1.5 / warmup)
 
 
 @pytest.mark.parametrize(
@@ -125,24 +124,24 @@ def test_curves_without_warmup(kind, middle, late):
 
 
 def test_stable_until_the_decay():
-    found = rates(Schedule(kind="warmup-stable-decay", decay_ratio=0.25), 8)
-    assert found == pytest.approx([0.5] * 7 + [0.25, 0.0])
+    stable = rates(Schedule(kind="warmup-stable-decay", decay_ratio=0.25), 8)
+    assert stable == pytest.approx([0.5] * 7 + [0.25, 0.0])
 
 
 def test_without_a_known_length_both_ends_of_the_curve_are_right():
-    """100 tokens an update at first, 50 later: 1,000 tokens in 15 updates that nobody foresaw."""
+    """100 tokens an update at first, 50 later: 1,000 tokens in 15 updates, unknown in advance."""
     schedule = Schedule(kind="cosine", warmup_steps=3)
     used = [0, 100, 200, 300, 400, *range(500, 1001, 50)]
-    found = [learning_rate(PEAK, schedule, tokens / 1000, step, None) for step, tokens in enumerate(used)]
-    assert found[:4] == pytest.approx([0.125, 0.25, 0.375, 0.5])
-    assert found[-1] == pytest.approx(0.0)
-    assert all(0 <= rate <= 0.5 for rate in found)
+    estimated = [learning_rate(PEAK, schedule, tokens / 1000, step, None) for step, tokens in enumerate(used)]
+    assert estimated[:4] == pytest.approx([0.125, 0.25, 0.375, 0.5])
+    assert estimated[-1] == pytest.approx(0.0)
+    assert all(0 <= rate <= 0.5 for rate in estimated)
     by_ratio = Schedule(kind="cosine", warmup_ratio=0.3)
     assert learning_rate(PEAK, by_ratio, 0.3, 3, None) == pytest.approx(0.5)
     assert learning_rate(PEAK, by_ratio, 1.0, 15, None) == pytest.approx(0.0)
 
 
-# --- what is due --------------------------------------------------------------------------------------------------
+# --- intervals ----------------------------------------------------------------------------------------------------
 
 updates = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 999)), min_size=1, max_size=60)
 intervals = st.one_of(
@@ -155,7 +154,7 @@ intervals = st.one_of(
 
 @given(updates, intervals, st.integers(1, 50))
 def test_an_interval_is_due_once_for_each_update_that_passes_multiples(steps, every, epoch_samples):
-    """Counted independently: an update is due if a multiple lies in (before, after]."""
+    """The oracle counts: an update is due if a multiple is in (before, after]."""
     before = Progress()
     for samples, tokens in steps:
         after = before.advance(samples, tokens)
@@ -171,7 +170,7 @@ def test_an_interval_is_due_once_for_each_update_that_passes_multiples(steps, ev
 
 
 @given(st.integers(1, 7), st.integers(1, 40))
-def test_how_updates_are_cut_does_not_change_how_often_one_is_due(size, number):
+def test_the_size_of_updates_does_not_change_how_often_one_is_due(size, number):
     every = Every(float(number), "samples")
     cursor = [Progress(k, k * size, 0) for k in range(421)]
     due = sum(is_due(every, before, after, 100) for before, after in pairwise(cursor))
@@ -213,7 +212,7 @@ def test_horizon(run, drop_last, steps):
     assert horizon(run, 32, FACTS, drop_last) == steps
 
 
-def test_only_running_tells_how_long_tokens_of_ragged_samples_last():
+def test_the_length_of_a_token_budget_over_ragged_samples_is_unknown():
     assert horizon(Run(tokens=1000), 32, RAGGED) is None
     assert horizon(Run(epochs=2.0), 32, RAGGED) == 8
 
@@ -245,7 +244,7 @@ def test_a_run_is_finished_after_as_many_updates_as_its_horizon(global_size, sam
     assert fractions[-1] < 1 == fraction_done(run, progress, epoch_samples)
 
 
-def test_a_run_that_goes_on_with_another_global_batch_still_ends_after_its_epochs():
+def test_a_run_resumed_with_another_global_batch_still_ends_after_its_epochs():
     run, half = Run(epochs=2.0), Progress(steps=50, samples=100, tokens=0)
     assert fraction_done(run, half, 100) == 0.5
     assert not is_finished(run, Progress(steps=10**6, samples=199), 100)
@@ -256,6 +255,6 @@ def test_drop_last_that_leaves_nothing_is_refused():
     with pytest.raises(ConfigError) as error:
         epoch_length(FACTS, 128, True)
     assert str(error.value) == (
-        "batch.global_size: 128 is more than the 100 samples of an epoch, and data.drop_last leaves out what doesn't "
-        "fill a batch: nothing is left. Set it to 100 or less, or data.drop_last: false"
+        "batch.global_size: 128 is more than the 100 samples of an epoch, and data.drop_last drops incomplete "
+        "batches: nothing is left. Set it to 100 or less, or data.drop_last: false"
     )

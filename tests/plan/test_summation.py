@@ -1,4 +1,4 @@
-"""However the terms of a sum are divided, the same pairs are added."""
+"""A sum in fixed order: however the terms are distributed, the same pairs are added."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ TERMS = st.integers(1, 70)
 
 @st.composite
 def splits(draw: Any) -> tuple[int, list[tuple[int, int]]]:
-    """Terms, and who holds which of them: contiguous runs, some of them empty."""
+    """Return a number of terms, and the contiguous ranges that holders have, some of them empty."""
     terms = draw(TERMS)
     cuts = sorted(draw(st.lists(st.integers(0, terms), max_size=8)))
     return terms, list(zip([0, *cuts], [*cuts, terms], strict=True))
 
 
 def added(terms: int, parts: list[tuple[int, int]], values: list[Any], add: Any) -> Any:
-    """Each holder adds what it can, then the rest is added together."""
+    """Return the sum: each holder adds its pairs, then the remaining nodes are added."""
     nodes: list[Node] = []
     left: list[Any] = []
     for first, stop in parts:
@@ -42,7 +42,7 @@ def test_any_split_adds_the_same_pairs(split):
 
 
 @given(splits(), st.integers(0, 2**32 - 1))
-def test_any_split_gives_the_same_bits(split, seed):
+def test_any_split_is_bitwise_identical(split, seed):
     terms, parts = split
     draws = np.random.default_rng(seed)
     values = list((draws.standard_normal((terms, 3)) * 10.0 ** draws.integers(-9, 9, (terms, 1))).astype(np.float32))
@@ -50,8 +50,8 @@ def test_any_split_gives_the_same_bits(split, seed):
     assert added(terms, parts, values, add).tobytes() == added(terms, [(0, terms)], values, add).tobytes()
 
 
-def test_other_pairs_give_other_bits():
-    """What is tested above isn't true of any order."""
+def test_another_order_of_additions_gives_another_result():
+    """The test above would fail for it."""
     values = [np.float32(value) for value in (1.0, 1e8, -1e8, 3.0)]
     tree = total([Node(0, term) for term in range(4)], values, 4, lambda left, right: left + right)
     assert tree != values[0] + (values[1] + values[2]) + values[3]
@@ -64,6 +64,6 @@ def test_five_terms():
 
 
 @given(TERMS)
-def test_what_is_held_at_a_time_grows_with_the_logarithm(terms):
+def test_the_values_held_at_a_time_grow_with_the_logarithm(terms):
     assert most_held(0, terms, terms) <= terms.bit_length() + 1
     assert len(nodes_of(0, terms, terms)) == 1

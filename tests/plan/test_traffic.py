@@ -1,4 +1,4 @@
-"""Bytes sent by formula are the bytes that are sent: collectives of a real update are counted, over gloo."""
+"""The formulas of bytes sent agree with the collectives of a real update, counted over gloo."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ PARALLELS: dict[str, dict[str, Any]] = {
     },
     "zero3": {"strategy": "deepspeed", "deepspeed": STAGE_3},
 }
-NORMS = 16  # bytes that DeepSpeed's own norms may take, beside the formula
+NORMS = 16  # bytes that DeepSpeed's own norms may take, in addition to the formula
 SHARE = {"allreduce_": 2.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0}
 
 
 def counted(parallels: list[dict[str, Any]]) -> list[tuple[float, int, int]]:
-    """On one rank, under each: bytes sent in the third update as rings would, of the model, and at its root."""
+    """Return, for each strategy: bytes that one rank sends in the third update, of the model, and at its root."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -61,7 +61,7 @@ def _counted(parallel: dict[str, Any]) -> tuple[float, int, int]:
     sent: Counter[str] = Counter()
 
     class Counting(TorchDispatchMode):
-        """Of each collective the larger side, which all of its ranks know; votes are float64, and not meant."""
+        """Count the larger side of each collective, which all of its ranks know; votes are float64 and left out."""
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if function.namespace == "c10d":
@@ -86,13 +86,13 @@ def _bytes_of(argument: Any) -> int:
     import torch
 
     tensors = argument if isinstance(argument, list | tuple) else [argument]
-    found = [one for one in tensors if isinstance(one, torch.Tensor) and one.dtype == torch.float32]
-    return sum(one.numel() * one.element_size() for one in found)
+    fp32 = [each for each in tensors if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
+    return sum(each.numel() * each.element_size() for each in fp32)
 
 
-def test_each_strategy_sends_what_the_formula_says() -> None:
-    for found in in_world(2, counted, list(PARALLELS.values())):
-        for name, (sent, whole, at_root) in zip(PARALLELS, found, strict=True):
+def test_each_strategy_sends_the_bytes_of_the_formula() -> None:
+    for counts in in_world(2, counted, list(PARALLELS.values())):
+        for name, (sent, whole, at_root) in zip(PARALLELS, counts, strict=True):
             assert whole > at_root > 0
             expected = traffic(name, Volume(whole, whole, at_root), 2, micro_batches=MICRO_BATCHES).total
             assert sent == pytest.approx(expected, abs=NORMS if name.startswith("zero") else 0), name
@@ -102,7 +102,7 @@ SIZES = st.integers(1, 10**12)
 
 
 @given(SIZES, SIZES, st.integers(1, 64), st.integers(1, 64), st.integers(1, 8))
-def test_what_each_sends_beside_the_others(
+def test_bytes_of_strategies_compared_with_each_other(
     parameters: int, gradients: int, shards: int, replicas: int, micro_batches: int
 ) -> None:
     volume = Volume(parameters, gradients, parameters // 2)
@@ -114,13 +114,13 @@ def test_what_each_sends_beside_the_others(
     assert sent["ddp"] == sent["fsdp-no-shard"] == sent["zero0"]
     assert sent["fsdp"] >= sent["fsdp-grad-op"]
     assert sent["zero1"] <= sent["zero2"]
-    one = {name: traffic(name, volume, 1, micro_batches=micro_batches).total for name in STATE_VARIANTS}
-    assert not any(one.values())
+    on_one_rank = {name: traffic(name, volume, 1, micro_batches=micro_batches).total for name in STATE_VARIANTS}
+    assert not any(on_one_rank.values())
 
 
 @given(SIZES, st.integers(2, 512))
 def test_the_volumes_of_the_zero_paper(size: int, ranks: int) -> None:
-    """Section 7: with parameters and gradients alike, 2 of data parallelism and 3 of stage 3."""
+    """Section 7: with parameters as large as gradients, 2 for data parallelism and 3 for stage 3."""
     volume, unit = Volume(size, size), (ranks - 1) / ranks * size
     for name, units in {"ddp": 2, "zero1": 3, "zero2": 3, "zero3": 3, "fsdp": 3, "fsdp-grad-op": 2}.items():
         assert traffic(name, volume, ranks).total == pytest.approx(units * unit)

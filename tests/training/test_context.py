@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("axis", ["pipeline", "tensor"])
 def test_a_model_that_is_cut_has_whole_sequences(axis: str) -> None:
     asked = validate(text(**{"context": 2, axis: 2})).config
-    with pytest.raises(ConfigError, match=f"sequences can't be divided with parallel.{axis} 2; leave one of them out"):
+    with pytest.raises(ConfigError, match=f"sequences can't be sharded with parallel.{axis} 2; leave one of them out"):
         make_plan(asked, 4, DataFacts(40, None), [ParameterFacts("weight", (8, 8), 4, True)])
 
 

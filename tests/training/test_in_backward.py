@@ -92,7 +92,7 @@ def test_what_can_not_be_discarded_ends_the_run() -> None:
             {"run": {"steps": 2, "determinism": "invariant"}},
             "optim.in_backward applies gradients before they are added",
         ),
-        ({"batch": {"global_size": 8, "micro_size": 2}}, "an update has 4 of them; write batch.micro_size: 8"),
+        ({"batch": {"global_size": 8, "micro_size": 2}}, "an update has 4 micro-batches; write batch.micro_size: 8"),
         ({"parallel": {"strategy": "ddp"}}, "optimizer in backward doesn't go with ddp: gradients are reduced"),
         ({"parallel": {"strategy": "fsdp"}}, "optimizer in backward doesn't go with fsdp: gradients are reduced"),
     ],

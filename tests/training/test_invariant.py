@@ -193,8 +193,8 @@ def test_a_run_that_goes_on_with_other_ranks_ends_with_the_same_bits(tmp_path: P
 REFUSALS = {
     "auto": (
         text(batch={"global_size": 13}),
-        "batch.micro_size: auto cuts an update by the number of ranks; under run.determinism invariant give a number, "
-        "the same for all: 13 is what auto comes to on 1 rank",
+        "batch.micro_size: auto splits an update by the number of ranks; under run.determinism invariant give a "
+        "number, the same for all: 13 is what auto gives on 1 rank",
     ),
     "dp": (
         text(parallel={"strategy": "dp"}),
@@ -213,12 +213,12 @@ REFUSALS = {
     ),
     "DDP's own": (
         text(parallel={"ddp": {"static_graph": True, "gradient_as_bucket_view": False, "sync_batchnorm": True}}),
-        "parallel.ddp.sync_batchnorm: adds over ranks in their order; under run.determinism invariant it can't be had: "
-        "take false\n"
+        "parallel.ddp.sync_batchnorm: adds over ranks in their order, which is not available under run.determinism "
+        "invariant: take false\n"
         "parallel.ddp.static_graph: is for DDP's own reduction, which under run.determinism invariant is not used: "
         "take false\n"
         "parallel.ddp.gradient_as_bucket_view: false is for DDP's own reduction, which under run.determinism invariant "
-        "is not used; gradients lie in one piece: take true",
+        "is not used; gradients are one flat tensor: take true",
     ),
     "compiling": (
         text(model={**text()["model"], "compile": True}),

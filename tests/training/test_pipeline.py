@@ -216,7 +216,7 @@ def test_a_long_wait_is_warned_of() -> None:
         {**small.config(), "parallel": {"strategy": "ddp", "pipeline": 2}, "batch": {"global_size": 8, "micro_size": 4}}
     )
     plan = make_plan(asked.config, 2, DataFacts(40, None), [ParameterFacts("weight", (4, 4), 4, True)])
-    assert any("wait 33% of the time" in warning and "batch.micro_size 1" in warning for warning in plan.warnings)
+    assert any("wait 33% of the time" in warning and "batch.micro_size to 1" in warning for warning in plan.warnings)
 
 
 # --- what users do next -------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def run_info(facts: RunInfo) -> list[str]:
         "device": facts.device,
         "precision": facts.precision,
         "parameters": f"{facts.parameters:,}{parts}",
-        "batch": batch.among(facts.ranks),
+        "batch": batch.product(facts.ranks),
         "steps": "until the budget is used up" if facts.steps is None else f"{facts.steps:,}{epoch}",
         "folder": _shortest_path(facts.folder),
     }

@@ -1,4 +1,4 @@
-"""The strategy of a run: the one asked for, or the first of the automatic ones whose training state fits."""
+"""Chooses the strategy of a run: the one in the config, or the first automatic one whose training state fits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lockstep.strategies.record import Strategy
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, layout_of, strategies
 
 SHARE_OF_STATE = 0.6
-"""The share of a rank's memory that the training state may take; the rest is left to activations."""
+"""The fraction of a rank's memory that the training state may take; the rest is left to activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The strategy of a run; `why` it was chosen, if that was left to `auto`."""
+    """The strategy of a run, and why `auto` chose it."""
 
     strategy: Strategy
     why: str | None = None
@@ -29,20 +29,21 @@ class Choice:
 def choose_strategy(
     config: Config, ranks: int, parameters: Sequence[ParameterFacts] = (), memory: int | None = None
 ) -> Choice:
-    """Return the strategy that was asked for, or the one that `auto` comes to: the single process on one rank, and on
-    more the first of the automatic ones whose training state fits.
+    """Return the strategy in the config, or the one that `auto` chooses.
+
+    `auto` takes the single process on one rank; on more, the first automatic strategy whose training state fits.
 
     Args:
-        memory: As of `Machine`.
+        memory: As in `Machine`.
 
     Raises:
-        ConfigError: the strategy is for one process alone.
+        ConfigError: The strategy is only for one process.
     """
     if config.parallel.strategy == AUTO:
         return _automatic(config, ranks, parameters, memory)
     strategy = find_strategy(config.parallel.strategy)
     if strategy.one_process and ranks > 1:
-        first = next(one for one in strategies() if one.automatic)
+        first = next(other for other in strategies() if other.automatic)
         why = f"{strategy.name} is {strategy.one_process}, but there are {ranks} ranks"
         raise ConfigError(Problem("", "parallel.strategy", f"{why}; start 1 rank, or take {first.name}"))
     return Choice(strategy)
@@ -55,7 +56,7 @@ def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts],
     if config.run.determinism == "invariant":
         return Choice(first, "run.determinism invariant needs every rank to hold whole gradients")
     if memory is None:
-        return Choice(first, "a rank's memory isn't known here; plan --memory 80GiB says it")
+        return Choice(first, "a rank's memory isn't known here; set it by plan --memory 80GiB")
     pieces = math.prod(degree for degree in (config.parallel.pipeline, config.parallel.tensor) if degree != "auto")
     rows = {row.strategy: row.total // pieces for row in placements(state_of(config, ranks, parameters), ranks)}
     whole = rows[first.variants[0].name]
@@ -77,7 +78,7 @@ def state_of(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -
 
 
 def format_bytes(size: int) -> str:
-    """Return a size in binary units, with four digits or so."""
+    """Return a size in binary units, with about four digits."""
     number = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:

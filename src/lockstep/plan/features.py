@@ -1,13 +1,13 @@
-"""What goes with what: strategy x feature, and how it is known.
+"""The table of strategies and features: which ones work together, and the evidence.
 
                      ddp          fsdp                         each cell
     fp16             cpu          cpu                          tested on the CPU (and on which GPU, when)
-    muon             cpu          refused: whole matrices      why it can't be
+    muon             cpu          refused: whole matrices      the reason of the refusal
     offload          -            untested                     runs with --allow-untested
                                                                -: the strategy has no such option
 
-A row states what holds by default; strategies and partitions state what differs. A test runs every cell that says
-`cpu` against the single process, and asks for every one that says otherwise.
+A row states the default; strategies and partitions state what differs. A test compares every `cpu` cell with the single
+process, and checks that every other cell is refused.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _WORST_FIRST: tuple[Standing, ...] = ("refused", "untested", "none", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class FeatureRequest:
-    """What a run asks for.
+    """The features that a run uses.
 
     Attributes:
-        frozen: The number of parameters that are not trained.
+        frozen: Number of parameter elements that are not trained.
     """
 
     config: Config
@@ -47,25 +47,24 @@ class Feature:
     """A row of the table.
 
     Attributes:
-        name: As people call it.
-        key: The key of the config that asks for it.
-        asked: Whether a run does.
-        default: How it stands under strategies that don't state otherwise.
+        key: The config key that selects it.
+        requested: Whether a run uses it.
+        default: Its cell under strategies that state none.
         axis: The mesh axis that it needs.
-        whole_matrices: It needs whole matrices in one place, so that no shard of the state will do.
+        whole_matrices: It needs whole matrices on one rank, so that the state can't be sharded.
     """
 
     name: str
     key: str
-    asked: Callable[[FeatureRequest], bool]
+    requested: Callable[[FeatureRequest], bool]
     default: Cell = CPU
     axis: str = ""
     whole_matrices: bool = False
 
 
 def _optimizer(name: str) -> Feature:
-    asked = lambda run: run.config.optim.name == name  # noqa: E731
-    return Feature(name, "optim.name", asked, whole_matrices=name in ("muon", "adafactor"))
+    requested = lambda run: run.config.optim.name == name  # noqa: E731
+    return Feature(name, "optim.name", requested, whole_matrices=name in ("muon", "adafactor"))
 
 
 def _checkpointing(name: str, mode: str) -> Feature:
@@ -73,15 +72,13 @@ def _checkpointing(name: str, mode: str) -> Feature:
     return Feature(name, key, lambda run: run.config.memory.activation_checkpointing.mode == mode)
 
 
-_WHOLE_MATRICES = refused(
-    "it updates whole matrices, of which a rank holds a part; take adamw, or parallel.strategy: ddp"
-)
+_WHOLE_MATRICES = refused("it updates whole matrices, and a rank holds a shard; take adamw, or parallel.strategy: ddp")
 _REDUCED_FIRST = refused(
-    "gradients are reduced, divided or put together before they are applied; take single, or write false"
+    "gradients are reduced, sharded or gathered before they are applied; take single, or write false"
 )
 _OFFLOADS_FROM_GPUS = Cell(
     "untested",
-    "activations are offloaded from a GPU alone, and none was at hand",
+    "activations are offloaded only from a GPU, and no GPU was available",
     on_cpu=Problem("", "memory.activation_offload", "on the CPU activations are already; it is for GPUs: leave it out"),
 )
 
@@ -100,14 +97,9 @@ FEATURES: tuple[Feature, ...] = (
         "activation offload",
         "memory.activation_offload",
         lambda run: run.config.memory.activation_offload != "none",
-        default=_OFFLOADS_FROM_GPUS,
+        _OFFLOADS_FROM_GPUS,
     ),
-    Feature(
-        "optimizer in backward",
-        "optim.in_backward",
-        lambda run: run.config.optim.in_backward,
-        default=_REDUCED_FIRST,
-    ),
+    Feature("optimizer in backward", "optim.in_backward", lambda run: run.config.optim.in_backward, _REDUCED_FIRST),
     Feature("chunked loss", "memory.loss_chunk", lambda run: run.config.memory.loss_chunk is not None),
     Feature("frozen parameters", "model.freeze", lambda run: run.frozen > 0),
     Feature(
@@ -120,7 +112,7 @@ FEATURES: tuple[Feature, ...] = (
         "offload",
         "parallel",
         lambda run: run.layout.strategy.offloads(run.layout.strategy.options_of(run.config.parallel)),
-        default=NONE,
+        NONE,
     ),
     Feature("export", "", lambda run: False),  # of a checkpoint, whatever wrote it
     *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation) if name not in ("custom", "given")),
@@ -129,30 +121,26 @@ _BY_NAME = {feature.name: feature for feature in FEATURES}
 
 
 def cell(layout: RunLayout, feature: str) -> Cell:
-    """Return how a feature stands under a layout: as under that of its factors that it goes least with."""
+    """Return the cell of a feature under a layout: the worst of its cells under the layout's factors."""
     row = _BY_NAME[feature]
     if row.axis and all(partition.axis != row.axis for partition in layout.partitions):
         return NONE
-    cells = [*(partition.cells.get(feature, CPU) for partition in layout.partitions), _under_strategy(layout, row)]
-    return min(cells, key=lambda one: _WORST_FIRST.index(one.standing))
-
-
-def _under_strategy(layout: RunLayout, row: Feature) -> Cell:
     default = _WHOLE_MATRICES if row.whole_matrices and layout.variant.divides else row.default
-    return layout.variant.cells.get(row.name) or layout.strategy.cells.get(row.name) or default
+    under_strategy = layout.variant.cells.get(feature) or layout.strategy.cells.get(feature) or default
+    cells = [*(partition.cells.get(feature, CPU) for partition in layout.partitions), under_strategy]
+    return min(cells, key=lambda each: _WORST_FIRST.index(each.standing))
 
 
 def check_features(run: FeatureRequest, device: str | None = None) -> None:
-    """Refuse what doesn't go together.
+    """Refuse features that don't work together.
 
     Args:
-        device: What ranks compute on, cpu or cuda; None: as the config says, if it does.
+        device: Where ranks compute, cpu or cuda; None: the config's `launch.device`.
 
     Raises:
-        ConfigError: what is asked for is refused, or untested and nobody has said that it may be; all at once.
+        ConfigError: A feature is refused, or untested without `run.allow_untested`; lists all of them.
     """
-    problems = list(_problems(run, on_cpu=(device or run.config.launch.device) == "cpu"))
-    if problems:
+    if problems := list(_problems(run, on_cpu=(device or run.config.launch.device) == "cpu")):
         raise ConfigError(problems)
 
 
@@ -162,10 +150,10 @@ def _problems(run: FeatureRequest, *, on_cpu: bool) -> Iterator[Problem]:
         yield Problem(
             "",
             "optim.in_backward",
-            f"applies the gradient of a micro-batch, and an update has {batch.accumulation} of them; write "
+            f"applies the gradient of one micro-batch, but an update has {batch.accumulation} micro-batches; write "
             f"batch.micro_size: {batch.global_size}, or in_backward: false",
         )
-    for feature in (feature for feature in FEATURES if feature.asked(run)):
+    for feature in (feature for feature in FEATURES if feature.requested(run)):
         state = cell(run.layout, feature.name)
         if on_cpu and state.on_cpu is not None:
             yield state.on_cpu
@@ -177,7 +165,7 @@ def _problems(run: FeatureRequest, *, on_cpu: bool) -> Iterator[Problem]:
 
 
 def table() -> str:
-    """Return the tables of docs/strategies.md: one a family, with a row a feature and a column a strategy."""
+    """Return the tables of docs/strategies.md: one for each family, with a row for each feature."""
     notes: list[str] = []
     parts = []
     columns = list(layouts().values())

@@ -1,12 +1,12 @@
 """Bytes of parameters, gradients and optimizer state on one rank under each strategy, and bytes sent in an update.
 
                  parameters   gradients   optimizer          what each strategy's record states:
-    single            1           1           1              the number of ranks that a part is divided by
+    single            1           1           1              the number of ranks that share it
     ddp               1           1           1   + buckets
     fsdp              N           N           N
-    zero2             1           N           N   + masters, a second copy of what is updated, divided too
+    zero2             1           N           N   + masters, a second copy of what is updated, also sharded
 
-Activations, and what torch and its libraries take for themselves, are not in here.
+Activations, and what torch and its libraries allocate, are not counted.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Bytes on one rank (the fullest one, where a division leaves a rest).
+    """Bytes on one rank; on the fullest one, where shards differ.
 
     Attributes:
         strategy: The name of a variant or a layout.
-        parameters: Trained and frozen.
-        gradients: Of the trained ones, buckets included.
+        gradients: Buckets included.
         optimizer: State between updates.
     """
 
@@ -58,7 +57,7 @@ class State:
     """The training state whose bytes are counted.
 
     Attributes:
-        partial_sums: Gradients that a rank holds at most, beside the one that a backward makes.
+        partial_sums: Most gradients that a rank holds, in addition to the one that a backward computes.
     """
 
     parallel: Parallel
@@ -73,7 +72,7 @@ def placements(
     """Return a row for every variant of every strategy; hybrids, whose replicas the user chooses, only where planned.
 
     Args:
-        layout: The one that is planned, on its `mesh`; all others are on their usual ones.
+        layout: The planned one, on its `mesh`; all others are on their default meshes.
     """
     planned = layout.variant.name if layout is not None and not layout.partitions else None
     rows = []
@@ -97,43 +96,40 @@ def partial_sums(batch: BatchConfig, ranks: int) -> int:
 
 
 def _place_partitioned(layout: RunLayout, state: State, mesh: Mesh) -> Placement:
-    """Return the row of an even part of the model, under the strategy that holds the state."""
+    """Return the row of an even part of the model, under the strategy of its state."""
     shards = mesh.with_context(divided=layout.variant.state.gradients).shard
     whole = State(state.parallel, state.optim, state.parameters)
     row = _place(layout.strategy, layout.variant, whole, shards)
-    return Placement(
-        strategy=layout.name,
-        parameters=-(-row.parameters // mesh.pieces),
-        gradients=-(-row.gradients // mesh.pieces),
-        optimizer=-(-row.optimizer // mesh.pieces),
-        note=f"each rank holds about a part of {mesh.pieces} of the model"
-        if mesh.pieces > 1
-        else f"each rank computes a part of {mesh.context} of each sequence",
+    parameters, gradients, optimizer = (
+        -(-size // mesh.pieces) for size in (row.parameters, row.gradients, row.optimizer)
     )
+    of_model = f"each rank holds about 1/{mesh.pieces} of the model"
+    note = of_model if mesh.pieces > 1 else f"each rank computes 1/{mesh.context} of each sequence"
+    return Placement(layout.name, parameters, gradients, optimizer, note)
 
 
 def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Placement:
     sharding, options = variant.state, strategy.options_of(state.parallel)
     trained = [parameter for parameter in state.parameters if parameter.trainable]
-    gradients = _divided(sum(map(_bytes, trained)), ranks, sharding.gradients)
+    gradients = sum(map(_bytes, trained))
     copies = sharding.gradient_copies(options) + (0 if sharding.gradients else state.partial_sums)
-    optimizer = sum(state_bytes(parameter, state.optim) for parameter in trained)
-    masters = sum(map(_bytes, trained)) if sharding.masters else 0
+    optimizer = sum(_STATES[state.optim.name](parameter, state.optim) for parameter in trained)
+    masters = gradients if sharding.masters else 0
     kept = 0
     if sharding.kept_whole and ranks > 1:
         whole = resolved(sharding.kept_whole)(options, [parameter.elements for parameter in state.parameters])
         kept = sum(_bytes(parameter) for parameter, is_whole in zip(state.parameters, whole, strict=True) if is_whole)
     return Placement(
         strategy=variant.name,
-        parameters=_divided(sum(map(_bytes, state.parameters)), ranks, sharding.parameters) + kept,
-        gradients=gradients * copies,
-        optimizer=_divided(optimizer + masters, ranks, sharding.optimizer),
+        parameters=_share(sum(map(_bytes, state.parameters)), ranks, sharding.parameters) + kept,
+        gradients=_share(gradients, ranks, sharding.gradients) * copies,
+        optimizer=_share(optimizer + masters, ranks, sharding.optimizer),
         note=sharding.note,
     )
 
 
-def _divided(size: int, ranks: int, divided: bool) -> int:
-    return -(-size // ranks) if divided else size
+def _share(size: int, ranks: int, sharded: bool) -> int:
+    return -(-size // ranks) if sharded else size
 
 
 def _bytes(parameter: ParameterFacts) -> int:
@@ -144,8 +140,8 @@ def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, re
     """Return the bytes that a rank sends in an update under the variant of this name.
 
     Args:
-        micro_batches: Of an update, on each rank; gradients of ddp and fsdp are reduced once, in the last of them.
-        replicas: Of a hybrid; it divides `ranks`.
+        micro_batches: Micro-batches of each rank; ddp and fsdp reduce gradients once, in the last of them.
+        replicas: Replicas of a hybrid, a divisor of `ranks`.
     """
     assert ranks % replicas == 0
     return find_variant(name)[1].sends(Update(volume, ranks // replicas, replicas, micro_batches))
@@ -154,29 +150,12 @@ def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, re
 # --- optimizer state ----------------------------------------------------------------------------------------------
 
 
-def state_bytes(parameter: ParameterFacts, optim: Optim) -> int:
-    """Return the bytes that the optimizer keeps of a trained parameter; moments are in the parameter's precision."""
-    return _STATES[optim.name](parameter, optim)
-
-
 def _two_moments(parameter: ParameterFacts, optim: Optim) -> int:
     return 2 * _bytes(parameter) + STEP_BYTES
 
 
-def _momentum(parameter: ParameterFacts, optim: Optim) -> int:
-    return _bytes(parameter) if optim.momentum else 0
-
-
-def _one_moment(parameter: ParameterFacts, optim: Optim) -> int:
-    return _bytes(parameter)
-
-
-def _momentum_of_matrices(parameter: ParameterFacts, optim: Optim) -> int:
-    return _bytes(parameter) if is_hidden_matrix(parameter) else _two_moments(parameter, optim)
-
-
 def _factored(parameter: ParameterFacts, optim: Optim) -> int:
-    """A row and a column instead of a matrix (Shazeer & Stern 2018, arXiv:1804.04235, section 3)."""
+    """Return the bytes of a row and a column per matrix (Shazeer & Stern 2018, arXiv:1804.04235, section 3)."""
     if len(parameter.shape) < 2:
         return _bytes(parameter) + STEP_BYTES
     rows, columns = parameter.shape[-2:]
@@ -186,10 +165,13 @@ def _factored(parameter: ParameterFacts, optim: Optim) -> int:
 _STATES: Mapping[str, Callable[[ParameterFacts, Optim], int]] = {
     "adamw": _two_moments,
     "adam": _two_moments,
-    "sgd": _momentum,
-    "muon": _momentum_of_matrices,
+    "sgd": lambda parameter, optim: _bytes(parameter) if optim.momentum else 0,
+    "muon": lambda parameter, optim: (
+        _bytes(parameter) if is_hidden_matrix(parameter) else _two_moments(parameter, optim)
+    ),
     "adafactor": _factored,
-    "lion": _one_moment,
+    "lion": lambda parameter, optim: _bytes(parameter),
     "custom": _two_moments,
-    "given": _two_moments,  # nothing is known of it: as of the most common ones
+    "given": _two_moments,  # unknown: as for the most common ones
 }
+"""Bytes that each optimizer keeps of a trained parameter; moments are in the parameter's precision."""

@@ -1,4 +1,4 @@
-"""Refusals of what doesn't go with a partitioned model, or makes bits depend on the number of ranks.
+"""Refuses what doesn't work with a partitioned model, or makes bits depend on the number of ranks.
 
 pipeline, tensor, context      refuse_for_partitions
 run.determinism: invariant     refuse_variable: micro-batches that don't depend on ranks --> the same kernels on the
@@ -23,18 +23,17 @@ _FIXED_STAGES = {"zbv": 2, "gpipe": 1, "1f1b": 1}
 
 
 def refuse_for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> None:
-    """Refuse what can't be done with a partitioned model or sequences, or would be ignored.
+    """Refuse what isn't possible with a partitioned model or sequences, or would be ignored.
 
     Raises:
-        ConfigError: All of it at once.
+        ConfigError: Lists all of it.
     """
-    if mesh.pieces == mesh.context == 1:
-        return
-    _raise_all(_for_partitions(config, layout, mesh))
+    if mesh.pieces > 1 or mesh.context > 1:
+        _raise_all(_for_partitions(config, layout, mesh))
 
 
 def before_unused(strategy: str, mesh: Mesh) -> str:
-    """Return what has to change first where `parallel.ddp.find_unused_parameters` is refused ("leave x out and ")."""
+    """Return what must change before `parallel.ddp.find_unused_parameters` is accepted, as "leave x out and "."""
     if not find_strategy(strategy).finds_unused:
         return "take parallel.strategy: ddp and "
     axes = [f"parallel.{axis}" for axis in ("pipeline", "tensor") if getattr(mesh, axis) > 1]
@@ -50,8 +49,8 @@ def _for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> Iterator[t
         yield "run.determinism", f"invariant needs every rank to compute the whole model; {where} take deterministic"
     if mesh.pieces == 1:
         return
-    for strategy in (strategy for strategy in strategies() if strategy.whole_model):
-        for name, value in changed_options(parallel, strategy):
+    for strategy in strategies():
+        for name, value in changed_options(parallel, strategy) if strategy.whole_model else ():
             message = f"{value} is for {strategy.whole_model}, which isn't used {where}; leave it out"
             yield f"parallel.{strategy.section}.{name}", message
     if mesh.pipeline > 1:
@@ -61,7 +60,7 @@ def _for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> Iterator[t
     if mesh.pipeline > 1 and mesh.tensor > 1 and parallel.tensor_parallel.sequence_parallel:
         yield (
             "parallel.tensor_parallel.sequence_parallel",
-            "true, but the stages of a pipeline hand on all positions; write false, or leave parallel.pipeline out",
+            "true, but pipeline stages pass on all positions; write false, or leave parallel.pipeline out",
         )
 
 
@@ -74,13 +73,12 @@ def changed_options(parallel: Parallel, strategy: Strategy) -> list[tuple[str, o
 
 
 def _of_heads(model: Model, degree: int) -> Iterator[tuple[str, str]]:
-    """Refuse heads that can't be divided: each rank has whole ones."""
+    """Refuse numbers of heads that aren't a multiple of the degree: each rank has whole heads."""
     if not isinstance(model, TransformerModel):
         return
     for name, size in (("heads", model.heads), ("key-value heads", model.kv_heads or model.heads)):
         if size % degree:
-            take = nearest_divisors(size, degree)
-            yield "parallel.tensor", f"{degree} doesn't divide the {size} {name}; take {take}"
+            yield "parallel.tensor", f"{degree} doesn't divide the {size} {name}; take {nearest_divisors(size, degree)}"
             return
 
 
@@ -108,10 +106,10 @@ def _of_pipelines(options: PipelineParallel, layout: RunLayout) -> Iterator[tupl
 
 
 def refuse_variable(config: Config, strategy: Strategy, ranks: int) -> None:
-    """Refuse what makes bits depend on the ranks, or has no part in an invariant run.
+    """Refuse what makes bits depend on the ranks, or has no effect in an invariant run.
 
     Raises:
-        ConfigError: All of it at once.
+        ConfigError: Lists all of it.
     """
     _raise_all(_variable(config.batch, config.parallel, strategy, ranks, compiles=config.model.compile))
 
@@ -125,8 +123,8 @@ def _variable(
         size = -(-batch.global_size // ranks)
         yield (
             "batch.micro_size",
-            f"auto cuts an update by the number of ranks; {why} give a number, the same for all: "
-            f"{size} is what auto comes to on {ranks} {'rank' if ranks == 1 else 'ranks'}",
+            f"auto splits an update by the number of ranks; {why} give a number, the same for all: "
+            f"{size} is what auto gives on {ranks} {'rank' if ranks == 1 else 'ranks'}",
         )
     if not strategy.invariant:
         able = " or ".join(other.name for other in strategies() if other.invariant and not other.reference)
@@ -148,6 +146,5 @@ def _variable(
 
 
 def _raise_all(problems: Iterator[tuple[str, str]]) -> None:
-    found = [Problem("", key, message) for key, message in problems]
-    if found:
-        raise ConfigError(found)
+    if refused := [Problem("", key, message) for key, message in problems]:
+        raise ConfigError(refused)

@@ -1,11 +1,11 @@
-"""Time is a value, and what follows from it is arithmetic: the learning rate, what is due, and when a run is over.
+"""Computes learning rates, intervals and the end of a run from progress alone.
 
-    rate     peak |    ________________                warm-up     (step + 1) / (warm-up steps + 1), or of logarithms
-                  |   /                \\_              curve       of the kind, over what is left after the warm-up
-                  |  /                   \\__           final       final_ratio x peak, when all is done
+    rate     peak |    ________________                warmup      (step + 1) / (warmup steps + 1), or of logarithms
+                  |   /                \\_              curve       of the kind, over what is left after the warmup
+                  |  /                   \\__           final       final_ratio x peak, at the end of the run
                   | /                       \\ final
                   +-------------------------- done
-    due      before |--*------*----| after              a multiple was crossed, so it is due, once
+    interval before |--*------*----| after              a multiple was passed, so the update is due, once
 
 Nothing here has state, so nothing needs saving and nothing can get out of step.
 """
@@ -26,16 +26,16 @@ from lockstep.core.records import DataFacts
 
 
 def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, steps: int | None) -> float:
-    """The learning rate of update `step` (counted from 0), in [0, optim.lr].
+    """Return the learning rate of update `step` (counted from 0), in [0, optim.lr].
 
         rate = optim.lr x min(rise, 1, curve(x))
 
         linear    rise = (step + 1) / (W + 1)
         log       rise = log(step + 2) / log(W + 2)        DeepSpeed's warmup_type "log"
 
-    W is the number of warm-up updates: `warmup_steps`, or `warmup_ratio` of all. No warm-up update has rate 0, and
-    update W has the peak. x is how much of the time after the warm-up is over, (done - w) / (1 - w), where w is
-    the warm-up's share of the run; with f = `final_ratio`:
+    W is the number of warmup updates: `warmup_steps`, or `warmup_ratio` of all. No warmup update has rate 0, and
+    update W has the peak. x is the fraction of the time after the warmup that is over, (done - w) / (1 - w), where w
+    is the warmup's fraction of the run; with f = `final_ratio`:
 
         constant               1
         linear                 1 - (1 - f) x
@@ -44,74 +44,52 @@ def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, step
                                                                     Hu et al. 2024, arXiv:2404.06395, section 4
 
     Args:
-        done: share of the run that was over before this update (`fraction_done`).
-        steps: of the whole run; None if only running tells. What a warm-up is a share of is then estimated from
+        done: Fraction of the run that was over before this update (`fraction_done`).
+        steps: Updates of the whole run; None if unknown in advance. The warmup's fraction is then estimated from
             `done` and `step`, which is exact at both of its ends.
     """
     warmup_steps, warmup_share = _warmup(schedule, done, step, steps)
-    factor = _CURVES[schedule.kind](schedule, done, warmup_share)
+    start = 1.0 - schedule.decay_ratio if schedule.kind == "warmup-stable-decay" else warmup_share
+    over = min(1.0, max(0.0, (done - start) / (1.0 - start))) if start < 1.0 else 0.0
+    factor = _curve(schedule, over)
     if step < warmup_steps:
-        factor = min(factor, _rise(schedule, step, warmup_steps))
+        linear = schedule.warmup_type == "linear"
+        rise = (step + 1) / (warmup_steps + 1) if linear else math.log(step + 2) / math.log(warmup_steps + 2)
+        factor = min(factor, rise)
     return optim.lr * factor
 
 
-def _rise(schedule: Schedule, step: int, warmup_steps: float) -> float:
-    """The share of the peak that the warm-up has reached."""
-    if schedule.warmup_type == "linear":
-        return (step + 1) / (warmup_steps + 1)
-    return math.log(step + 2) / math.log(warmup_steps + 2)
-
-
 def _warmup(schedule: Schedule, done: float, step: int, steps: int | None) -> tuple[float, float]:
-    """The warm-up in updates, and as a share of the run (at most 1)."""
+    """Return the warmup in updates, and as a fraction of the run (at most 1)."""
     if not schedule.warmup_steps and not schedule.warmup_ratio:
         return 0.0, 0.0
     if steps is not None:
-        wanted = schedule.warmup_steps if schedule.warmup_ratio is None else round(schedule.warmup_ratio * steps)
-        return float(wanted or 0), min(1.0, (wanted or 0) / steps)
+        updates = schedule.warmup_steps if schedule.warmup_ratio is None else round(schedule.warmup_ratio * steps)
+        return float(updates or 0), min(1.0, (updates or 0) / steps)
     if schedule.warmup_ratio is not None:
         return (schedule.warmup_ratio * step / done if done else math.inf), schedule.warmup_ratio
     assert schedule.warmup_steps is not None
     return float(schedule.warmup_steps), (min(1.0, done / step * schedule.warmup_steps) if step else 0.0)
 
 
-def _constant(schedule: Schedule, done: float, warmup: float) -> float:
-    return 1.0
-
-
-def _linear(schedule: Schedule, done: float, warmup: float) -> float:
-    return 1.0 - (1.0 - schedule.final_ratio) * _after(done, warmup)
-
-
-def _cosine(schedule: Schedule, done: float, warmup: float) -> float:
+def _curve(schedule: Schedule, over: float) -> float:
+    """Return the fraction of the peak, given the fraction of the curve that is over."""
     final = schedule.final_ratio
-    return final + (1.0 - final) * (1.0 + math.cos(math.pi * _after(done, warmup))) / 2
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "cosine":
+        return final + (1.0 - final) * (1.0 + math.cos(math.pi * over)) / 2
+    return 1.0 - (1.0 - final) * over
 
 
-def _stable_then_decay(schedule: Schedule, done: float, warmup: float) -> float:
-    return 1.0 - (1.0 - schedule.final_ratio) * _after(done, 1.0 - schedule.decay_ratio)
-
-
-def _after(done: float, start: float) -> float:
-    """How much of the time after `start` is over, in [0, 1]; there is none if start is 1."""
-    return min(1.0, max(0.0, (done - start) / (1.0 - start))) if start < 1.0 else 0.0
-
-
-_CURVES = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "warmup-stable-decay": _stable_then_decay,
-}
-
-# --- what is due --------------------------------------------------------------------------------------------------
+# --- intervals ----------------------------------------------------------------------------------------------------
 
 
 def is_due(every: Every, before: Progress, after: Progress, epoch_samples: int) -> bool:
-    """Whether the update from `before` to `after` reached or passed a multiple of the interval.
+    """Return whether the update from `before` to `after` reached or passed a multiple of the interval.
 
-    An update that passes several multiples is due once. Minutes are not arithmetic, so that ranks could disagree
-    about them: for them the answer is always False, and the loop asks by a request that goes through the vote.
+    For minutes the answer is always False, since ranks could disagree about the time: the loop requests those through
+    the vote.
     """
     if every.unit == "minutes":
         return False
@@ -125,16 +103,16 @@ def is_due(every: Every, before: Progress, after: Progress, epoch_samples: int) 
 
 @lru_cache(maxsize=64)
 def _epochs(number: float, epoch_samples: int) -> tuple[int, int]:
-    """`number` epochs as a whole number of samples, over a scale: 0.3 epochs of 7 samples are 21 / 10."""
+    """Return `number` epochs as a whole number of samples, over a scale: 0.3 epochs of 7 samples are 21 / 10."""
     interval = Fraction(str(number)) * epoch_samples
     return interval.numerator, interval.denominator
 
 
-# --- how long a run is --------------------------------------------------------------------------------------------
+# --- length of a run ----------------------------------------------------------------------------------------------
 
 
 def epoch_length(facts: DataFacts, global_size: int, drop_last: bool) -> tuple[int, int]:
-    """Updates in an epoch, and the samples that they see: those of incomplete batches only without `drop_last`.
+    """Return the updates in an epoch, and their samples: those of incomplete batches only without `drop_last`.
 
     Raises:
         ConfigError: `drop_last` leaves nothing to train on.
@@ -143,20 +121,16 @@ def epoch_length(facts: DataFacts, global_size: int, drop_last: bool) -> tuple[i
         return -(-facts.samples // global_size), facts.samples
     updates = facts.samples // global_size
     if updates == 0:
-        raise ConfigError(
-            Problem(
-                "",
-                "batch.global_size",
-                f"{global_size} is more than the {facts.samples} samples of an epoch, and data.drop_last leaves out "
-                f"what doesn't fill a batch: nothing is left. Set it to {facts.samples} or less, or "
-                f"data.drop_last: false",
-            )
+        why = (
+            f"{global_size} is more than the {facts.samples} samples of an epoch, and data.drop_last drops incomplete "
+            f"batches: nothing is left. Set it to {facts.samples} or less, or data.drop_last: false"
         )
+        raise ConfigError(Problem("", "batch.global_size", why))
     return updates, updates * global_size
 
 
 def horizon(run: Run, global_size: int, facts: DataFacts, drop_last: bool = False) -> int | None:
-    """Updates of the whole run; None if only running tells (a budget of tokens over samples of unequal length).
+    """Return the updates of the whole run; None for a budget of tokens over samples of different lengths.
 
     A budget of samples, tokens or epochs, fractions of epochs too, is rounded up to whole updates.
     """
@@ -174,29 +148,28 @@ def horizon(run: Run, global_size: int, facts: DataFacts, drop_last: bool = Fals
 
 
 def fraction_done(run: Run, progress: Progress, epoch_samples: int) -> float:
-    """Share of the run's budget that is used up, in [0, 1], in the unit of the budget.
+    """Return the fraction of the run's budget that is used, in [0, 1].
 
-    Counted in samples where the budget is, so that a run that goes on with another global batch still ends where
-    it should.
+    It is counted in the unit of the budget: a run resumed with another global batch ends after the same samples.
     """
     used, budget = used_of_budget(run, progress, epoch_samples)
     return min(1.0, used / budget)
 
 
 def is_finished(run: Run, progress: Progress, epoch_samples: int) -> bool:
-    """Whether the run's budget is used up."""
+    """Return whether the run's budget is used."""
     used, budget = used_of_budget(run, progress, epoch_samples)
     return used >= budget
 
 
 def used_of_budget(run: Run, progress: Progress, epoch_samples: int) -> tuple[int, int]:
-    """In the unit of the budget; the last update may go beyond it."""
+    """Return (used, budget) in the unit of the budget; the last update may exceed it."""
     if run.steps is not None:
         return progress.steps, run.steps
     if run.tokens is not None:
         return progress.tokens, run.tokens
     samples = _sample_budget(run, epoch_samples)
-    assert samples is not None, "the schema asks for exactly one budget"
+    assert samples is not None, "the schema requires exactly one budget"
     return progress.samples, samples
 
 

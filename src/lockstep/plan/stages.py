@@ -1,34 +1,34 @@
-"""Which blocks of a model go to which stage of a pipeline, and how long stages wait. Pure arithmetic.
+"""Assigns the blocks of a model to the stages of a pipeline, and computes how long stages wait. Pure arithmetic.
 
-blocks    b0  b1  b2  b3  b4  b5  head             costs: numbers of weights that a token meets
-stages    [0         ][1         ][2         ]     the dearest stage as cheap as can be
-ranks      0           1           0               interleaved: each rank has several, in turns
+blocks    b0  b1  b2  b3  b4  b5  head             costs: numbers of weights that a token passes through
+stages    [0         ][1         ][2         ]     the slowest stage is as fast as possible
+ranks      0           1           0               interleaved: each rank has several, round-robin
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv"]
+from lockstep.strategies.partitions import PipelineSchedule
+
+Schedule = PipelineSchedule
 INTERLEAVED: tuple[Schedule, ...] = ("interleaved-1f1b", "zero-bubble", "zbv")
 
 
-def stages_of(schedule: Schedule, asked: int | Literal["auto"]) -> int:
-    """Stages of each rank."""
-    if asked == "auto":
+def stages_of(schedule: Schedule, stages_per_rank: int | Literal["auto"]) -> int:
+    """Return the number of stages of each rank."""
+    if stages_per_rank == "auto":
         return 2 if schedule in INTERLEAVED else 1
-    return asked
+    return stages_per_rank
 
 
 def balanced(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
-    """Where stages begin: indices into `costs`, the first of them 0. No stage is empty, and the dearest costs as little
-    as can be.
+    """Return the index of each stage's first block: no stage is empty, and the slowest is as fast as possible.
 
     Args:
-        last: what the last stage does beside its blocks.
+        last: The cost of the last stage in addition to its blocks.
     """
     assert 1 <= stages <= len(costs), f"{stages} stages of {len(costs)} blocks"
     sums = [0.0, *itertools.accumulate(costs)]
@@ -39,29 +39,25 @@ def balanced(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int
         extra = last if stage == stages else 0.0
         for end in range(stage, len(costs) + 1):
             for begin in range(stage - 1, end):
-                dearest = max(best[stage - 1][begin], sums[end] - sums[begin] + extra)
-                if dearest < best[stage][end]:
-                    best[stage][end], begins[stage][end] = dearest, begin
-    found, end = [], len(costs)
+                slowest = max(best[stage - 1][begin], sums[end] - sums[begin] + extra)
+                if slowest < best[stage][end]:
+                    best[stage][end], begins[stage][end] = slowest, begin
+    first_blocks, end = [], len(costs)
     for stage in range(stages, 0, -1):
         end = begins[stage][end]
-        found.append(end)
-    return found[::-1]
+        first_blocks.append(end)
+    return first_blocks[::-1]
 
 
 def owner(stage: int, ranks: int, schedule: Schedule) -> int:
-    """The rank of the pipeline that has it: in turns, or, under zbv, down and up again."""
+    """Return the pipeline rank that has the stage: round-robin, or, under zbv, down and up again."""
     if schedule == "zbv":
         return stage if stage < ranks else 2 * ranks - 1 - stage
     return stage % ranks
 
 
-def stage_of_block(block: int, begins: Sequence[int]) -> int:
-    return bisect.bisect_right(begins, block) - 1
-
-
 def bubble(schedule: Schedule, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-    """Share of a rank's time that it waits, if all stages cost the same and backward costs twice as much as forward.
+    """Return the fraction of its time that a rank waits, if all stages cost the same and a backward two forwards.
 
     p ranks, m micro-batches, v stages a rank. gpipe and 1f1b: (p - 1) / (m + p - 1) (Narayanan et al. 2021,
     arXiv:2104.04473, section 2.2.1); interleaved: (p - 1) / (v m + p - 1) (ibid., 2.2.2). zero-bubble: the gradients of

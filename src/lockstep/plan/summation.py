@@ -1,15 +1,15 @@
-"""A sum of numbered terms in one order of additions, whoever holds which of them. Pure bookkeeping.
+"""A sum of numbered terms in one order of additions, whichever ranks hold them. Pure bookkeeping.
 
     terms     0   1   2   3   4        level 0
-              '-+-'   '-+-'   |        level 1: nodes (1, 0), (1, 1); what has no right neighbour goes up as it is
+              '-+-'   '-+-'   |        level 1: nodes (1, 0), (1, 1); a node without right neighbor moves up unchanged
                 '---+---'     |        level 2
                     '----+----'        level 3: the whole
 
     rank 0 holds 0 1 2    adds 0 + 1,  keeps 2              2 nodes
     rank 1 holds 3 4      adds nothing: 3 belongs to 2      2 nodes
 
-Floating-point addition isn't associative, so a sum has the same bits only if the same pairs are added. Which these are
-follows from the number of terms alone; a rank adds what it can and hands on the rest, a few nodes for each rank.
+Floating-point addition isn't associative, so sums are bitwise identical only if the same pairs are added. The pairs
+follow from the number of terms alone; a rank adds the pairs that it holds and passes on the rest, a few nodes per rank.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """The sum of the terms from `place` x 2^level on, 2^level of them or as many as there are."""
+    """The sum of the terms from `place` x 2^level on: 2^level of them, or all that are left."""
 
     level: int
     place: int
 
 
 class FixedSum(Generic[T]):
-    """Adds values as far as they belong together.
+    """Adds values as far as they form pairs.
 
     Args:
-        terms: of the whole sum.
-        add: of two values, the left one first.
+        terms: Number of terms in the whole sum.
+        add: Adds two values, the left one first.
 
     Attributes:
-        nodes, values: what is held, from left to right.
+        nodes, values: The partial sums that are held, from left to right.
     """
 
     def __init__(self, terms: int, add: Callable[[T, T], T]) -> None:
@@ -45,7 +45,7 @@ class FixedSum(Generic[T]):
         self.values: list[T] = []
 
     def put(self, node: Node, value: T) -> None:
-        """What lies right of all that is held, next to it or not."""
+        """Add a node to the right of all that are held, adjacent or not."""
         self.values.append(value)
         for _ in range(_joined(self.nodes, node, self._terms)):
             right = self.values.pop()
@@ -53,7 +53,7 @@ class FixedSum(Generic[T]):
 
 
 def nodes_of(first: int, stop: int, terms: int) -> list[Node]:
-    """What is left of the terms [first, stop) once all is added that can be."""
+    """Return the nodes that remain of the terms [first, stop) once all their pairs are added."""
     nodes: list[Node] = []
     for term in range(first, stop):
         _joined(nodes, Node(0, term), terms)
@@ -61,7 +61,7 @@ def nodes_of(first: int, stop: int, terms: int) -> list[Node]:
 
 
 def most_held(first: int, stop: int, terms: int) -> int:
-    """The number of values that whoever adds the terms [first, stop) one after the other holds at a time."""
+    """Return the most values held at a time while the terms [first, stop) are added one after the other."""
     nodes: list[Node] = []
     most = 0
     for term in range(first, stop):
@@ -71,16 +71,16 @@ def most_held(first: int, stop: int, terms: int) -> int:
 
 
 def total(nodes: Iterable[Node], values: Iterable[T], terms: int, add: Callable[[T, T], T]) -> T:
-    """The whole sum from nodes that cover all of its terms, from left to right."""
-    found: FixedSum[T] = FixedSum(terms, add)
+    """Return the whole sum from nodes that cover all of its terms, from left to right."""
+    fixed: FixedSum[T] = FixedSum(terms, add)
     for node, value in zip(nodes, values, strict=True):
-        found.put(node, value)
-    assert len(found.values) == 1, f"{found.nodes} are not all of {terms} terms"
-    return found.values[0]
+        fixed.put(node, value)
+    assert len(fixed.values) == 1, f"{fixed.nodes} are not all of {terms} terms"
+    return fixed.values[0]
 
 
 def _joined(nodes: list[Node], node: Node, terms: int) -> int:
-    """Puts a node right of the others; how often the last two became one."""
+    """Append a node, and join the last two while they are a pair; return how often."""
     nodes.append(node)
     joined = 0
     while True:

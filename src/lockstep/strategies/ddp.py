@@ -1,6 +1,7 @@
 """torch's DistributedDataParallel: every rank holds everything, gradients are all-reduced during the backward.
 
-Options of DistributedDataParallel have no part where the model is partitioned: `sharding.replicas` sums its gradients.
+Where the model is partitioned, `sharding.replicas` sums its gradients, and the options of DistributedDataParallel have
+no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class PowerSGD(Section):
     """PowerSGD gradient compression (Vogels et al. 2019, arXiv:1905.13727)."""
 
     rank: Positive = 4
-    """Rank of the matrices that stand for a gradient; higher is more exact, and sends more."""
+    """Rank of the matrices that approximate a gradient; a higher one is more exact and sends more."""
     start_step: Annotated[int, Field(ge=2)] = 10
     """Updates before it starts; plain all-reduce until then."""
 
@@ -27,8 +28,8 @@ class DDP(Section):
     """Options of DistributedDataParallel."""
 
     find_unused_parameters: bool = False
-    """A batch may leave out parameters that others use, such as experts; under fsdp also whole modules, such as skipped
-    layers, at a small message for each module that is gathered."""
+    """Allow a batch to leave out parameters that other batches use, such as experts; under fsdp also whole modules,
+    such as skipped layers, at the cost of a small message for each module that is gathered."""
     gradient_as_bucket_view: bool = True
     """Gradients are views of the buckets that are reduced, which saves one copy of all gradients."""
     static_graph: bool = False
@@ -36,7 +37,7 @@ class DDP(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """MiB of gradients per all-reduce."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Compression of gradients on the way between ranks. It is lossy: the run is then not the single process's."""
+    """Compression of gradients between ranks. It is lossy: the run is no longer that of a single process."""
     powersgd: PowerSGD = PowerSGD()
     sync_batchnorm: bool = False
     """Batch norm over all ranks' samples; needs GPUs."""
@@ -48,7 +49,9 @@ def _lossy(options: DDP) -> str | None:
     return f"parallel.ddp.compression {options.compression} loses bits of each gradient"
 
 
-_NOT_SAVED = "what powersgd remembers is not saved: a run that goes on is not, to the bit, one never stopped"
+_NOT_SAVED = (
+    "powersgd's error feedback is not saved: a resumed run is not bitwise identical to one that was never stopped"
+)
 STRATEGY = Strategy(
     name="ddp",
     build="lockstep.sharding.ddp:BUILDER",
@@ -58,10 +61,10 @@ STRATEGY = Strategy(
     invariant=True,
     varying_options={
         "compression": "{value} rounds what each rank sends, so that the sum depends on the ranks; {why} take none",
-        "sync_batchnorm": "adds over ranks in their order; {why} it can't be had: take false",
+        "sync_batchnorm": "adds over ranks in their order, which is not available {why}: take false",
         "static_graph": "is for DDP's own reduction, which {why} is not used: take false",
-        "gradient_as_bucket_view": "false is for DDP's own reduction, which {why} is not used; gradients lie in one "
-        "piece: take true",
+        "gradient_as_bucket_view": "false is for DDP's own reduction, which {why} is not used; gradients are one "
+        "flat tensor: take true",
     },
     whole_model="DDP's own reduction",
     holds_everything=True,
@@ -79,7 +82,7 @@ STRATEGY = Strategy(
             sends=gradients_all_reduced,
             sharded=SHARDED_INSTEAD,
             implied=True,
-            best_for="whatever fits: the least to send, nothing to gather",
+            best_for="whatever fits: sends the least, gathers nothing",
             measured_as="ddp",
         ),
     ),

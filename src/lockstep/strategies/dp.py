@@ -12,17 +12,13 @@ STRATEGY = Strategy(
     holds_everything=True,
     finds_unused=True,
     unwrapped="dp spreads a batch over the GPUs of one process; with fewer than two it runs as single",
-    cells={
-        "chunked loss": refused(
-            "replicas have heads of their own, and nobody tells them their targets; take single, or ddp"
-        )
-    },
+    cells={"chunked loss": refused("the heads of its replicas don't receive their targets; take single, or ddp")},
     variants=(
         Variant(
             name="dp",
             mesh="one process",
             state=StateSharding(
-                "one process; the first GPU holds everything, each other one a copy of the parameters at times"
+                "one process; the first GPU holds everything, each other GPU a temporary copy of the parameters"
             ),
             sends=nothing_sent,
             sharded=SHARDED_INSTEAD,

@@ -1,4 +1,4 @@
-"""torch's fully sharded data parallelism, FSDP2: parameters, gradients and optimizer state are divided.
+"""torch's fully sharded data parallelism, FSDP2: parameters, gradients and optimizer state are sharded.
 
              gathered                reduced            in units of (N - 1) / N, as rings do it
 fsdp         M (2 P - P root)          G                P: bytes of all parameters, P root: of those in no block
@@ -28,17 +28,20 @@ SHARDED_INSTEAD = {"fsdp": "fsdp with FULL_SHARD does", "fsdp-hybrid": "fsdp wit
 
 
 class FSDPPrecision(Section):
-    """Types that FSDP gathers, reduces and computes in. Parameters at rest and optimizer state stay fp32, and
-    `precision.compute` still sets what autocast does. fp16 in any of them brings `precision.loss_scale`."""
+    """Types that FSDP gathers, reduces and computes in.
+
+    Parameters at rest and optimizer state stay fp32, and `precision.compute` still selects the precision of autocast.
+    With fp16 in any of them, `precision.loss_scale` applies.
+    """
 
     param_dtype: Precise | None = None
     """Type of the parameters that are gathered and computed with; null: fp32, as they are stored."""
     reduce_dtype: Precise = "fp32"
     """Type in which gradients are summed over ranks."""
     output_dtype: Precise | None = None
-    """Type to which the outputs of each wrapped module are cast; null: as they come."""
+    """Type to which the outputs of each wrapped module are cast; null: no cast."""
     buffer_dtype: Precise | None = None
-    """Type to which the model's floating-point buffers are cast, once; null: as they are."""
+    """Type to which the model's floating-point buffers are cast, once; null: no cast."""
     cast_forward_inputs: bool = True
     """Cast the inputs of each wrapped module to `param_dtype`, if that is given."""
 
@@ -49,14 +52,15 @@ class FSDPPrecision(Section):
 
 
 class FSDP(Section):
-    """Options of fully sharded data parallelism (FSDP2), in FSDP's own words."""
+    """Options of fully sharded data parallelism (FSDP2), under FSDP's own names."""
 
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] = (
         "FULL_SHARD"
     )
-    """FULL_SHARD: parameters, gradients and optimizer state are divided; SHARD_GRAD_OP: the same at rest, but
-    parameters stay gathered from the forward to the end of the backward; NO_SHARD: nothing is; HYBRID_SHARD: divided
-    by `parallel.shard`, and so often as `parallel.data` says; _HYBRID_SHARD_ZERO2: the same of SHARD_GRAD_OP."""
+    """FULL_SHARD: parameters, gradients and optimizer state are sharded; SHARD_GRAD_OP: the same at rest, but
+    parameters stay gathered from the forward to the end of the backward; NO_SHARD: nothing is sharded; HYBRID_SHARD:
+    FULL_SHARD over `parallel.shard` ranks, in each of `parallel.data` replicas; _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP in
+    each replica."""
     wrap: Literal["blocks", "size", "root"] | tuple[str, ...] = "blocks"
     """Unit that is gathered at a time: each of the model's repeated blocks; modules of `min_num_params` or more; root:
     the whole model; or the modules of these classes, such as `[LlamaDecoderLayer]`."""
@@ -64,38 +68,38 @@ class FSDP(Section):
     """Size of a unit under `wrap: size`: its number of parameters, without those of modules wrapped inside."""
     mixed_precision: FSDPPrecision = FSDPPrecision()
     reduce_every: Literal["update", "micro-batch"] = "update"
-    """update: gradients are reduced once, whole ones held until then; micro-batch: after each backward, so that only
-    this rank's part is held, for as many times the bytes sent."""
+    """update: gradients are reduced once, and kept whole until then; micro-batch: after each backward, so that a rank
+    keeps only its shard, and sends a multiple of the bytes."""
     backward_prefetch: Literal["BACKWARD_PRE"] = "BACKWARD_PRE"
-    """The next block's parameters are gathered while the backward of this one runs; what is FSDP2's only way."""
+    """The next block's parameters are gathered while the backward of this one runs; FSDP2 has no other way."""
     forward_prefetch: bool = False
-    """Ask for the next block's parameters before this one's forward, where the host falls behind."""
+    """Gather the next block's parameters before this one's forward, where the host falls behind."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer state live in the host's memory, and the update is made there; for GPUs."""
+    """Parameters, gradients and optimizer state are in the host's memory, which also computes the update; for GPUs."""
 
 
 def _full_shard(update: Update) -> Traffic:
-    volume = update.volume
-    return Traffic(update.share * update.micro_batches * (2 * volume.parameters - volume.at_root), _scattered(update))
+    sent = update.traffic(gathers=2 * update.micro_batches, reduces=1, at_root=-update.micro_batches)
+    return _with_replicas(update, sent)
 
 
 def _grad_op(update: Update) -> Traffic:
-    return Traffic(update.share * update.micro_batches * update.volume.parameters, _scattered(update))
+    return _with_replicas(update, update.traffic(gathers=update.micro_batches, reduces=1))
 
 
-def _scattered(update: Update) -> float:
-    """Gradients are reduced among the shards, and then each shard among the replicas."""
-    among_replicas = 2 * (update.replicas - 1) / update.replicas * update.volume.gradients / update.shards
-    return update.share * update.volume.gradients + among_replicas
+def _with_replicas(update: Update, sent: Traffic) -> Traffic:
+    """Add the all-reduce of each shard's gradients among the replicas."""
+    all_reduced = 2 * (update.replicas - 1) / update.replicas * update.volume.gradients / update.shards
+    return Traffic(sent.gathered, sent.reduced + all_reduced)
 
 
-def _divided(note: str) -> StateSharding:
+def _sharded(note: str) -> StateSharding:
     return StateSharding(note, parameters=True, gradients=True, optimizer=True)
 
 
 _LATE_GRADIENTS = (
     "parallel.pipeline_parallel.schedule",
-    "{schedule} makes gradients of weights outside of a backward, where FSDP doesn't see them; "
+    "{schedule} computes gradients of weights outside of a backward, where FSDP doesn't see them; "
     "take interleaved-1f1b or 1f1b, or parallel.strategy: ddp",
 )
 
@@ -117,7 +121,7 @@ STRATEGY = Strategy(
     cells={
         "offload": Cell(
             "untested",
-            "FSDP2 offloads from a GPU alone, and none was at hand",
+            "FSDP2 offloads only from a GPU, and no GPU was available",
             on_cpu=Problem(
                 "", "parallel.fsdp.cpu_offload", "on the CPU parameters are already; it is for GPUs: leave it out"
             ),
@@ -131,7 +135,7 @@ STRATEGY = Strategy(
             name="fsdp",
             options={"sharding_strategy": "FULL_SHARD"},
             mesh="shards",
-            state=_divided("all is divided; a block is gathered while it is used"),
+            state=_sharded("everything is sharded; a block is gathered while it is used"),
             sends=_full_shard,
             title="fsdp with FULL_SHARD",
             replicated="fsdp-hybrid",
@@ -142,11 +146,11 @@ STRATEGY = Strategy(
             name="fsdp-grad-op",
             options={"sharding_strategy": "SHARD_GRAD_OP"},
             mesh="shards",
-            state=_divided("as fsdp, but all blocks are gathered from forward to backward"),
+            state=_sharded("as fsdp, but all blocks are gathered from forward to backward"),
             sends=_grad_op,
             title="fsdp with SHARD_GRAD_OP",
             replicated="fsdp-hybrid-grad-op",
-            best_for="parameters fit, moments and gradients don't: saves the second gathering",
+            best_for="parameters fit, moments and gradients don't: saves the second all-gather",
             measured_as="fsdp SHARD_GRAD_OP",
         ),
         Variant(
@@ -162,7 +166,7 @@ STRATEGY = Strategy(
             name="fsdp-hybrid",
             options={"sharding_strategy": "HYBRID_SHARD"},
             mesh="hybrid",
-            state=_divided("as fsdp, in each replica"),
+            state=_sharded("as fsdp, in each replica"),
             sends=_full_shard,
             best_for="many machines: gathers within one, and only reduces between them",
             measured_as="fsdp HYBRID_SHARD",
@@ -171,7 +175,7 @@ STRATEGY = Strategy(
             name="fsdp-hybrid-grad-op",
             options={"sharding_strategy": "_HYBRID_SHARD_ZERO2"},
             mesh="hybrid",
-            state=_divided("as fsdp-grad-op, in each replica"),
+            state=_sharded("as fsdp-grad-op, in each replica"),
             sends=_grad_op,
         ),
     ),

@@ -1,4 +1,4 @@
-"""The mesh axes along which a model or its sequences are partitioned, beside the strategy that holds the state."""
+"""The mesh axes along which a model or its sequences are partitioned, in addition to the strategy for the state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lockstep.strategies.section import Auto, Positive, Section
 if TYPE_CHECKING:
     from lockstep.config.schema import Parallel
 
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv"]
 
 
 class PipelineParallel(Section):
-    """How a model is cut into stages, and in which order micro-batches go through them."""
+    """How a model is partitioned into stages, and the order in which micro-batches pass through them."""
 
-    schedule: Schedule = "1f1b"
-    """1f1b holds as many micro-batches as there are stages, gpipe all; interleaved-1f1b gives each rank several stages
-    and waits less; zero-bubble (interleaved) and zbv (two stages a rank, in a V) put off gradients of weights until a
-    rank would wait."""
+    schedule: PipelineSchedule = "1f1b"
+    """1f1b keeps the activations of as many micro-batches as there are stages, gpipe those of all; interleaved-1f1b
+    gives each rank several stages and waits less; zero-bubble (interleaved) and zbv (two stages a rank, in a V) delay
+    gradients of weights until a rank would wait."""
     stages_per_rank: Positive | Auto = "auto"
     """auto: 2 where the schedule interleaves, otherwise 1; zbv always has 2."""
     split: tuple[str, ...] | Auto = "auto"
@@ -27,61 +27,57 @@ class PipelineParallel(Section):
 
 
 class TensorParallelOptions(Section):
-    """How the matrices of a model are divided over the ranks of `parallel.tensor`."""
+    """How the matrices of a model are sharded over the ranks of `parallel.tensor`."""
 
     plan: Literal["auto"] | dict[str, str] = "auto"
-    """auto: our transformer's, or the one that a Hugging Face config carries; or the style of each module by a pattern
-    of its name, such as `{"layers.*.query": colwise, "layers.*.out": rowwise}`."""
+    """auto: the plan of Lockstep's transformer, or the one in a Hugging Face config; or the style of each module by a
+    pattern of its name, such as `{"layers.*.query": colwise, "layers.*.out": rowwise}`."""
     sequence_parallel: bool = False
-    """Each rank keeps its own positions of what lies between the divided matrices, which norms and dropout work on."""
+    """Shard activations between the sharded matrices by position; norms and dropout work on these shards."""
     loss_parallel: bool = False
-    """The loss is computed on logits that stay divided by the vocabulary; in evaluations they are put together."""
+    """Compute the loss on logits that stay sharded by the vocabulary; evaluations gather them."""
 
 
-_SOME_BLOCKS = refused("a rank has some of the blocks alone, and would choose by itself; take mode: full")
+_SOME_BLOCKS = refused("a rank has only some of the blocks, and would choose by itself; take mode: full")
 _TWICE = refused(
-    "gradients of inputs and of weights are made apart, and each would compute a block again; take pipeline-1f1b, or "
-    "interleaved-1f1b"
+    "gradients of inputs and of weights are computed separately, and each would recompute a block; take pipeline-1f1b, "
+    "or interleaved-1f1b"
 )
 _PIPELINE = {
     "compile": refused("a compiled forward can't be left between two blocks; write false, or take fsdp"),
     "checkpointed segments": _SOME_BLOCKS,
     "checkpointing by budget": _SOME_BLOCKS,
-    "chunked loss": refused("the last stage gives logits to the objective; leave it out"),
+    "chunked loss": refused("the last stage passes logits to the objective; leave it out"),
 }
-_WEIGHTS_APART = {
-    **_PIPELINE,
-    "activation checkpointing": _TWICE,
-    "selective checkpointing": _TWICE,
-    "adaptive checkpointing": _TWICE,
-}
-_MATRICES = refused("it updates whole matrices, of which a rank holds a part; take adamw, or leave parallel.tensor out")
+_CHECKPOINTING = ("activation checkpointing", "selective checkpointing", "adaptive checkpointing")
+_WEIGHTS_APART = {**_PIPELINE, **dict.fromkeys(_CHECKPOINTING, _TWICE)}
+_MATRICES = refused("it updates whole matrices, and a rank holds a shard; take adamw, or leave parallel.tensor out")
 _TENSOR = {
     "compile": refused(
-        "torch's compiler (2.13) fails on divided matrices where shapes change, as texts of unequal length do; write "
-        "false"
+        "torch's compiler (2.13) fails on sharded matrices where shapes change, as texts of different lengths do; "
+        "write false"
     ),
-    "checkpointing by budget": refused(
-        "what a block keeps isn't measured where its matrices are divided; take mode: full"
-    ),
+    "checkpointing by budget": refused("activations of tensor-parallel blocks aren't measured; take mode: full"),
     "chunked loss": refused(
-        "each rank has a part of the head alone; take parallel.tensor_parallel.loss_parallel, or leave it out"
+        "each rank has only a shard of the head; take parallel.tensor_parallel.loss_parallel, or leave it out"
     ),
     "muon": _MATRICES,
     "adafactor": _MATRICES,
 }
 
 
-def _pipeline(schedule: Schedule, degree: int | Auto, cells: dict[str, Cell], *, product: bool = False) -> Partition:
-    keys = {"pipeline": degree, "pipeline_parallel": {"schedule": schedule}}
+def _pipeline(
+    schedule: PipelineSchedule, degree: int | Auto, cells: dict[str, Cell], *, product: bool = False
+) -> Partition:
+    keys, name = {"pipeline": degree, "pipeline_parallel": {"schedule": schedule}}, f"pipeline-{schedule}"
     return Partition(
-        name=f"pipeline-{schedule}",
-        axis="pipeline",
-        family="Pipeline parallel",
-        parallel=keys,
-        cells=cells,
-        product=product,
+        name=name, axis="pipeline", family="Pipeline parallel", parallel=keys, cells=cells, product=product
     )
+
+
+def _tensor(name: str, *, sequence_parallel: bool, product: bool = False) -> Partition:
+    keys = {"tensor": 2, "tensor_parallel": {"sequence_parallel": sequence_parallel}}
+    return Partition(name=name, axis="tensor", family=_INNER, parallel=keys, cells=_TENSOR, product=product)
 
 
 _INNER = "Context and tensor parallel"
@@ -94,21 +90,8 @@ PARTITIONS: tuple[Partition, ...] = (
     Partition(
         name="context", axis="context", family=_INNER, parallel={"context": 2}, divides_model=False, product=True
     ),
-    Partition(
-        name="tensor",
-        axis="tensor",
-        family=_INNER,
-        parallel={"tensor": 2, "tensor_parallel": {"sequence_parallel": False}},
-        cells=_TENSOR,
-        product=True,
-    ),
-    Partition(
-        name="tensor-sequence",
-        axis="tensor",
-        family=_INNER,
-        parallel={"tensor": 2, "tensor_parallel": {"sequence_parallel": True}},
-        cells=_TENSOR,
-    ),
+    _tensor("tensor", sequence_parallel=False, product=True),
+    _tensor("tensor-sequence", sequence_parallel=True),
 )
 AXES = tuple(dict.fromkeys(partition.axis for partition in PARTITIONS))
 
@@ -122,5 +105,4 @@ def partitions_of(parallel: Parallel) -> tuple[Partition, ...]:
         names.append("context")
     if parallel.tensor != 1:
         names.append("tensor-sequence" if parallel.tensor_parallel.sequence_parallel else "tensor")
-    by_name = {partition.name: partition for partition in PARTITIONS}
-    return tuple(by_name[name] for name in names)
+    return tuple(partition for partition in PARTITIONS if partition.name in names)

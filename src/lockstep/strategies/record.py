@@ -7,8 +7,8 @@
 
 Bytes sent are in units of (N - 1) / N on N ranks, as rings do it: a rank sends that share of what is gathered or
 scattered, and twice that of what is all-reduced (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations", section 2). Votes and norms (a few numbers) and buffers are left out, and what a pipeline
-sends from stage to stage.
+clusters of workstations", section 2). Votes and norms (a few numbers), buffers, and activations that a pipeline sends
+from stage to stage are not counted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import ValidationError
+
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.section import Section
 
 MeshKind = Literal["one process", "replicas", "shards", "hybrid"]
-"""The mesh axes that a variant lays ranks out on: none; `data`; `shard`; or both."""
+"""The mesh axes that a variant arranges ranks on: none; `data`; `shard`; or both."""
 Standing = Literal["cpu", "untested", "refused", "none"]
 
 
@@ -33,10 +35,9 @@ class Cell:
     """One cell of the table strategy x feature.
 
     Attributes:
-        standing: `cpu`: tested there against the single process; `none`: the strategy has no such option.
-        why: The reason of a refusal, or why it is untested.
+        standing: `cpu`: tested on the CPU against the single process; `none`: the strategy has no such option.
         gpu: Where and when it was tested on a GPU: `H200, 2026-11-20, 1a2b3c4`.
-        on_cpu: The problem to report to ranks that compute on the CPU, where the feature is for GPUs alone.
+        on_cpu: The problem to report to ranks that compute on the CPU, where the feature is only for GPUs.
     """
 
     standing: Standing
@@ -58,7 +59,7 @@ def refused(why: str) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """Bytes of a model on its way between ranks.
+    """Bytes of a model that travel between ranks.
 
     Attributes:
         parameters: In the type that they are gathered in.
@@ -85,22 +86,23 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update whose traffic is computed.
-
-    Attributes:
-        shards, replicas: Their product is the number of ranks.
-        micro_batches: Of each rank.
-    """
+    """One update whose traffic is computed, on shards x replicas ranks with `micro_batches` on each."""
 
     volume: Volume
     shards: int
     replicas: int
     micro_batches: int
 
-    @property
-    def share(self) -> float:
-        """The part that a rank sends of what is gathered or scattered among the shards."""
-        return (self.shards - 1) / self.shards
+    def traffic(self, gathers: float, reduces: float, at_root: float = 0.0) -> Traffic:
+        """Return what a rank sends if the shards gather all parameters and scatter all gradients this many times.
+
+        Args:
+            at_root: How many times they gather the parameters in no block, in addition.
+        """
+        share, volume = (self.shards - 1) / self.shards, self.volume
+        return Traffic(
+            share * (gathers * volume.parameters + at_root * volume.at_root), share * reduces * volume.gradients
+        )
 
 
 def nothing_sent(update: Update) -> Traffic:
@@ -115,13 +117,13 @@ def gradients_all_reduced(update: Update) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class StateSharding:
-    """The parts of the training state that are divided by the mesh's shard axis; the rest is whole on each rank.
+    """The parts of the training state that are sharded by the mesh's shard axis; the rest is whole on each rank.
 
     Attributes:
         note: What it means, in a sentence.
-        masters: Each rank holds the values that it updates a second time, beside its optimizer state.
-        gradient_copies: How often gradients are held, given the options.
-        kept_whole: `module:function`: (options, elements of each parameter) -> which ones are whole on each rank too.
+        masters: Each rank holds a second copy of the values that it updates, with its optimizer state.
+        gradient_copies: How many copies of gradients a rank holds, given the options.
+        kept_whole: `module:function`: (options, elements of each parameter) -> which ones are also whole on each rank.
     """
 
     note: str
@@ -135,17 +137,15 @@ class StateSharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One setting of a strategy's options, under the name that tables, `plan` and `verify` give it.
+    """One setting of a strategy's options, under its name in tables, `plan` and `verify`.
 
     Attributes:
         options: Keys of the strategy's options, and their values, that select it.
-        mesh: The axes that it lays ranks out on.
-        state: What is divided of the training state.
         sends: The bytes that a rank sends in an update.
         cells: Features that differ from the strategy's.
-        title: How messages call it; empty: by the strategy's name.
+        title: Its name in messages; empty: the strategy's name.
         replicated: The variant that does the same with several replicas.
-        sharded: What to take instead where shards were asked for and this has none: variant -> "fsdp does".
+        sharded: What to take instead where shards are requested and this has none: variant -> "fsdp does".
         implied: It needs no mention in the name of a product.
         best_for: A line for docs/choosing.md; empty: it is left out there.
         measured_as: Its row in benchmarks/results/strategies.json.
@@ -175,30 +175,28 @@ class Strategy:
     """A strategy, complete: a new one is this record, and a line in the registry.
 
     Attributes:
-        build: A `sharding.context.Builder`, which makes the strategy on a rank; or `module:NAME` of one, which is
+        build: A `sharding.context.Builder`, which builds the strategy on a rank; or `module:NAME` of one, which is
             imported when a run starts.
-        check_model: `module:function`, (model, config): it raises ConfigError for what the modules alone tell.
+        check_model: `module:function`, (model, config): it raises ConfigError for what the modules alone show.
         variants: The first is the default.
         family: The heading of its table in docs/strategies.md.
-        options: The section of its options, under `parallel.KEY`.
-        key: KEY; empty: its name.
+        options, key: The section of its options, under `parallel.KEY`; empty: its name.
         reference: It is the single process that every other strategy must reproduce.
-        one_process: What the one process is, for a strategy that has no further ranks.
-        axes: The mesh axes that it combines with: pipeline, context, tensor.
-        verified_axes: Those of which `verify` runs a product with it.
+        one_process: A description of its one process, for a strategy that has no further ranks.
+        axes, verified_axes: The mesh axes (pipeline, context, tensor) that it combines with; that `verify` combines.
         conflicts: Partitions that it doesn't combine with: name -> (key, why).
         automatic: `parallel.strategy: auto` may choose it, in the order of the registry, the first that fits.
-        invariant: It can give the same bits on any number of ranks (`run.determinism: invariant`).
+        invariant: Its runs can be bitwise identical on any number of ranks (`run.determinism: invariant`).
         varying_options: Options whose other values make bits depend on ranks: name -> why, with {value} and {why}.
-        whole_model: What its options are about, if they are about a model that isn't partitioned.
+        whole_model: The subject of its options, if they apply only to a model that isn't partitioned.
         holds_everything: Each rank has the whole training state.
-        needs_optimizer: It takes a model together with its optimizer alone: not to evaluate whole weights.
+        needs_optimizer: It takes a model only together with its optimizer: not to evaluate whole weights.
         finds_unused: It can leave out parameters without gradient (`parallel.ddp.find_unused_parameters`).
-        heeds: Options of other strategies that it heeds, such as {"ddp": "find_unused_parameters"}.
+        heeds: Options of other strategies that apply to it, such as {"ddp": "find_unused_parameters"}.
         cells: Features that differ from the table's defaults.
         offloads: Whether the options ask for offloading.
         lossy: What the options lose of a gradient, in a sentence; None: nothing.
-        remarks: What else the start of a run prints of the options.
+        remarks: What else the start of a run prints about the options.
         unwrapped: What it prints if the strategy has left the model as it was.
         rounding: Options that make a run in fp32 round: a proof in fp32 leaves them out.
         rounds_to_fp16: Whether gradients pass through fp16, which needs a loss scale.
@@ -257,12 +255,12 @@ class Strategy:
         written = dict(parallel).get(self.section, {})
         if isinstance(written, self.options):
             return written
-        from pydantic import ValidationError
-
         try:
             return self.options.model_validate(written)
         except ValidationError as error:
-            keys = [(".".join(("parallel", self.section, *map(str, one["loc"]))), one["msg"]) for one in error.errors()]
+            keys = [
+                (".".join(map(str, ("parallel", self.section, *each["loc"]))), each["msg"]) for each in error.errors()
+            ]
             raise ConfigError([Problem("", key, message) for key, message in keys]) from error
 
     def variant(self, parallel: Parallel) -> Variant:
@@ -273,10 +271,6 @@ class Strategy:
                 return variant
         return self.variants[0]
 
-    def asking_for(self, variant: Variant) -> dict[str, Any]:
-        """Return the keys of section `parallel` that ask for the variant."""
-        return {"strategy": self.name, **({self.section: dict(variant.options)} if variant.options else {})}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
@@ -284,9 +278,8 @@ class Partition:
 
     Attributes:
         axis: pipeline, context or tensor.
-        family: The heading of its table in docs/strategies.md.
-        parallel: The keys of section `parallel` that ask for it.
-        cells: Features that stand otherwise than under the strategy alone.
+        parallel: The keys of section `parallel` that select it.
+        cells: Features that differ from those of the strategy alone.
         divides_model: The model itself is partitioned, not its sequences.
         product: `verify` runs it with strategies that shard, and with other partitions of the model.
     """
@@ -302,7 +295,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """The partitions and the variant of one run: what a name such as `pipeline-1f1b+fsdp` stands for."""
+    """The partitions and the variant of one run, under a name such as `pipeline-1f1b+fsdp`."""
 
     partitions: tuple[Partition, ...]
     strategy: Strategy
@@ -325,8 +318,10 @@ class RunLayout:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """The keys of section `parallel` that ask for it, with degrees left to the number of ranks."""
-        keys = self.strategy.asking_for(self.variant)
+        """The keys of section `parallel` that select it; degrees that follow from the number of ranks are left out."""
+        keys: dict[str, Any] = {"strategy": self.strategy.name}
+        if self.variant.options:
+            keys[self.strategy.section] = dict(self.variant.options)
         for partition in self.partitions:
             keys |= partition.parallel
         return keys

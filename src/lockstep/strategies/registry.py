@@ -2,7 +2,7 @@
 
 parallel.strategy: fsdp                  a record listed here
 parallel.strategy: my_package:STRATEGY   a record by `module:Name`, or `file.py:Name`
-parallel.strategy: mine                  a record that `lockstep.register_strategy` was given, or that an installed
+parallel.strategy: mine                  a record passed to `lockstep.register_strategy`, or one that an installed
                                          package declares as an entry point of the group `lockstep.strategies`
 """
 
@@ -34,7 +34,7 @@ _written: dict[str, str] = {}
 
 
 def register_strategy(strategy: Strategy) -> None:
-    """Make a strategy known, so that `parallel.strategy` can name it.
+    """Register a strategy, so that `parallel.strategy` can name it.
 
     Ranks that another process starts must register it too: call this where the strategy is defined, at the top of a
     module.
@@ -56,21 +56,17 @@ def strategies() -> tuple[Strategy, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """Return what `parallel.strategy` may be, without `module:Name`."""
+    """Return the valid values of `parallel.strategy`, without `module:Name`."""
     return (AUTO, *_strategies)
 
 
 def _known(name: str) -> str:
-    """Check a name without importing what it stands for: a config may be somebody else's."""
-    if name in names() or ":" in name or name in _of_packages():
-        return name
-    raise PydanticCustomError("literal_error", "there is no such strategy")
-
-
-def _of_packages() -> dict[str, str]:
+    """Check a name without importing the code that it names: the config may come from another user."""
     from lockstep.core.extensions import registered
 
-    return registered("strategies")
+    if name in names() or ":" in name or name in registered("strategies"):
+        return name
+    raise PydanticCustomError("literal_error", "there is no such strategy")
 
 
 StrategyName = Annotated[
@@ -80,10 +76,15 @@ StrategyName = Annotated[
 ]
 
 
+def option_sections() -> dict[str, type[BaseModel]]:
+    """Return the options of registered strategies by their keys in section `parallel`."""
+    return {strategy.section: strategy.options for strategy in strategies() if strategy.options is not None}
+
+
 def checked_options(strategy: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of registered strategies, checked, by their keys in section `parallel`.
 
-    Options of a strategy that has to be imported first are checked when it is: by `Strategy.options_of`.
+    `Strategy.options_of` checks the options of a strategy that has to be imported first.
 
     Args:
         written: Every key that the section itself doesn't have.
@@ -91,7 +92,7 @@ def checked_options(strategy: str, written: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         ValidationError: A key is unknown, or an option is wrong.
     """
-    sections = {one.section: one.options for one in strategies() if one.options is not None}
+    sections = option_sections()
     checked, errors = dict(written), list[InitErrorDetails]()
     for key, value in written.items():
         if key in sections:
@@ -112,7 +113,7 @@ def _inside(key: str, details: ErrorDetails) -> InitErrorDetails:
 
 
 def find_strategy(name: str) -> Strategy:
-    """Return the strategy that `parallel.strategy` names; one that isn't registered yet is imported and registered.
+    """Return the strategy that `parallel.strategy` names; import and register one that isn't registered yet.
 
     Raises:
         ConfigError: There is none.
@@ -131,12 +132,12 @@ def find_strategy(name: str) -> Strategy:
 
 
 def written_name(strategy: Strategy) -> str:
-    """Return what a config names the strategy by, so that ranks in other processes find it too."""
+    """Return the name by which a config finds the strategy, in other processes too."""
     return _written.get(strategy.name, strategy.name)
 
 
 def uses_ranks(name: str) -> bool:
-    """Return whether the strategy that `parallel.strategy` names works through a process group, even on one rank."""
+    """Return whether the strategy that `parallel.strategy` names uses a process group, even on one rank."""
     return name != AUTO and not find_strategy(name).one_process
 
 
@@ -147,22 +148,16 @@ def find_variant(name: str) -> tuple[Strategy, Variant]:
     )
 
 
-# --- what combines with what --------------------------------------------------------------------------------------
-
-
-def combining(axis: str) -> list[str]:
-    """Return the names of the strategies that combine with this axis."""
-    return [strategy.name for strategy in strategies() if axis in strategy.axes]
+# --- which strategies and partitions combine ------------------------------------------------------------------------
 
 
 def layout_of(parallel: Parallel, strategy: Strategy) -> RunLayout:
-    """Return the layout of a config's section, given the strategy that `auto` came to."""
+    """Return the layout of a run, given the strategy that `auto` has chosen."""
     return RunLayout(partitions_of(parallel), strategy, strategy.variant(parallel))
 
 
 def layouts() -> dict[str, RunLayout]:
-    """Return every layout that `verify` and the feature table list, by name: all variants, all partitions, and the
-    products of two that are tested."""
+    """Return every layout of `verify` and the feature table by name: all variants, all partitions, tested products."""
     return {layout.name: layout for layout in _layouts()}
 
 
@@ -174,14 +169,13 @@ def _layouts() -> Iterator[RunLayout]:
     for axis in AXES:
         of_axis = [partition for partition in PARTITIONS if partition.axis == axis]
         yield from (RunLayout((partition,), PLAIN, PLAIN.variants[0]) for partition in of_axis)
-        for partition in (_in_product(partition) for partition in of_axis if partition.product):
+        for partition in of_axis:
+            if not partition.product:
+                continue
+            partition = replace(partition, parallel={**partition.parallel, axis: 2})
             for strategy in strategies():
                 if axis in strategy.verified_axes:
                     yield RunLayout((partition,), strategy, strategy.variants[0])
             if partition.divides_model:
                 yield from (RunLayout((other, partition), PLAIN, PLAIN.variants[0]) for other in products)
                 products.append(partition)
-
-
-def _in_product(partition: Partition) -> Partition:
-    return replace(partition, parallel={**partition.parallel, partition.axis: 2})

@@ -21,7 +21,7 @@ STRATEGY = Strategy(
             state=StateSharding("one process holds everything"),
             sends=nothing_sent,
             sharded=SHARDED_INSTEAD,
-            best_for="one CPU or GPU; the yardstick for all others",
+            best_for="one CPU or GPU; the baseline for all others",
         ),
     ),
 )

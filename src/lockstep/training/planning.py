@@ -11,7 +11,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.terminal import echo
 from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_cores, count_gpus
-from lockstep.plan.told_sizes import NOT_READ, facts_of_config
+from lockstep.plan.stated_facts import NOT_READ, facts_of_config
 from lockstep.training.parallelize import check_model
 from lockstep.training.sources import open_sources
 from lockstep.training.user_objects import UserObjects, refuse_given

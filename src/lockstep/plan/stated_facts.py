@@ -1,0 +1,67 @@
+"""The facts about data that a config states by itself, so that a plan needs neither the dataset nor a network.
+
+data       on the hub, or token files that don't exist yet; existing files are read
+model      states its own sizes: vocabulary, classes
+run        has steps, samples or tokens; only the data has the length of an epoch
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.config.schema import (
+    HuggingFaceData,
+    HuggingFaceModel,
+    ImageClassifierModel,
+    TextClassifierModel,
+    Tokens,
+    TransformerModel,
+)
+from lockstep.core.records import DataFacts
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config, DataSource, Model
+
+NOT_READ = "data.train was not read: the plan assumes one epoch, and the vocabulary and classes of the config."
+
+
+def facts_of_config(config: Config) -> DataFacts | None:
+    """Return the facts that planning needs; None if the dataset itself has to be read."""
+    data, run = config.data.train, config.run
+    if _is_local(data) or not _model_states_sizes(config.model):
+        return None
+    per_sample = None
+    match data:
+        case HuggingFaceData(packed=True, max_length=length) | Tokens(length=length):
+            per_sample = length
+    if run.steps is not None:
+        return DataFacts(run.steps * config.batch.global_size, per_sample)
+    if run.samples is not None:
+        return DataFacts(run.samples, per_sample)
+    if run.tokens is not None and per_sample is not None:
+        return DataFacts(-(-run.tokens // per_sample), per_sample)
+    return None
+
+
+def _is_local(data: DataSource) -> bool:
+    match data:
+        case HuggingFaceData(name=path) | Tokens(folder=path):
+            return Path(path).expanduser().exists()
+    return True
+
+
+def _model_states_sizes(model: Model) -> bool:
+    match model:
+        case HuggingFaceModel():
+            keys = model.architecture or {}
+            has_vocabulary = model.pretrained is not None or "vocab_size" in keys
+            has_classes = model.task != "sequence-classification" or model.classes is not None or "num_labels" in keys
+            return has_vocabulary and has_classes
+        case TransformerModel(vocabulary=vocabulary):
+            return vocabulary is not None
+        case TextClassifierModel(vocabulary=vocabulary, classes=classes):
+            return vocabulary is not None and classes is not None
+        case ImageClassifierModel(classes=classes):
+            return classes is not None
+    return True
