@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import fingerprints
+from lockstep.checkpoint import hashing
 
 MANIFEST, SHARD = "manifest.json", "rank-00000.safetensors"
 CANARY = "canary"
@@ -45,7 +45,7 @@ class Evil:
 
 def sealed(text: str) -> bytes:
     """A manifest's bytes, whatever it says."""
-    return f'{{"manifest":{text},"xxh3_128":"{fingerprints.of_bytes(text.encode())}"}}\n'.encode()
+    return f'{{"manifest":{text},"xxh3_128":"{hashing.hash_bytes(text.encode())}"}}\n'.encode()
 
 
 def canonical(manifest: Any) -> str:
@@ -280,7 +280,7 @@ FILES: dict[str, tuple[Act, str]] = {
     "a manifest that is a folder": (_folder(MANIFEST), f"manifest.json: {NO_FILE}"),
     "a manifest that is a pipe": (_pipe(MANIFEST), f"manifest.json: {NO_FILE}"),
     "a manifest that is a socket": (_socket(MANIFEST), r"manifest\.json: No such device or address"),
-    "a manifest of 2 GiB": (_sparse(MANIFEST, 2**31), r"manifest\.json: it has 2,147,483,648 bytes, where 1,073"),
+    "a manifest of 2 GiB": (_sparse(MANIFEST, 2**31), r"manifest\.json: it has 2,147,483,648 bytes; the limit is"),
     "a manifest that nobody may read": (_unreadable(MANIFEST), r"manifest\.json: Permission denied"),
     "a shard that nobody may read": (_unreadable(SHARD), f"{SHARDS}Permission denied"),
     "a shard that is a link to passwords": (_link(SHARD, "/etc/passwd"), OTHER_SIZE),
@@ -301,8 +301,8 @@ FILES: dict[str, tuple[Act, str]] = {
 
 WEIGHT = "model.inner.weight"  # float32 [8, 4]
 _PART = ("tensors", WEIGHT, "parts", 0)
-_NO_SENSE = r"manifest\.json: makes no sense: "
-_NOT_WHOLE = r"manifest\.json: its hash is not that of its contents"
+_NO_SENSE = r"manifest\.json: is invalid: "
+_NOT_WHOLE = r"manifest\.json: its hash does not match its contents"
 
 
 def _another_file(name: str) -> Act:
@@ -351,7 +351,7 @@ def _of_a_tebibyte(folder: Path) -> None:
     """A sparse shard has room for state that the optimizer does not know yet."""
     manifest, size = said(folder), 2**40
     at = manifest["files"][SHARD]["size"]
-    hashes = ["0" * 32] * (size // fingerprints.BLOCK)
+    hashes = ["0" * 32] * (size // hashing.BLOCK_BYTES)
     part = {"file": SHARD, "at": at, "offsets": [0], "sizes": [size // 4], "blocks": hashes}
     manifest["tensors"]["optimizer.more.inner.weight"] = {"dtype": "float32", "shape": [size // 4], "parts": [part]}
     manifest["files"][SHARD]["size"] = at + size
@@ -430,7 +430,7 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "a header of -1 bytes": (put("files", SHARD, "header", -1), _NO_SENSE + "files"),
     "a header without bytes": (put("files", SHARD, "header", 0), _NO_SENSE + "files"),
     "a header of 2^62 bytes": (put("files", SHARD, "header", 2**62), _NO_SENSE + "files"),
-    "a header into the first tensor": (put("files", SHARD, "header", 10_000), "are two tensors' or none's"),
+    "a header into the first tensor": (put("files", SHARD, "header", 10_000), "to two tensors or to none"),
     "a header's hash in capitals": (put("files", SHARD, "header_hash", "A" * 32), _NO_SENSE + "files"),
     "another header's hash": (put("files", SHARD, "header_hash", "0" * 32), f"{SHARDS}its header"),
     "no tensors": (put("tensors", {}), "bytes, of which [0-9,]+ are accounted for"),
@@ -438,20 +438,20 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "a tensor with a name of 5,000 letters": (_renamed("x" * 5000), _NO_SENSE + "tensors"),
     "dtype object": (put("tensors", WEIGHT, "dtype", "object"), _NO_SENSE + "tensors.*dtype"),
     "dtype __class__": (put("tensors", WEIGHT, "dtype", "__class__"), _NO_SENSE + "tensors.*dtype"),
-    "dtype float64": (put("tensors", WEIGHT, "dtype", "float64"), "are two tensors' or none's|lies outside"),
+    "dtype float64": (put("tensors", WEIGHT, "dtype", "float64"), "to two tensors or to none|lies outside"),
     "a shape of 10^15 elements": (_shaped(10**15), "lies outside of its file|other dims"),
     "a shape of 2^62 x 2^62": (_shaped(2**62, 2**62), "lies outside of its file"),
-    "a shape without elements": (_shaped(0, 2**62), "are two tensors' or none's|hashes for 0 bytes"),
+    "a shape without elements": (_shaped(0, 2**62), "to two tensors or to none|hashes for 0 bytes"),
     "a shape of ten thousand dims": (_shaped(*[1] * 10_000, 32), r"parts\.offsets: Tuple should have at most 64"),
     "a shape that is a text": (put("tensors", WEIGHT, "shape", "8x4"), _NO_SENSE + "tensors"),
     "a shape of fractions": (put("tensors", WEIGHT, "shape", [8.5, 4]), _NO_SENSE + "tensors"),
     "a shape of -8 x -4": (put("tensors", WEIGHT, "shape", [-8, -4]), _NO_SENSE + "tensors"),
-    "a tensor without parts": (put("tensors", WEIGHT, "parts", []), "has no bytes anywhere"),
+    "a tensor without parts": (put("tensors", WEIGHT, "parts", []), "has no parts"),
     "a part twice": (says(_twice), "its parts don't make up the whole"),
     "halves that overlap": (says(_halves_that_overlap), "its parts don't make up the whole"),
     "a part at -1": (put(*_PART, "at", -1), _NO_SENSE + r"parts\.at: "),
-    "a part one byte later": (_moved(1), "are two tensors' or none's|lies outside"),
-    "a part at the header": (put(*_PART, "at", 0), "are two tensors' or none's"),
+    "a part one byte later": (_moved(1), "to two tensors or to none|lies outside"),
+    "a part at the header": (put(*_PART, "at", 0), "to two tensors or to none"),
     "a part at 2^62": (put(*_PART, "at", 2**62), "lies outside of its file"),
     "a part at 2^64": (put(*_PART, "at", 2**64), _NO_SENSE + r"parts\.at: "),
     "a part with other dims": (put(*_PART, "offsets", [0]), "has other dims"),
@@ -521,7 +521,7 @@ STATES: dict[str, tuple[Act, str]] = {
 REFUSED: dict[str, tuple[Act, str]] = {
     "a tensor of another name": (_renamed("model.../../etc/passwd"), "it has no inner.weight"),
     "a tensor too many": (_renamed("optimizer.exp_avg.x"), "it has no inner.weight"),
-    "a transposed tensor": (_shaped(4, 8), r"model.inner.weight is float32 \[4, 8\] there, and float32 \[8, 4\] here"),
+    "a transposed tensor": (_shaped(4, 8), r"weight is float32 \[4, 8\] in the checkpoint, and float32 \[8, 4\] in"),
     "weights that are integers": (put("tensors", WEIGHT, "dtype", "int32"), "model.inner.weight is int32"),
     "a config of numbers": (put("config", {"model": 7, "data": 7, "run": []}), "of a run with other data, model"),
     "an optimizer of another model": (put("state", "sharding", "optimizer", {"x": {"momentum": 1.0}}), "also has x"),

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.storing import Divided, rank_states, saved, state_of
 
-from lockstep.checkpoint.boxes import share_out
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader, ReadItem
+from lockstep.checkpoint.write_plan import plan_writes
 from lockstep.core.errors import RunFailed
 from lockstep.distributed.shard_boxes import Box, LocalShards, TensorInfo, local_shards
 
@@ -47,7 +47,7 @@ def test_what_some_ranks_wrote_others_read(tmp_path_factory: Any, division: Any)
 def test_what_all_hold_is_written_once_and_evenly() -> None:
     kind = TensorInfo("float32", (100,))
     holding = {f"model.{index}": LocalShards(kind, (kind.whole,)) for index in range(12)}
-    shares = share_out([holding] * 3, ELEMENT_BYTES)
+    shares = plan_writes([holding] * 3, ELEMENT_BYTES)
     assert [len(share) for share in shares] == [4, 4, 4]
     assert {piece.name for share in shares for piece in share} == set(holding)
 
@@ -66,7 +66,7 @@ ROWS = TensorInfo("float32", (4, 2))
 )
 def test_parts_that_do_not_make_up_the_whole_are_refused(first: Box, second: Box) -> None:
     with pytest.raises(RunFailed, match="w: its parts don't make up the whole of float32"):
-        share_out([{"w": LocalShards(ROWS, (first,))}, {"w": LocalShards(ROWS, (second,))}], ELEMENT_BYTES)
+        plan_writes([{"w": LocalShards(ROWS, (first,))}, {"w": LocalShards(ROWS, (second,))}], ELEMENT_BYTES)
 
 
 def test_ranks_that_hold_other_tensors_under_one_name_are_refused() -> None:
@@ -74,7 +74,7 @@ def test_ranks_that_hold_other_tensors_under_one_name_are_refused() -> None:
     with pytest.raises(
         RunFailed, match=r"w is not the same tensor on all ranks: float32 \[2, 4\] and float32 \[4, 2\]"
     ):
-        share_out([{"w": LocalShards(ROWS, (ROWS.whole,))}, {"w": LocalShards(other, (other.whole,))}], ELEMENT_BYTES)
+        plan_writes([{"w": LocalShards(ROWS, (ROWS.whole,))}, {"w": LocalShards(other, (other.whole,))}], ELEMENT_BYTES)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from kit.storing import Divided, Meeting, save, state_of, together
 from safetensors.torch import load_file
 
 import lockstep
-from lockstep.checkpoint import fingerprints, reading
+from lockstep.checkpoint import hashing
 from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import command
@@ -79,8 +79,7 @@ class Place:
 @pytest.fixture(scope="module", params=[1, 2], ids=["written by 1 rank", "written by 2 ranks"])
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fingerprints, "BLOCK", BLOCK)
-        patch.setattr(reading, "BLOCK", BLOCK)
+        patch.setattr(hashing, "BLOCK_BYTES", BLOCK)
         yield _saved_twice(tmp_path_factory.mktemp("whole"), request.param)
 
 

@@ -203,7 +203,7 @@ class HeardAtOnce(Saver):
     def _settled(self, count: int) -> None:
         self._count = count
         if count:
-            self.hear(float(count), 0.0)
+            self.on_vote(float(count), 0.0)
 
 
 def test_a_save_that_is_heard_of_at_once_is_published_once(folder: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_load_that_fails_at_any_call_goes_one_back_on_all_ranks(disk: Disk, fo
         disk.forget()
         disk.fault = raises(call, EIO)
         if call == "list . #1":
-            with pytest.raises(RunFailed, match=f"can't look into {folder}: Input/output error"):
+            with pytest.raises(RunFailed, match=f"can't list {folder}: Input/output error"):
                 _load(storage, ranks)
             continue
         found = _load(storage, ranks)

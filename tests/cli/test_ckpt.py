@@ -21,7 +21,7 @@ from kit.storing import Meeting, rank_states, save, saved, state_of
 from torch import Tensor
 
 import lockstep
-from lockstep.checkpoint.comparing import tensor_difference
+from lockstep.checkpoint.comparison import tensor_difference
 from lockstep.checkpoint.inspection import list_checkpoints, verify_all
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest, to_bytes
@@ -140,7 +140,7 @@ def test_ls_marks_what_is_damaged_and_what_was_put_aside(ask: Ask, run: Path) ->
     _flip(checkpoints / "step-00000006/manifest.json", 40)
     found = ask("ls", run, "--json")
     assert found.code == 0
-    assert "step-00000006 is damaged: manifest.json: its hash is not that of its contents" in found.lines
+    assert "step-00000006 is damaged: manifest.json: its hash does not match its contents" in found.lines
     assert [line.rpartition(",")[0] for line in found.lines if line.startswith("put aside: ")] == [
         "put aside: broken-step-00000010-2",
         "put aside: superseded-step-00000010",
@@ -149,7 +149,7 @@ def test_ls_marks_what_is_damaged_and_what_was_put_aside(ask: Ask, run: Path) ->
     assert found.json["checkpoints"][1] == {
         "name": "step-00000006",
         "step": 6,
-        "damaged": "manifest.json: its hash is not that of its contents",
+        "damaged": "manifest.json: its hash does not match its contents",
         "stays": ["damaged"],
     }
     assert found.json["aside"][1]["name"] == "superseded-step-00000010"
@@ -340,7 +340,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a manifest's contents": (
         lambda folder: _flip(folder / "manifest.json", 60),
-        "manifest.json: its hash is not that of its contents",
+        "manifest.json: its hash does not match its contents",
     ),
     "a manifest": (
         lambda folder: _empty(folder / "manifest.json"),
@@ -635,7 +635,7 @@ def test_epochs_are_those_of_the_ledger(ask: Ask, tmp_path: Path) -> None:
     found = ask("prune", tmp_path, "--keep-every", "1 epoch")
     assert (found.code, found.error) == (
         2,
-        "lockstep: keep_every is 1 epoch, and no checkpoint here says how long an epoch is\n",
+        "lockstep: keep_every is 1 epoch, and no checkpoint here records the length of an epoch\n",
     )
 
 
@@ -677,7 +677,8 @@ def test_a_folder_that_somebody_saves_to_is_left_alone(ask: Ask, tmp_path: Path)
             found = ask("prune", tmp_path, *words)
             assert (found.code, found.error) == (
                 1,
-                f"lockstep: a run is saving to {tmp_path}, and prunes by itself; --dry-run tells what would go\n",
+                f"lockstep: a run is saving to {tmp_path}, and prunes by itself; "
+                "--dry-run lists what would be deleted\n",
             )
         assert ask("prune", tmp_path, "--keep-last", 1, "--dry-run", "--json").json["deleted"] == ["step-00000001"]
         saving.communicate()

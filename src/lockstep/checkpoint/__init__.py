@@ -1,1 +1,1 @@
-"""State on disk: saved while training goes on, verified byte by byte, loadable on any number of ranks."""
+"""Checkpoints: saved in the background, verified byte by byte, loadable on any number of ranks."""

@@ -1,15 +1,15 @@
-"""What there is to tell of checkpoints, to people and scripts, as values. No torch is needed.
+"""Lists, verifies and prunes checkpoints, for the command line and scripts. No torch is needed.
 
-folder --> found, set aside    manifests alone
-       --> verified            every byte of one; of the weights that a run has left
-       --> pruned              what needn't stay is deleted, once one that stays has been verified
+storage --> list_checkpoints    manifests alone
+        --> verify              every byte of one, or of the weights that a run has exported
+        --> prune               deletes what need not be kept, once a checkpoint that is kept was verified
 """
 
 from __future__ import annotations
 
 import calendar
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,11 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, read_manifest
-from lockstep.checkpoint.retention import Entry, best_of, superfluous
+from lockstep.checkpoint.retention import RetentionEntry, best_step, steps_to_delete
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.schema import Checkpoint
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
-from lockstep.core.progress import Progress
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """A checkpoint, as its manifest has it.
+    """A checkpoint and its manifest.
 
     Attributes:
-        damage: why there is no manifest; None if there is one.
+        damage: Why there is no manifest; None if there is one.
     """
 
     name: str
@@ -46,11 +45,11 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class VerificationResult:
-    """What reading every byte has shown.
+    """The result of reading every byte of a checkpoint or file.
 
     Attributes:
-        size: bytes, of a checkpoint as far as the manifest says.
-        fault: file, place in it, and what is wrong; None if all is what was written.
+        size: Bytes; 0 if the manifest can't be read.
+        fault: File, position, and what is wrong; None if all bytes are what was written.
     """
 
     name: str
@@ -64,10 +63,10 @@ class PruneResult:
     """What was deleted, or would be.
 
     Attributes:
-        deleted: and how many bytes each had.
-        read: needn't stay, but somebody reads them.
-        stay: all others.
-        trusted: the newest that was verified, byte by byte; None if there was nothing to delete.
+        deleted: Bytes of each, by name.
+        read: Names of those that need not be kept, but are being read.
+        stay: Names of all others.
+        trusted: The newest that was verified; None if there was nothing to delete.
     """
 
     deleted: Mapping[str, int]
@@ -81,7 +80,7 @@ class PruneResult:
 
 @contextmanager
 def as_verification_error(storage: Storage, name: str) -> Iterator[None]:
-    """Raises VerificationError, which says where, for a checkpoint that is CorruptCheckpoint."""
+    """Turn CorruptCheckpoint into a VerificationError that names the checkpoint."""
     try:
         yield
     except CorruptCheckpoint as fault:
@@ -89,115 +88,99 @@ def as_verification_error(storage: Storage, name: str) -> Iterator[None]:
 
 
 def list_checkpoints(storage: Storage) -> list[ListedCheckpoint]:
-    """All that a run could go on from, or could have, the oldest first."""
-    found = [_found(storage, name, step) for step, name in names_by_step(storage.names()).items()]
-    return [one for one in found if one.damage is None or _is_there(storage, one.name)]
+    """Return all checkpoints, damaged ones included, the oldest first."""
+    checkpoints = []
+    for step, name in names_by_step(storage.names()).items():
+        try:
+            checkpoints.append(ListedCheckpoint(name, step, read_manifest(storage, name), None))
+        except CorruptCheckpoint as fault:
+            if _still_exists(storage, name):
+                checkpoints.append(ListedCheckpoint(name, step, None, str(fault)))
+    return checkpoints
 
 
-def _found(storage: Storage, name: str, step: int) -> ListedCheckpoint:
-    try:
-        return ListedCheckpoint(name, step, read_manifest(storage, name), None)
-    except CorruptCheckpoint as fault:
-        return ListedCheckpoint(name, step, None, str(fault))
-
-
-def _is_there(storage: Storage, name: str) -> bool:
-    """Or a run that is under way has deleted it since it was listed."""
+def _still_exists(storage: Storage, name: str) -> bool:
+    """Return False if a run in progress has deleted the checkpoint since it was listed."""
     return name in storage.names()
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whole or damaged, in use or put aside."""
+    """Return whether the path is a checkpoint: intact or damaged, in use or moved aside."""
     return path.is_dir() and ((path / MANIFEST).is_file() or bool(names_by_step([path.name])))
 
 
 def age(manifest: Manifest, now: float) -> float | None:
-    """Seconds since it was written; None if it doesn't say."""
+    """Return the seconds since it was written; None if its time can't be parsed."""
     try:
         return max(0.0, now - calendar.timegm(time.strptime(manifest.written, "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
         return None
 
 
-# --- which stay, and why ------------------------------------------------------------------------------------------
+# --- which are kept, and why --------------------------------------------------------------------------------------
 
 
-def recorded_section(found: Sequence[ListedCheckpoint]) -> Checkpoint:
-    """What the run that has written them keeps, as its newest manifest has it.
+def recorded_section(checkpoints: Sequence[ListedCheckpoint]) -> Checkpoint:
+    """Return the section `checkpoint` of the config that the newest manifest records.
 
     Raises:
-        ConfigError: this Lockstep doesn't understand it.
+        ConfigError: This version does not accept it.
     """
-    known = [(one.name, one.manifest) for one in found if one.manifest is not None]
-    if not known:
+    newest = next((entry for entry in reversed(checkpoints) if entry.manifest is not None), None)
+    if newest is None or newest.manifest is None:
         return Checkpoint()
-    name, manifest = known[-1]
     try:
-        return Checkpoint.model_validate(manifest.config.get("checkpoint", {}))
+        return Checkpoint.model_validate(newest.manifest.config.get("checkpoint", {}))
     except ValidationError as error:
-        raise ConfigError(f"the section `checkpoint` in {name} can't be read: {error}") from None
+        raise ConfigError(f"the section `checkpoint` in {newest.name} can't be read: {error}") from None
 
 
-def keep_reasons(found: Sequence[ListedCheckpoint], section: Checkpoint) -> dict[int, tuple[str, ...]]:
-    """By step, why a checkpoint stays: `newest`, `best`, `kept for good`, `damaged`; nothing if it needn't.
+def keep_reasons(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -> dict[int, tuple[str, ...]]:
+    """Return why each step is kept: `newest`, `best`, `kept for good`, `damaged`; nothing if it need not be.
 
     Raises:
-        ConfigError: what stays is counted in epochs, and nothing says how long one is.
+        ConfigError: `keep_every` is in epochs, and no manifest records the length of an epoch.
     """
-    entries = _entries(found, section)
-    newest = sorted(entries)[-section.keep_last :]
-    for_now = section.model_copy(update={"keep_every": None})
-    for_good = {*superfluous(entries, for_now, 1)} - {*_superfluous(entries, section, found)}
-    best = best_of(entries, section)
-    return {
-        one.step: tuple(
-            reason
-            for reason, holds in (
-                ("damaged", one.manifest is None),
-                ("newest", one.step in newest),
-                ("best", one.step == best),
-                ("kept for good", one.step in for_good),
-            )
-            if holds
-        )
-        for one in found
+    entries = _entries(checkpoints, section)
+    without_every = section.model_copy(update={"keep_every": None})
+    steps: dict[str, Collection[int | None]] = {
+        "damaged": {entry.step for entry in checkpoints if entry.manifest is None},
+        "newest": {*sorted(entries)[-section.keep_last :]},
+        "best": {best_step(entries, section)},
+        "kept for good": {*steps_to_delete(entries, without_every, 1)} - {*_deletable(checkpoints, section)},
     }
+    return {entry.step: tuple(reason for reason, kept in steps.items() if entry.step in kept) for entry in checkpoints}
 
 
-def _superfluous(entries: Mapping[int, Entry], section: Checkpoint, found: Sequence[ListedCheckpoint]) -> list[int]:
-    """The steps that needn't stay. Raises ConfigError."""
-    epoch = _epoch_samples(found)
+def _deletable(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -> list[int]:
+    """Return the steps that need not be kept. Raises ConfigError, as `keep_reasons`."""
+    entries, epoch = _entries(checkpoints, section), _epoch_samples(checkpoints)
     if epoch is None and entries and section.keep_every is not None and section.keep_every.unit == "epochs":
-        raise ConfigError(f"keep_every is {section.keep_every}, and no checkpoint here says how long an epoch is")
-    return superfluous(entries, section, epoch or 1)
+        raise ConfigError(f"keep_every is {section.keep_every}, and no checkpoint here records the length of an epoch")
+    return steps_to_delete(entries, section, epoch or 1)
 
 
-def _entries(found: Iterable[ListedCheckpoint], section: Checkpoint) -> dict[int, Entry]:
+def _entries(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -> dict[int, RetentionEntry]:
     return {
-        one.step: Entry(
-            Progress(one.step, one.manifest.samples, one.manifest.tokens),
-            one.manifest.metrics.get(section.best) if section.best else None,
-        )
-        for one in found
-        if one.manifest is not None
+        entry.step: RetentionEntry.of(entry.manifest, section) for entry in checkpoints if entry.manifest is not None
     }
 
 
-def _epoch_samples(found: Sequence[ListedCheckpoint]) -> int | None:
-    """Of the last attempt, as its ledger has it."""
-    states: list[Mapping[str, Any]] = [one.manifest.state for one in found if one.manifest is not None]
+def _epoch_samples(checkpoints: Sequence[ListedCheckpoint]) -> int | None:
+    """Return the samples of an epoch in the newest manifest's last attempt."""
+    states: list[Mapping[str, Any]] = [entry.manifest.state for entry in checkpoints if entry.manifest is not None]
     try:
-        found = states[-1]["ledger"][-1]["order"]["epoch_samples"]
+        samples = states[-1]["ledger"][-1]["order"]["epoch_samples"]
     except (LookupError, TypeError):
         return None
-    return found if isinstance(found, int) and found > 0 else None
+    return samples if isinstance(samples, int) and samples > 0 else None
 
 
 # --- every byte ---------------------------------------------------------------------------------------------------
 
 
 def verify(storage: Storage, name: str) -> VerificationResult:
-    """Reads and hashes all of it, up to the first fault; nobody deletes it meanwhile."""
+    """Read and hash a checkpoint up to the first fault; it is not deleted meanwhile."""
     began, size = time.perf_counter(), 0
     fault: str | None = None
     try:
@@ -206,13 +189,13 @@ def verify(storage: Storage, name: str) -> VerificationResult:
             size = manifest.size
             with Reader(storage, name, manifest) as reader:
                 reader.verify()
-    except CorruptCheckpoint as found:
-        fault = str(found)
+    except CorruptCheckpoint as error:
+        fault = str(error)
     return VerificationResult(name, size, time.perf_counter() - began, fault)
 
 
 def verify_weights(folder: Path) -> Iterator[VerificationResult]:
-    """The files of weights in it that the list of hashes beside them names."""
+    """Verify the exported files of weights in a folder that its list of hashes names."""
     for file in checksums.listed(folder):
         began, size = time.perf_counter(), file.stat().st_size if file.exists() else 0
         fault = checksums.fault(file)
@@ -220,54 +203,52 @@ def verify_weights(folder: Path) -> Iterator[VerificationResult]:
 
 
 def verify_all(storage: Storage) -> Iterator[VerificationResult]:
-    """The oldest first."""
+    """Verify all checkpoints, the oldest first."""
     for name in names_by_step(storage.names()).values():
-        one = verify(storage, name)
-        if one.fault is None or _is_there(storage, name):
-            yield one
+        result = verify(storage, name)
+        if result.fault is None or _still_exists(storage, name):
+            yield result
 
 
 def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> PruneResult:
-    """Deletes what needn't stay, the oldest first; what is damaged stays.
+    """Delete what need not be kept, the oldest first. Damaged checkpoints stay.
 
     Args:
-        dry: only tells what would be deleted; what somebody reads is among it.
+        dry: Only report what would be deleted, including what is being read.
 
     Raises:
-        VerificationError: none of them verifies: then none is deleted.
-        RunFailed: somebody is saving there, or it can't be deleted.
+        VerificationError: No checkpoint verifies, so none is deleted.
+        RunFailed: A run is saving there, or a checkpoint can't be deleted.
     """
-    found = list_checkpoints(storage)
-    names = {one.step: one.name for one in found}
-    doomed = [names[step] for step in _superfluous(_entries(found, section), section, found)]
-    hopeless = bool(found) and all(one.manifest is None for one in found)
-    trusted = _newest_that_verifies(storage, found) if doomed or hopeless else None
-    doomed = [name for name in doomed if name != trusted]
-    gone = doomed if dry else _delete(storage, doomed)
-    sizes = {one.name: one.manifest.size for one in found if one.manifest is not None}
+    checkpoints = list_checkpoints(storage)
+    names = {entry.step: entry.name for entry in checkpoints}
+    deletable = [names[step] for step in _deletable(checkpoints, section)]
+    all_damaged = bool(checkpoints) and all(entry.manifest is None for entry in checkpoints)
+    trusted = _newest_that_verifies(storage, checkpoints) if deletable or all_damaged else None
+    deletable = [name for name in deletable if name != trusted]  # a newer one's manifest may be intact, its tensors not
+    deleted = deletable if dry else _delete(storage, deletable)
+    sizes = {entry.name: entry.manifest.size for entry in checkpoints if entry.manifest is not None}
     return PruneResult(
-        deleted={name: sizes[name] for name in gone},
-        read=tuple(name for name in doomed if name not in gone),
-        stay=tuple(name for name in names.values() if name not in doomed),
+        deleted={name: sizes[name] for name in deleted},
+        read=tuple(name for name in deletable if name not in deleted),
+        stay=tuple(name for name in names.values() if name not in deletable),
         trusted=trusted,
     )
 
 
 def prune_moved_aside(storage: Storage, *, dry: bool) -> dict[str, int]:
-    """Deletes what was put aside; returns names and bytes. Raises RunFailed, as `prune`."""
-    sizes = {one.name: one.size for one in storage.moved_aside()}
-    gone = list(sizes) if dry else _delete(storage, list(sizes))
-    return {name: sizes[name] for name in gone}
+    """Delete the checkpoints that were moved aside; return names and bytes. Raises RunFailed, as `prune`."""
+    sizes = {entry.name: entry.size for entry in storage.moved_aside()}
+    return {name: sizes[name] for name in (sizes if dry else _delete(storage, list(sizes)))}
 
 
-def _newest_that_verifies(storage: Storage, found: Sequence[ListedCheckpoint]) -> str:
-    """A manifest may be whole and a tensor not: then the run's only hope may be one that needn't stay."""
+def _newest_that_verifies(storage: Storage, checkpoints: Sequence[ListedCheckpoint]) -> str:
     faults = []
-    for one in reversed(found):
-        verified = verify(storage, one.name)
-        if verified.fault is None:
-            return one.name
-        faults.append(f"\n  {one.name}: {verified.fault}")
+    for entry in reversed(checkpoints):
+        fault = verify(storage, entry.name).fault
+        if fault is None:
+            return entry.name
+        faults.append(f"\n  {entry.name}: {fault}")
     raise VerificationError(
         f"none of the checkpoints in {storage.place} is whole, so none was deleted:{''.join(faults)}"
     )
@@ -276,7 +257,9 @@ def _newest_that_verifies(storage: Storage, found: Sequence[ListedCheckpoint]) -
 def _delete(storage: Storage, names: Sequence[str]) -> list[str]:
     try:
         if names and not storage.claim():
-            raise RunFailed(f"a run is saving to {storage.place}, and prunes by itself; --dry-run tells what would go")
+            raise RunFailed(
+                f"a run is saving to {storage.place}, and prunes by itself; --dry-run lists what would be deleted"
+            )
         return [name for name in names if storage.delete(name)]
     except OSError as error:
         raise RunFailed(f"can't delete from {storage.place}: {error.strerror or error}") from error

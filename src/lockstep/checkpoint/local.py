@@ -4,9 +4,9 @@ checkpoints/
 ├── step-00000240/                   published: renamed once all in it was on the disk
 │   ├── manifest.json
 │   └── rank-00000.safetensors
-├── owner.json                       whose checkpoints these are
+├── owner.json                       the run whose checkpoints these are
 ├── .draft-step-00000480/            being written
-└── broken-step-00000360/            set aside
+└── broken-step-00000360/            moved aside
 """
 
 from __future__ import annotations
@@ -21,52 +21,45 @@ from pathlib import Path
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import ASIDE, MANIFEST, MovedAside, read_whole
+from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, MovedAside, read_small
 from lockstep.core.files import flush, is_missing, is_same_file
 
 _LOCK = ".lock"
-_PUBLISHED, _DRAFT, _DELETED, _WITNESS = "step-", ".draft-", ".deleted-", ".witness-"
-_RESCUE = f"{_DRAFT}rescue-"
-_WRITE = 2**24  # bytes at a time
+_PUBLISHED, _DRAFT, _DELETED, _MARKER = "step-", ".draft-", ".deleted-", ".witness-"
+_CHUNK_BYTES = 2**24
 
 
 class LocalStorage:
-    """A folder. It is made when it is first written to.
+    """A folder, made when it is first written to.
 
     Args:
-        run: id of the run that is known to own it; None: the one that `owner.json` names.
-        draft: what the names of drafts begin with.
+        run: Id of the run that is known to own it; None: the one that `owner.json` names.
+        draft_prefix: Prefix of the names of drafts.
     """
 
-    def __init__(self, folder: Path, run: str | None = None, draft: str = _DRAFT) -> None:
+    def __init__(self, folder: Path, run: str | None = None, draft_prefix: str = _DRAFT) -> None:
         self._folder = folder
         self._run = run
-        self._draft = draft
+        self._draft_prefix = draft_prefix
         self._claimed: int | None = None
 
     @property
     def run(self) -> str | None:
-        if self._run is not None:
-            return self._run
-        owner = self.owner()
-        return owner.run if owner is not None else None
+        owner = self.owner() if self._run is None else None
+        return owner.run if owner is not None else self._run
 
     def owner(self) -> Owner | None:
         try:
-            source = LocalFile(self._folder / OWNER)
-            try:
-                return ownership.from_bytes(read_whole(source, ownership.MOST_BYTES))
-            finally:
-                source.close()
+            return ownership.from_bytes(read_small(LocalFile(self._folder / OWNER), ownership.MAX_BYTES))
         except OSError:
             return None
 
     def set_owner(self, owner: Owner) -> None:
         self._run = owner.run
-        if self.owner() == owner:  # a disk that is full has no room to say the same again
+        if self.owner() == owner:  # a full disk could not take it again
             return
         self._make()
-        new = self._folder / f"{_WITNESS}{OWNER}"
+        new = self._folder / f"{_MARKER}{OWNER}"
         _write_durably(new, memoryview(ownership.to_bytes(owner)))
         new.rename(self._folder / OWNER)
         flush(self._folder)
@@ -83,34 +76,36 @@ class LocalStorage:
     def moved_aside(self) -> list[MovedAside]:
         if not self._folder.is_dir():
             return []
-        entries = sorted(entry for entry in self._folder.iterdir() if ASIDE.fullmatch(entry.name) and entry.is_dir())
-        sizes = (sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()) for entry in entries)
-        return [MovedAside(entry.name, size) for entry, size in zip(entries, sizes, strict=True)]
+        return [
+            MovedAside(entry.name, sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()))
+            for entry in sorted(self._folder.iterdir())
+            if MOVED_ASIDE.fullmatch(entry.name) and entry.is_dir()
+        ]
 
     def begin(self, name: str) -> LocalDraft:
-        draft = self._folder / f"{self._draft}{name}"
+        draft = self._folder / f"{self._draft_prefix}{name}"
         self._make()
         draft.mkdir(exist_ok=True)
         return LocalDraft(draft, self._folder / name)
 
     def with_separate_drafts(self) -> LocalStorage:
-        return LocalStorage(self._folder, self._run, _RESCUE)
+        return LocalStorage(self._folder, self._run, f"{_DRAFT}rescue-")
 
     @contextlib.contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:
-        mark = self._folder / f"{_WITNESS}{name}"
+        lock = self._folder / f"{_MARKER}{name}"
         try:
-            mark.mkdir()
+            lock.mkdir()
         except FileExistsError:
             yield False
             return
         try:
             yield True
         finally:
-            _remove(mark)
+            _remove(lock)
 
     def is_locked(self, name: str) -> bool:
-        return (self._folder / f"{_WITNESS}{name}").exists()
+        return self.has_marker(name)
 
     def open(self, name: str, file: str) -> LocalFile:
         return LocalFile(self._folder / name / file)
@@ -119,30 +114,30 @@ class LocalStorage:
     def read_lock(self, name: str) -> Iterator[None]:
         try:
             handle = _open_file(self._folder / name / MANIFEST)
-        except OSError:  # who reads will say what is wrong
+        except OSError:  # reading it will report what is wrong
             yield
             return
         try:
-            with contextlib.suppress(OSError):  # a file system that can't lock: then keep_last must be large enough
+            with contextlib.suppress(OSError):  # no locks on this file system: keep_last must be large enough
                 fcntl.flock(handle, fcntl.LOCK_SH)
             yield
         finally:
-            _close_what_was_read(handle)
+            _close_quietly(handle)
 
     def delete(self, name: str) -> bool:
         path = self._folder / name
         if _is_being_read(path / MANIFEST):
             return False
-        gone = self._folder / f"{_DELETED}{name}"
-        _remove(gone)
-        path.rename(gone)
-        _remove(gone)
+        deleted = self._folder / f"{_DELETED}{name}"
+        _remove(deleted)
+        path.rename(deleted)
+        _remove(deleted)
         return True
 
-    def move_aside(self, name: str, why: str) -> str:
-        target, number = self._folder / f"{why}-{name}", 2
+    def move_aside(self, name: str, prefix: str) -> str:
+        target, number = self._folder / f"{prefix}-{name}", 2
         while target.exists():
-            target, number = self._folder / f"{why}-{name}-{number}", number + 1
+            target, number = self._folder / f"{prefix}-{name}-{number}", number + 1
         (self._folder / name).rename(target)
         flush(self._folder)
         return str(target)
@@ -151,15 +146,15 @@ class LocalStorage:
         self._make()
         handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process's own, however often it asks
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # granted again to the process that holds it
         except (BlockingIOError, PermissionError):
             os.close(handle)
             return False
-        except OSError:  # a file system that can't lock: then nobody is kept out
+        except OSError:  # no locks on this file system: no process is kept out
             pass
         if self._claimed is not None:
             os.close(self._claimed)
-        self._claimed = handle  # closing it would give the lock back
+        self._claimed = handle  # closing it would release the lock
         return True
 
     def is_held(self) -> bool:
@@ -170,35 +165,35 @@ class LocalStorage:
     def remove_stale_drafts(self) -> None:
         with contextlib.suppress(OSError):
             for entry in list(self._folder.iterdir()):
-                if entry.name.startswith((_DRAFT, _DELETED, _WITNESS)):
+                if entry.name.startswith((_DRAFT, _DELETED, _MARKER)):
                     _remove(entry)
 
     @contextlib.contextmanager
     def leave_marker(self, token: str) -> Iterator[None]:
         self._make()
-        left = self._folder / f"{_WITNESS}{token}"
-        left.touch()
+        marker = self._folder / f"{_MARKER}{token}"
+        marker.touch()
         try:
             yield
         finally:
-            left.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
 
     def has_marker(self, token: str) -> bool:
-        return (self._folder / f"{_WITNESS}{token}").exists()
+        return (self._folder / f"{_MARKER}{token}").exists()
 
     def _make(self) -> None:
-        """The folder, and the names that lead to it, are on the disk then: what is published in it can be found."""
+        """Make the folder, and flush the names that lead to it: a checkpoint in it survives a power failure."""
         if self._folder.is_dir():
             return
-        made = [self._folder, *(above for above in self._folder.parents if not above.is_dir())]
+        missing = [self._folder, *(parent for parent in self._folder.parents if not parent.is_dir())]
         self._folder.mkdir(parents=True, exist_ok=True)
-        for folder in reversed(made):
+        for folder in reversed(missing):
             flush(folder.parent)
-        flush(made[-1].parent.parent)  # a run's own folder has just been made too
+        flush(missing[-1].parent.parent)  # a run's own folder has just been made too
 
 
 class LocalDraft:
-    """A folder beside the published ones, on the same file system, under a name that is no checkpoint's."""
+    """A folder beside the published ones, on the same file system, with a prefix to its name."""
 
     def __init__(self, draft: Path, target: Path) -> None:
         self._draft = draft
@@ -221,7 +216,7 @@ class LocalDraft:
         self._draft.rename(self._target)
         try:
             flush(self._target.parent)
-        except OSError:  # it may be gone after a power failure, so it must not pass for one that is there
+        except OSError:  # a power failure may still undo the rename, so the checkpoint must not be visible
             self._target.rename(self._draft)
             raise
 
@@ -230,7 +225,7 @@ class LocalDraft:
 
 
 class LocalFile:
-    """A file that is there already."""
+    """A file open for reading."""
 
     def __init__(self, path: Path) -> None:
         self._handle = _open_file(path)
@@ -239,29 +234,29 @@ class LocalFile:
     def read(self, offset: int, into: memoryview) -> None:
         filled = 0
         while filled < len(into):
-            got = os.preadv(self._handle, [into[filled:]], offset + filled)
-            if got == 0:
-                raise OSError(f"it ends at byte {offset + filled:,}, where {len(into) - filled:,} more should be")
-            filled += got
+            num_bytes = os.preadv(self._handle, [into[filled:]], offset + filled)
+            if num_bytes == 0:
+                raise OSError(f"it ends at byte {offset + filled:,}, {len(into) - filled:,} bytes too early")
+            filled += num_bytes
 
     def close(self) -> None:
-        _close_what_was_read(self._handle)
+        _close_quietly(self._handle)
 
 
 def _write_durably(path: Path, data: memoryview) -> None:
-    """Write a file and flush it; what an earlier write left there is overwritten."""
+    """Write a file and flush it; an earlier one is overwritten."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     try:
         written = 0
         while written < len(data):
-            written += os.write(handle, data[written : written + _WRITE])
+            written += os.write(handle, data[written : written + _CHUNK_BYTES])
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
 def _open_file(path: Path) -> int:
-    """To be read. Raises OSError, also for what is no file: a pipe would keep its reader waiting for ever."""
+    """Open a file for reading. Raises OSError, also unless it is a regular file: a pipe would block its reader."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return handle
@@ -269,8 +264,8 @@ def _open_file(path: Path) -> int:
     raise OSError("it is not a file")
 
 
-def _close_what_was_read(handle: int) -> None:
-    with contextlib.suppress(OSError):  # all that was wanted has been read
+def _close_quietly(handle: int) -> None:
+    with contextlib.suppress(OSError):  # everything has been read
         os.close(handle)
 
 

@@ -1,14 +1,14 @@
-"""What a checkpoint says of itself: manifest.json, written last, hashed itself, checked before anything is believed.
+"""The manifest of a checkpoint: manifest.json, written last, with a hash of itself, validated before anything is read.
 
     {"manifest": {"format_version": 1, "run": ..., "step": 480, "files": ..., "tensors": ..., ...},
      "xxh3_128": "..."}
 
-    tensors    model.layers.0.weight --> float32 [256, 64], in parts: file, place, box, a hash for each 16 MiB
+    tensors    model.layers.0.weight --> float32 [256, 64], in parts: file, offset, box, a hash for each 16 MiB
     files      rank-00000.safetensors --> bytes, hash of its header
     state      progress, loss scale, ledger, ...: plain JSON
 
-No torch is needed to read it. What it says is checked for sense too: parts that overlap, lie outside their file, or
-don't make up their tensor are refused before a byte is allocated for them.
+Reading it needs no torch. Contents are validated, too: parts that overlap, lie outside their file, or don't make up
+their tensor are refused before a byte is allocated for them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, ValidationInfo, WrapValidator
 
-from lockstep.checkpoint import fingerprints
-from lockstep.checkpoint.boxes import Piece, check_cover
+from lockstep.checkpoint import hashing
+from lockstep.checkpoint.write_plan import WriteItem, check_cover
 from lockstep.core.errors import RunFailed
 from lockstep.distributed.shard_boxes import Box, TensorInfo
 
 FORMAT_VERSION = 1
-MOST_BYTES = 2**30  # of a manifest: about 100 TB of state
-_MOST_HEADER = 100_000_000  # of a file; what readers of safetensors allow
-_MOST_DIMS = 64  # torch's own limit
-_MOST_FIELDS = 32  # of any record below
+MAX_BYTES = 2**30  # of a manifest: about 100 TB of state
+_MAX_HEADER = 100_000_000  # of a file; the limit of safetensors readers
+_MAX_DIMS = 64  # torch's own limit
+_MAX_FIELDS = 32  # of any record below
 
 ELEMENT_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -38,34 +38,37 @@ ELEMENT_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 
-class _Wrong(RunFailed):
-    """Ends a validation at the first fault. pydantic would collect them all: a million wrong entries, 15 MB of text,
-    became 4 GB of errors."""
+class _FirstError(RunFailed):
+    """Ends a validation at the first error.
+
+    pydantic would collect all: a million wrong entries, 15 MB of text, became 4 GB of errors.
+    """
 
 
-def _at_once(value: Any, validate: Callable[[Any], Any], where: ValidationInfo) -> Any:
-    if isinstance(value, dict) and len(value) > _MOST_FIELDS:
-        raise _Wrong(f"{where.field_name}: one of them has {len(value):,} fields")
+def _stop_at_first(value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
+    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        raise _FirstError(f"{info.field_name}: an entry has {len(value):,} fields")
     try:
         return validate(value)
     except ValidationError as error:
-        raise _Wrong(_first(error, str(where.field_name))) from None
+        raise _FirstError(_first_error(error, str(info.field_name))) from None
 
 
-_AtOnce = WrapValidator(_at_once)
-_Listed = Field(strict=False)  # JSON has lists where Python has tuples
+_StopAtFirst = WrapValidator(_stop_at_first)
+_FromList = Field(strict=False)  # JSON has lists where Python has tuples
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Dims = Annotated[tuple[Count, ...], _Listed, Field(max_length=_MOST_DIMS), FailFast()]
+Dims = Annotated[tuple[Count, ...], _FromList, Field(max_length=_MAX_DIMS), FailFast()]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.safetensors$")]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class CorruptCheckpoint(RunFailed):
-    """A checkpoint that is not what was written.
+    """A checkpoint whose bytes are not what was written.
 
     Attributes:
-        file: within the checkpoint.
+        file: Name of the file within the checkpoint.
+        reason: What is wrong with it.
     """
 
     def __init__(self, file: str, reason: str) -> None:
@@ -81,19 +84,19 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
-class Part(_Record):
+class PartEntry(_Record):
     """A box of a tensor, contiguous in one file.
 
     Attributes:
-        at: byte in the file.
-        blocks: hashes of its bytes, cut into blocks.
+        at: First byte in the file.
+        blocks: Hashes of its bytes, block by block.
     """
 
     file: FileName
     at: Count
     offsets: Dims
     sizes: Dims
-    blocks: Annotated[tuple[Hash, ...], _Listed, FailFast()]
+    blocks: Annotated[tuple[Hash, ...], _FromList, FailFast()]
 
     @property
     def box(self) -> Box:
@@ -101,13 +104,11 @@ class Part(_Record):
 
 
 class TensorEntry(_Record):
-    """Attributes:
-    dtype: torch's name for it.
-    """
+    """A tensor and the parts that make it up."""
 
     dtype: Literal[tuple(ELEMENT_BYTES)]  # type: ignore[valid-type]
     shape: Dims
-    parts: Annotated[tuple[Annotated[Part, _AtOnce], ...], _Listed]
+    parts: Annotated[tuple[Annotated[PartEntry, _StopAtFirst], ...], _FromList]
 
     @property
     def info(self) -> TensorInfo:
@@ -120,27 +121,37 @@ class TensorEntry(_Record):
 
 
 class FileEntry(_Record):
-    """Attributes:
-    size: bytes.
-    header: bytes before the first tensor.
-    header_hash: of these.
+    """A file of tensors.
+
+    Attributes:
+        size: Bytes.
+        header: Bytes before the first tensor.
+        header_hash: Hash of these.
     """
 
     size: Count
-    header: Annotated[int, Field(ge=8, le=_MOST_HEADER)]
+    header: Annotated[int, Field(ge=8, le=_MAX_HEADER)]
     header_hash: Hash
 
 
+class RankRecord(_Record):
+    """What one rank has written: its file, and the entries of the tensors in it."""
+
+    file: FileEntry
+    tensors: dict[Name, TensorEntry]
+
+
 class Manifest(_Record):
-    """Attributes:
-    run: identity of the run.
-    step, samples, tokens: how far it was.
-    ranks: that wrote it.
-    written: when, in UTC.
-    state: what goes on besides tensors; plain JSON.
-    metrics: of the evaluation at this very step, `set.metric`, None for what wasn't finite; empty if there was none.
-    config: of the run, as far as it was not the default.
-    environment: versions, and the state of the user's code.
+    """The contents of a checkpoint.
+
+    Attributes:
+        run: Id of the run.
+        ranks: Number of ranks that wrote it.
+        written: Time of writing, in UTC.
+        state: What resuming needs in addition to the tensors; plain JSON.
+        metrics: Results of the evaluation at this step, `set.metric`, None where one was not finite; empty without one.
+        config: The run's config, where it differs from the defaults.
+        environment: Versions, and the state of the user's code.
     """
 
     format_version: Literal[1]
@@ -150,10 +161,10 @@ class Manifest(_Record):
     tokens: Count
     ranks: Annotated[int, Field(ge=1)]
     written: str
-    files: dict[Annotated[FileName, _AtOnce], Annotated[FileEntry, _AtOnce]]
-    tensors: dict[Annotated[Name, _AtOnce], Annotated[TensorEntry, _AtOnce]]
+    files: dict[Annotated[FileName, _StopAtFirst], Annotated[FileEntry, _StopAtFirst]]
+    tensors: dict[Annotated[Name, _StopAtFirst], Annotated[TensorEntry, _StopAtFirst]]
     state: dict[str, Any]
-    metrics: dict[str, Annotated[float | None, _AtOnce]]
+    metrics: dict[str, Annotated[float | None, _StopAtFirst]]
     config: dict[str, Any]
     environment: dict[str, Any]
 
@@ -164,96 +175,85 @@ class Manifest(_Record):
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """As it is stored. The text is canonical: the same manifest is the same bytes."""
-    body = manifest.model_dump(mode="json")
-    return _sealed(body)
+    """Serialize a manifest. The text is canonical: equal manifests have equal bytes."""
+    return _with_hash(manifest.model_dump(mode="json"))
 
 
 def from_bytes(data: bytes) -> Manifest:
     """Return the manifest that `data` holds.
 
     Raises:
-        CorruptCheckpoint: the bytes are no manifest that this version can read.
+        CorruptCheckpoint: The bytes are no manifest that this version can read.
     """
     try:
-        outer = json.loads(data)
-        body = outer["manifest"]
-        whole = _sealed(body) == data
+        body = json.loads(data)["manifest"]
+        intact = _with_hash(body) == data
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptCheckpoint(
-            "manifest.json", f"is not a manifest: {type(error).__name__}: {_short(error)}"
-        ) from None
-    if not whole:
-        raise CorruptCheckpoint("manifest.json", "its hash is not that of its contents")
+        raise _corrupt(f"is not a manifest: {type(error).__name__}: {str(error)[:200]}") from None
+    if not intact:
+        raise _corrupt("its hash does not match its contents")
     version = body.get("format_version") if isinstance(body, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
-        raise CorruptCheckpoint(
-            "manifest.json",
-            f"has format version {version!r}; this Lockstep reads {FORMAT_VERSION}: a newer one may have written it",
+        raise _corrupt(
+            f"has format version {version!r}; this Lockstep reads {FORMAT_VERSION}: a newer one may have written it"
         )
-    manifest = _validated(body)
-    _check(manifest)
+    if len(body) > _MAX_FIELDS:
+        raise _corrupt(f"is invalid: it has {len(body):,} fields")
+    try:
+        manifest = Manifest.model_validate(body)
+    except ValidationError as error:
+        raise _corrupt(f"is invalid: {_first_error(error)}") from None
+    except _FirstError as error:
+        raise _corrupt(f"is invalid: {error}") from None
+    _check_parts(manifest)
     return manifest
 
 
-def _validated(body: dict[str, Any]) -> Manifest:
-    if len(body) > _MOST_FIELDS:
-        raise CorruptCheckpoint("manifest.json", f"makes no sense: it has {len(body):,} fields")
-    try:
-        return Manifest.model_validate(body)
-    except ValidationError as error:
-        raise CorruptCheckpoint("manifest.json", f"makes no sense: {_first(error)}") from None
-    except _Wrong as fault:
-        raise CorruptCheckpoint("manifest.json", f"makes no sense: {fault}") from None
-
-
-def _sealed(body: Any) -> bytes:
+def _with_hash(body: Any) -> bytes:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    seal = fingerprints.of_bytes(text.encode())
-    return f'{{"manifest":{text},"xxh3_128":"{seal}"}}\n'.encode()
+    return f'{{"manifest":{text},"xxh3_128":"{hashing.hash_bytes(text.encode())}"}}\n'.encode()
 
 
-def _check(manifest: Manifest) -> None:
-    """That what it says can be true."""
-    taken: dict[str, list[tuple[int, int]]] = {name: [(0, file.header)] for name, file in manifest.files.items()}
+def _check_parts(manifest: Manifest) -> None:
+    """Raise CorruptCheckpoint unless parts make up their tensors, and each byte of a file belongs to one part."""
+    ranges: dict[str, list[tuple[int, int]]] = {name: [(0, file.header)] for name, file in manifest.files.items()}
     for name, entry in manifest.tensors.items():
-        element = ELEMENT_BYTES[entry.dtype]
         if not entry.parts:
-            raise CorruptCheckpoint("manifest.json", f"{name} has no bytes anywhere")
+            raise _corrupt(f"{name} has no parts")
         for part in entry.parts:
-            size = prod(part.sizes) * element
+            size = prod(part.sizes) * ELEMENT_BYTES[entry.dtype]
             if part.file not in manifest.files or part.at + size > manifest.files[part.file].size:
-                raise CorruptCheckpoint("manifest.json", f"{name} lies outside of its file {part.file}")
+                raise _corrupt(f"{name} lies outside of its file {part.file}")
             if len(part.offsets) != len(entry.shape) or len(part.sizes) != len(entry.shape):
-                raise CorruptCheckpoint("manifest.json", f"a part of {name} has other dims than {entry.info}")
-            if len(part.blocks) != -(-size // fingerprints.BLOCK):
-                raise CorruptCheckpoint("manifest.json", f"{name} has {len(part.blocks)} hashes for {size:,} bytes")
-            taken[part.file].append((part.at, part.at + size))
+                raise _corrupt(f"a part of {name} has other dims than {entry.info}")
+            if len(part.blocks) != -(-size // hashing.BLOCK_BYTES):
+                raise _corrupt(f"{name} has {len(part.blocks)} hashes for {size:,} bytes")
+            ranges[part.file].append((part.at, part.at + size))
         try:
-            check_cover(name, [Piece(name, entry.info, part.box) for part in entry.parts])
+            check_cover(name, [WriteItem(name, entry.info, part.box) for part in entry.parts])
         except RunFailed as error:
-            raise CorruptCheckpoint("manifest.json", str(error)) from None
-    for file, ranges in taken.items():
-        _check_tiling(file, manifest.files[file].size, ranges)
+            raise _corrupt(str(error)) from None
+    for file, used in ranges.items():
+        _check_every_byte_is_used(file, manifest.files[file].size, used)
 
 
-def _check_tiling(file: str, size: int, ranges: list[tuple[int, int]]) -> None:
-    """Every byte of a file is some tensor's, or its header's: so every byte is hashed."""
-    at = 0
+def _check_every_byte_is_used(file: str, size: int, ranges: list[tuple[int, int]]) -> None:
+    """Raise CorruptCheckpoint unless the ranges follow each other without gap or overlap: then every byte is hashed."""
+    end = 0
     for start, stop in sorted(ranges):
-        if start != at:
-            raise CorruptCheckpoint(
-                "manifest.json", f"bytes {min(at, start):,} to {max(at, start):,} of {file} are two tensors' or none's"
+        if start != end:
+            raise _corrupt(
+                f"bytes {min(end, start):,} to {max(end, start):,} of {file} belong to two tensors or to none"
             )
-        at = stop
-    if at != size:
-        raise CorruptCheckpoint("manifest.json", f"{file} has {size:,} bytes, of which {at:,} are accounted for")
+        end = stop
+    if end != size:
+        raise _corrupt(f"{file} has {size:,} bytes, of which {end:,} are accounted for")
 
 
-def _short(error: Exception) -> str:
-    return str(error)[:200]
+def _corrupt(reason: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint("manifest.json", reason)
 
 
-def _first(error: ValidationError, *above: str) -> str:
+def _first_error(error: ValidationError, *above: str) -> str:
     details = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return f"{'.'.join(map(str, (*above, *details['loc'])))[:200]}: {details['msg'][:200]}"

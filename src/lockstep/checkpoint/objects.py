@@ -3,7 +3,7 @@
 step-00000240/rank-00000.safetensors, ...   written first
 step-00000240/manifest.json                 written last: the checkpoint exists from now on
 owner.json                                  the run whose checkpoints these are
-superseded-step-00000360/...                set aside
+superseded-step-00000360/...                moved aside
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import ASIDE, MANIFEST, MovedAside, Storage, read_whole
+from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, MovedAside, Storage, read_small
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
 
-_PUBLISHED, _MARK = "step-", ".mark-"
+_PUBLISHED, _MARKER = "step-", ".mark-"
 
 
 class ObjectStorage:
@@ -28,8 +28,7 @@ class ObjectStorage:
     Nothing locks it: two runs are kept apart by the owner that each save reads again.
 
     Args:
-        store: holds the objects.
-        run: id of the run that is known to own it; None: the one that `owner.json` names.
+        run: Id of the run that is known to own it; None: the one that `owner.json` names.
     """
 
     def __init__(self, store: ObjectStore, run: str | None = None) -> None:
@@ -43,14 +42,12 @@ class ObjectStorage:
 
     @property
     def run(self) -> str | None:
-        if self._run is not None:
-            return self._run
-        owner = self.owner()
-        return owner.run if owner is not None else None
+        owner = self.owner() if self._run is None else None
+        return owner.run if owner is not None else self._run
 
     def owner(self) -> Owner | None:
         with contextlib.suppress(OSError):
-            return ownership.from_bytes(read_whole(StoredObject(self._store, OWNER), ownership.MOST_BYTES))
+            return ownership.from_bytes(read_small(StoredObject(self._store, OWNER), ownership.MAX_BYTES))
         return None
 
     def set_owner(self, owner: Owner) -> None:
@@ -65,7 +62,7 @@ class ObjectStorage:
         sizes: dict[str, int] = {}
         for name in self._store.names(""):
             folder = name.partition("/")[0]
-            if ASIDE.fullmatch(folder):
+            if MOVED_ASIDE.fullmatch(folder):
                 sizes[folder] = sizes.get(folder, 0) + self._store.size(name)
         return [MovedAside(folder, size) for folder, size in sorted(sizes.items())]
 
@@ -77,7 +74,7 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:
-        if self.is_locked(name):
+        if self.has_marker(name):
             yield False
             return
         with self.leave_marker(name):
@@ -97,13 +94,13 @@ class ObjectStorage:
         self._delete(name)
         return True
 
-    def move_aside(self, name: str, why: str) -> str:
-        target, number = f"{why}-{name}", 2
+    def move_aside(self, name: str, prefix: str) -> str:
+        target, number = f"{prefix}-{name}", 2
         while self._store.names(f"{target}/"):
-            target, number = f"{why}-{name}-{number}", number + 1
-        for old in self._store.names(f"{name}/"):
-            data = self._store.read(old, 0, self._store.size(old))
-            self._store.write(f"{target}/{old.removeprefix(f'{name}/')}", memoryview(data))
+            target, number = f"{prefix}-{name}-{number}", number + 1
+        for key in self._store.names(f"{name}/"):
+            data = self._store.read(key, 0, self._store.size(key))
+            self._store.write(f"{target}/{key.removeprefix(f'{name}/')}", memoryview(data))
         self._delete(name)
         return f"{self.place}/{target}"
 
@@ -118,19 +115,19 @@ class ObjectStorage:
             published = set(self.names())
             for name in self._store.names(""):
                 folder = name.partition("/")[0]
-                if name.startswith(_MARK) or (folder.startswith(_PUBLISHED) and folder not in published):
+                if name.startswith(_MARKER) or (folder.startswith(_PUBLISHED) and folder not in published):
                     self._store.delete(name)
 
     @contextlib.contextmanager
     def leave_marker(self, token: str) -> Iterator[None]:
-        self._store.write(f"{_MARK}{token}", memoryview(b"1"))
+        self._store.write(f"{_MARKER}{token}", memoryview(b"1"))
         try:
             yield
         finally:
-            self._store.delete(f"{_MARK}{token}")
+            self._store.delete(f"{_MARKER}{token}")
 
     def has_marker(self, token: str) -> bool:
-        return f"{_MARK}{token}" in self._store.names(f"{_MARK}{token}")
+        return f"{_MARKER}{token}" in self._store.names(f"{_MARKER}{token}")
 
     def _delete(self, name: str) -> None:
         """Delete the manifest first: without it the checkpoint no longer exists."""
@@ -139,7 +136,7 @@ class ObjectStorage:
 
 
 class ObjectDraft:
-    """A checkpoint whose manifest is not written yet."""
+    """A checkpoint that has no manifest yet."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store = store
@@ -171,7 +168,7 @@ class ObjectDraft:
 
 
 class StoredObject:
-    """An object that is being read."""
+    """An object open for reading."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store = store

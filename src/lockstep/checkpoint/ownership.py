@@ -13,8 +13,8 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST
 
 OWNER = "owner.json"
-MOST_BYTES = 65_536
-_SHOWN = 8  # characters of a run id
+MAX_BYTES = 65_536
+_SHORT_ID = 8  # characters of a run id that messages show
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class Owner:
     """The run that saves to a folder.
 
     Attributes:
-        run: its id, made when the run first began.
-        folder: the run's folder when it last started, absolute; None: a session without one.
-        recipe: what the run is called.
+        run: Id of the run, made when it first started.
+        folder: The run's folder when it last started, absolute; None: a session without one.
+        recipe: Name of the run.
     """
 
     run: str
@@ -32,7 +32,7 @@ class Owner:
     recipe: str
 
     def __str__(self) -> str:
-        return f"{self.recipe} in {self.folder}" if self.folder else f"{self.recipe} (run id {short_id(self.run)})"
+        return f"{self.recipe} in {self.folder}" if self.folder else f"{self.recipe} (run id {self.run[:_SHORT_ID]})"
 
 
 def to_bytes(owner: Owner) -> bytes:
@@ -40,10 +40,10 @@ def to_bytes(owner: Owner) -> bytes:
 
 
 def from_bytes(data: bytes) -> Owner | None:
-    """Return the owner, or None if these bytes name none."""
+    """Return the owner that a file records, or None if it records none."""
     try:
-        found = json.loads(data)
-        run, folder, recipe = found["run"], found["folder"], found["recipe"]
+        content = json.loads(data)
+        run, folder, recipe = content["run"], content["folder"], content["recipe"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     if not isinstance(run, str) or not run or not isinstance(folder, str | None) or not isinstance(recipe, str):
@@ -51,19 +51,12 @@ def from_bytes(data: bytes) -> Owner | None:
     return Owner(run, folder, recipe)
 
 
-def refuse_foreign(manifest: Manifest, run: str | None) -> None:
-    """Raises CorruptCheckpoint if the checkpoint is not one of `run` (None: any run's will do)."""
-    if run is not None and manifest.run != run:
-        raise Foreign(
-            MANIFEST,
-            f"belongs to another run (id {short_id(manifest.run)}); the checkpoints here are of run {short_id(run)}",
-        )
-
-
-class Foreign(CorruptCheckpoint):
+class ForeignCheckpoint(CorruptCheckpoint):
     """A checkpoint of another run."""
 
 
-def short_id(run: str) -> str:
-    """Return the beginning of a run id, which tells it apart well enough for a person."""
-    return run[:_SHOWN]
+def refuse_foreign(manifest: Manifest, run: str | None) -> None:
+    """Raise ForeignCheckpoint unless the checkpoint belongs to `run`; None accepts any run's."""
+    if run is not None and manifest.run != run:
+        own, other = run[:_SHORT_ID], manifest.run[:_SHORT_ID]
+        raise ForeignCheckpoint(MANIFEST, f"belongs to another run (id {other}); the checkpoints here are of run {own}")

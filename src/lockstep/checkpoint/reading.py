@@ -1,9 +1,9 @@
-"""Bytes of a checkpoint, each verified while it is read, into memory that nobody uses yet.
+"""Reads the bytes of a checkpoint, each verified, into memory that nothing uses yet.
 
-    wanted: a box of a tensor --> the saved parts that meet it --> their blocks, hashed --> the overlap, copied
+    read item: a box of a tensor --> the saved parts that meet it --> their blocks, hashed --> the overlap, copied
 
-A part's rows lie one after the other, so rows that are not wanted are not read, but for the rest of their block: a hash
-is of a whole block.
+A part's rows are contiguous, so rows that are not needed are not read, except for the rest of their block: a hash
+covers a whole block.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.checkpoint import hashing
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.fingerprints import BLOCK, Binding
-from lockstep.checkpoint.manifest import ELEMENT_BYTES, CorruptCheckpoint, Manifest, Part
+from lockstep.checkpoint.hashing import BlockHasher
+from lockstep.checkpoint.manifest import ELEMENT_BYTES, CorruptCheckpoint, Manifest, PartEntry
 from lockstep.checkpoint.ownership import refuse_foreign
-from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_whole
+from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_small
 from lockstep.distributed.shard_boxes import Box
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from lockstep.checkpoint.storage import Storage, StoredFile
 
-_THREADS = 4  # hashing and reading leave the interpreter alone
+_THREADS = 4  # hashing and reading release the interpreter lock
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
@@ -45,23 +46,19 @@ def checked_manifest(storage: Storage, name: str, data: bytes) -> Manifest:
 
 
 def manifest_bytes(storage: Storage, name: str) -> bytes:
-    """Not yet checked. Raises CorruptCheckpoint if they can't be read."""
+    """Return the manifest as stored, not yet checked. Raises CorruptCheckpoint if it can't be read."""
     try:
-        source = storage.open(name, MANIFEST)
-        try:
-            return read_whole(source, manifests.MOST_BYTES)
-        finally:
-            source.close()
+        return read_small(storage.open(name, MANIFEST), manifests.MAX_BYTES)
     except OSError as error:
-        raise CorruptCheckpoint(MANIFEST, _reason(error)) from None
+        raise CorruptCheckpoint(MANIFEST, error.strerror or str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadItem:
-    """A box of a saved tensor, and where it goes.
+    """A box of a saved tensor, and the memory that it is read into.
 
     Attributes:
-        into: a contiguous tensor on the CPU, of the box's sizes and the saved dtype.
+        into: A contiguous tensor on the CPU, of the box's sizes and the saved dtype.
     """
 
     name: str
@@ -76,113 +73,101 @@ class Reader:
         self._storage = storage
         self._name = name
         self._manifest = manifest
-        self._sources: dict[str, StoredFile] = {}
+        self._files: dict[str, StoredFile] = {}
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for source in self._sources.values():
+        for file in self._files.values():
             with suppress(OSError):
-                source.close()
+                file.close()
 
-    def read(self, wanted: Iterable[ReadItem]) -> None:
-        """Fills what is wanted. Raises CorruptCheckpoint at the first fault, and then nothing of it may be used."""
-        jobs: list[tuple[ReadItem, Part]] = []
-        for one in wanted:
-            for part in self._manifest.tensors[one.name].parts:
-                if part.box.elements and part.box.meets(one.box) is not None:
-                    jobs.append((one, part))
-        for file in sorted({part.file for _, part in jobs}):
+    def read(self, items: Iterable[ReadItem]) -> None:
+        """Fill the items' memory. Raises CorruptCheckpoint at the first fault; none of the memory may be used then."""
+        jobs = [
+            (item, part, overlap)
+            for item in items
+            for part in self._manifest.tensors[item.name].parts
+            if part.box.elements and (overlap := part.box.meets(item.box)) is not None
+        ]
+        for file in sorted({part.file for _, part, _ in jobs}):
             self._open(file)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint") as pool:
-            for _ in pool.map(lambda job: self._read_part(*job), jobs):
+            for _ in pool.map(lambda job: self._read_overlap(*job), jobs):
                 pass
 
     def verify(self) -> None:
-        """Every byte of every file, in constant memory. Raises CorruptCheckpoint."""
+        """Read and verify every byte of every file, in constant memory. Raises CorruptCheckpoint."""
         for file in sorted(self._manifest.files):
             self._open(file)
-        scratch = memoryview(bytearray(BLOCK))
+        scratch = memoryview(bytearray(hashing.BLOCK_BYTES))
         for name, entry in self._manifest.tensors.items():
             for part in entry.parts:
                 size = prod(part.sizes) * ELEMENT_BYTES[entry.dtype]
-                for index in range(len(part.blocks)):
-                    self._read_block(name, part, size, index, scratch)
+                for start in range(0, size, hashing.BLOCK_BYTES):
+                    self._read_block(name, part, start, scratch[: size - start])
 
-    def _open(self, file: str) -> None:
-        """Its size and header are what was written."""
-        if file in self._sources:
+    def _open(self, name: str) -> None:
+        """Open a file and check its size and header."""
+        if name in self._files:
             return
-        entry = self._manifest.files[file]
+        entry = self._manifest.files[name]
         try:
-            source = self._sources[file] = self._storage.open(self._name, file)
-            if source.size != entry.size:
-                raise CorruptCheckpoint(file, f"has {source.size:,} bytes, and had {entry.size:,} when it was written")
+            file = self._files[name] = self._storage.open(self._name, name)
+            if file.size != entry.size:
+                raise CorruptCheckpoint(name, f"has {file.size:,} bytes, and had {entry.size:,} when it was written")
             header = memoryview(bytearray(entry.header))
-            source.read(0, header)
+            file.read(0, header)
         except OSError as error:
-            raise CorruptCheckpoint(file, _reason(error)) from None
-        if self._binding(file).block("", 0, header) != entry.header_hash:
-            raise CorruptCheckpoint(file, f"its header (bytes 0 to {entry.header:,}) is not what was written")
+            raise CorruptCheckpoint(name, error.strerror or str(error)) from None
+        if self._hasher(name).hash_block("", 0, header) != entry.header_hash:
+            raise CorruptCheckpoint(name, f"its header (bytes 0 to {entry.header:,}) is not what was written")
 
-    def _read_part(self, one: ReadItem, part: Part) -> None:
-        overlap = part.box.meets(one.box)
-        assert overlap is not None, "only parts that meet what is wanted are read"
-        entry = self._manifest.tensors[one.name]
-        element = ELEMENT_BYTES[entry.dtype]
-        size = prod(part.sizes) * element
-        if overlap == part.box == one.box:
-            self._read_blocks(one.name, part, size, 0, len(part.blocks), _bytes(one.into))
+    def _read_overlap(self, item: ReadItem, part: PartEntry, overlap: Box) -> None:
+        if overlap == part.box == item.box:
+            self._read_blocks(item.name, part, 0, _bytes(item.into))
             return
-        first, stop = _rows(overlap, part, element)
-        blocks = first // BLOCK, -(-stop // BLOCK)
-        start = blocks[0] * BLOCK
-        memory = bytearray(min(blocks[1] * BLOCK, size) - start)
-        self._read_blocks(one.name, part, size, *blocks, memoryview(memory))
-        _copy_overlap(memory, first - start, stop - start, overlap, part, one)
+        block = hashing.BLOCK_BYTES
+        row = prod(part.sizes[1:]) * item.into.element_size()
+        first = (overlap.offsets[0] - part.offsets[0]) * row
+        stop = first + overlap.sizes[0] * row
+        start = first // block * block
+        memory = bytearray(min(-(-stop // block) * block, part.sizes[0] * row) - start)
+        self._read_blocks(item.name, part, start, memoryview(memory))
+        _copy_overlap(memoryview(memory)[first - start : stop - start], overlap, part, item)
 
-    def _read_blocks(self, name: str, part: Part, size: int, first: int, last: int, into: memoryview) -> None:
-        for index in range(first, last):
-            self._read_block(name, part, size, index, into[(index - first) * BLOCK :])
+    def _read_blocks(self, name: str, part: PartEntry, start: int, into: memoryview) -> None:
+        for offset in range(0, len(into), hashing.BLOCK_BYTES):
+            self._read_block(name, part, start + offset, into[offset:])
 
-    def _read_block(self, name: str, part: Part, size: int, index: int, into: memoryview) -> None:
-        start = index * BLOCK
-        data = into[: min(BLOCK, size - start)]
+    def _read_block(self, name: str, part: PartEntry, start: int, into: memoryview) -> None:
+        """Read the block of a part that begins at its byte `start` into the beginning of `into`."""
+        data = into[: hashing.BLOCK_BYTES]
+        first = part.at + start
         try:
-            self._sources[part.file].read(part.at + start, data)
+            self._files[part.file].read(first, data)
         except OSError as error:
-            raise CorruptCheckpoint(part.file, _reason(error)) from None
-        if self._binding(part.file).block(name, start, data) != part.blocks[index]:
-            at = part.at + start
+            raise CorruptCheckpoint(part.file, error.strerror or str(error)) from None
+        if self._hasher(part.file).hash_block(name, start, data) != part.blocks[start // hashing.BLOCK_BYTES]:
             raise CorruptCheckpoint(
-                part.file, f"bytes {at:,} to {at + len(data):,}, of {name}, are not what was written"
+                part.file, f"bytes {first:,} to {first + len(data):,}, of {name}, are not what was written"
             )
 
-    def _binding(self, file: str) -> Binding:
-        return Binding(self._manifest.run, self._manifest.step, file)
+    def _hasher(self, file: str) -> BlockHasher:
+        return BlockHasher(self._manifest.run, self._manifest.step, file)
 
 
-def _rows(overlap: Box, part: Part, element: int) -> tuple[int, int]:
-    """The bytes of a part that hold the overlap's rows: whole ones, along the first dim."""
-    row = prod(part.sizes[1:]) * element
-    first = overlap.offsets[0] - part.offsets[0]
-    return first * row, (first + overlap.sizes[0]) * row
-
-
-def _copy_overlap(memory: bytearray, start: int, stop: int, overlap: Box, part: Part, one: ReadItem) -> None:
+def _copy_overlap(rows: memoryview, overlap: Box, part: PartEntry, item: ReadItem) -> None:
+    """Copy the overlap out of the part's whole rows that hold it."""
     import torch
 
-    rows = torch.frombuffer(memory, dtype=torch.uint8)[start:stop].clone().view(one.into.dtype)
-    there = Box((overlap.offsets[0], *part.offsets[1:]), (overlap.sizes[0], *part.sizes[1:]))
-    one.into[overlap.within(one.box)] = rows.view(there.sizes)[overlap.within(there)]
+    saved = torch.frombuffer(rows, dtype=torch.uint8).clone().view(item.into.dtype)
+    box = Box((overlap.offsets[0], *part.offsets[1:]), (overlap.sizes[0], *part.sizes[1:]))
+    item.into[overlap.within(item.box)] = saved.view(box.sizes)[overlap.within(box)]
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     import torch
 
     return memoryview(cast("Any", tensor.reshape(-1).view(torch.uint8).numpy()))
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

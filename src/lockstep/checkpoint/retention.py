@@ -1,15 +1,15 @@
-"""Which checkpoints stay.
+"""Which checkpoints are kept.
 
-    the newest `keep_last`  +  the first of each `keep_every`  +  the best one        the others go, oldest first
+    the newest `keep_last`  +  the first of each `keep_every`  +  the best one      the others are deleted, oldest first
 
-A checkpoint that somebody reads stays until the next save. The newest is always among those that stay.
+A checkpoint that is being read stays until the next save. The newest is always kept.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,73 +21,73 @@ from lockstep.plan.schedule import is_due
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
-    from lockstep.config.every import Every
     from lockstep.config.schema import Checkpoint
 
 _log = logging.getLogger("lockstep.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A checkpoint, as far as it matters here.
+class RetentionEntry:
+    """What decides whether a checkpoint is kept.
 
     Attributes:
-        metric: what `best` names, at its step; None if it wasn't evaluated there.
+        metric: The metric that `best` names, at its step; None if it was not evaluated there.
     """
 
     progress: Progress
     metric: float | None
 
+    @classmethod
+    def of(cls, manifest: Manifest, section: Checkpoint) -> RetentionEntry:
+        metric = manifest.metrics.get(section.best) if section.best else None
+        return cls(Progress(manifest.step, manifest.samples, manifest.tokens), metric)
+
 
 class Retention:
-    """Keeps one run's storage as `checkpoint` in its config says.
+    """Deletes the checkpoints of one run that its config doesn't keep.
 
     Args:
-        epoch_samples: what an epoch is, for `keep_every`.
+        section: The section `checkpoint` of the config.
+        epoch_samples: Samples of an epoch, for `keep_every`.
     """
 
     def __init__(self, storage: Storage, section: Checkpoint, epoch_samples: int) -> None:
         self._storage = storage
         self._section = section
         self._epoch_samples = epoch_samples
-        self._entries: dict[int, Entry] | None = None
+        self._entries: dict[int, RetentionEntry] | None = None
 
     def on_published(self, manifest: Manifest) -> None:
-        """Deletes what the new one makes superfluous. Never raises: a checkpoint too many is no reason to stop."""
+        """Delete what need not be kept beside a new checkpoint. Never raises: one too many is no reason to stop."""
         try:
-            self._known()[manifest.step] = self._entry(manifest)
+            self._known()[manifest.step] = RetentionEntry.of(manifest, self._section)
             self.prune()
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
 
     def invalidate(self) -> None:
-        """Somebody else may have deleted checkpoints: those that are there are looked at again."""
+        """Read the manifests again: another process may have deleted checkpoints."""
         self._entries = None
 
     def make_room(self) -> bool:
-        """Deletes the oldest checkpoint that `keep_last` alone keeps, once a newer one has been verified byte by byte;
-        whether it did. Never raises: the save that found no room has failed already."""
+        """Delete the oldest checkpoint that is kept for `keep_last` alone, once a newer one was verified byte by byte.
+
+        Returns whether it did. Never raises: the save that found the disk full has failed already.
+        """
         try:
-            return self._give_way()
+            entries, names = self._known(), names_by_step(self._storage.names())
+            keep_one = self._section.model_copy(update={"keep_last": 1})
+            for step in steps_to_delete(entries, keep_one, self._epoch_samples):
+                newer = [later for later in sorted(names, reverse=True) if later > step]
+                if step not in names or not any(self._verifies(names[later]) for later in newer):
+                    continue
+                if self._storage.delete(names[step]):
+                    del entries[step]
+                    _log.warning("the disk is full: %s was deleted so that a newer one can be saved", names[step])
+                    return True
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
-            return False
-
-    def _give_way(self) -> bool:
-        entries, names = self._known(), names_by_step(self._storage.names())
-        for_one = self._section.model_copy(update={"keep_last": 1})
-        for step in superfluous(entries, for_one, self._epoch_samples):
-            if step not in names or not self._is_whole_after(step, names):
-                continue
-            if self._storage.delete(names[step]):
-                del entries[step]
-                _log.warning("the disk is full: %s was deleted to make room for a newer one", names[step])
-                return True
         return False
-
-    def _is_whole_after(self, step: int, names: Mapping[int, str]) -> bool:
-        """Whether a checkpoint newer than that of `step` verifies."""
-        return any(self._verifies(names[later]) for later in sorted(names, reverse=True) if later > step)
 
     def _verifies(self, name: str) -> bool:
         try:
@@ -98,72 +98,61 @@ class Retention:
         return True
 
     def prune(self) -> list[int]:
-        """Deletes what needn't stay; returns the steps. Raises OSError."""
+        """Delete what need not be kept; return the steps. Raises OSError."""
         entries, names = self._known(), names_by_step(self._storage.names())
-        gone = []
-        for step in superfluous(entries, self._section, self._epoch_samples):
+        deleted = []
+        for step in steps_to_delete(entries, self._section, self._epoch_samples):
             if step in names and self._storage.delete(names[step]):
                 del entries[step]
-                gone.append(step)
-        return gone
+                deleted.append(step)
+        return deleted
 
     @property
     def best(self) -> int | None:
         """The step whose metric is the best so far."""
-        return best_of(self._known(), self._section)
+        return best_step(self._known(), self._section)
 
-    def _known(self) -> dict[int, Entry]:
-        """Those that can't be read are nobody's to judge: they stay."""
+    def _known(self) -> dict[int, RetentionEntry]:
+        """Return the checkpoints that can be read, by step; damaged ones are never deleted."""
         if self._entries is None:
             self._entries = {}
             for step, name in names_by_step(self._storage.names()).items():
                 try:
-                    self._entries[step] = self._entry(read_manifest(self._storage, name))
+                    self._entries[step] = RetentionEntry.of(read_manifest(self._storage, name), self._section)
                 except CorruptCheckpoint as fault:
                     _log.warning("%s in %s is damaged: %s", name, self._storage.place, fault)
         return self._entries
 
-    def _entry(self, manifest: Manifest) -> Entry:
-        metric = manifest.metrics.get(self._section.best) if self._section.best else None
-        return Entry(Progress(manifest.step, manifest.samples, manifest.tokens), metric)
 
-
-def superfluous(entries: Mapping[int, Entry], section: Checkpoint, epoch_samples: int) -> list[int]:
-    """The steps that needn't stay."""
+def steps_to_delete(entries: Mapping[int, RetentionEntry], section: Checkpoint, epoch_samples: int) -> list[int]:
+    """Return the steps that need not be kept."""
     steps = sorted(entries)
-    kept = {*steps[-section.keep_last :], best_of(entries, section)}
+    kept = {*steps[-section.keep_last :], best_step(entries, section)}
     if section.keep_every is not None:
-        kept.update(_first_of_each(entries, steps, section.keep_every, epoch_samples))
+        before = Progress()
+        for step in steps:
+            progress = entries[step].progress
+            if is_due(section.keep_every, before, progress, epoch_samples):
+                kept.add(step)
+            before = progress
     return [step for step in steps if step not in kept]
 
 
-def _first_of_each(entries: Mapping[int, Entry], steps: Sequence[int], every: Every, epoch_samples: int) -> list[int]:
-    before, found = Progress(), []
-    for step in steps:
-        progress = entries[step].progress
-        if is_due(every, before, progress, epoch_samples):
-            found.append(step)
-        before = progress
-    return found
-
-
-def best_of(entries: Mapping[int, Entry], section: Checkpoint) -> int | None:
-    """The step with the best metric, the earliest of equals; None if there is none."""
+def best_step(entries: Mapping[int, RetentionEntry], section: Checkpoint) -> int | None:
+    """Return the step with the best metric, the earliest of equals; None if there is none."""
     if section.best is None:
         return None
-    better = is_better(section.best, section.best_is)
-    best: int | None = None
+    best: tuple[int, float] | None = None
     for step in sorted(entries):
         metric = entries[step].metric
         if metric is None or not math.isfinite(metric):
             continue
-        champion = entries[best].metric if best is not None else None
-        if champion is None or better(metric, champion):
-            best = step
-    return best
+        if best is None or is_better(metric, best[1], section.best, section.best_is):
+            best = step, metric
+    return best[0] if best is not None else None
 
 
-def is_better(name: str, best_is: Literal["auto", "lowest", "highest"]) -> Callable[[float, float], bool]:
-    """Whether a first value of the metric is better than a second."""
-    highest = best_is == "highest" or (best_is == "auto" and name.rpartition(".")[2].startswith("accuracy"))
-    return (lambda one, other: one > other) if highest else (lambda one, other: one < other)
+def is_better(value: float, other: float, metric: str, best_is: Literal["auto", "lowest", "highest"]) -> bool:
+    """Return whether `value` is better than `other`, for values of the metric of this name."""
+    highest = best_is == "highest" or (best_is == "auto" and metric.rpartition(".")[2].startswith("accuracy"))
+    return value > other if highest else value < other

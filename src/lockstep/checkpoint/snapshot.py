@@ -1,11 +1,11 @@
-"""A moment of the training state, copied while the next forward and backward go on.
+"""A copy of the training state, made while the next forward and backward run.
 
     update k | forward, backward of k + 1            | update k + 1
              |  buffers   copied before the forward  |
              |  parameters, moments: copied meanwhile|  waits until they are
 
-Parameters and optimizer state change in updates alone, so the copy has a whole forward and backward to hide in. The
-memory it goes to is kept for the next save: new memory costs ten times as much as the copy itself.
+Parameters and optimizer state change in updates alone, so the copy has a whole forward and backward to hide in. Its
+memory is reused by the next save: allocating it takes ten times as long as the copy.
 """
 
 from __future__ import annotations
@@ -21,51 +21,49 @@ from lockstep.distributed.shard_boxes import shard_view
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoint.shards import Layout
+    from lockstep.checkpoint.file_layout import FileLayout
 
 
 class Snapshot(Protocol):
-    """A rank's share of the state, as the image of its file."""
+    """A rank's part of the state, as the image of its file."""
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> FileLayout: ...
 
     @property
     def image(self) -> memoryview:
-        """The file's bytes: whole once `complete` has returned, until the next `begin`."""
+        """The file's bytes: complete once `complete` has returned, until the next `begin`."""
 
     def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
-        """On the main thread, between two updates. `changing`: what a forward may change."""
+        """Begin the copy, on the main thread, between two updates. `changing`: names of what a forward may change."""
 
     def complete(self) -> None:
-        """In whatever thread."""
+        """Finish the copy; on any thread."""
 
     def before_update(self) -> None:
-        """On the main thread, before an update changes what `begin` was given."""
+        """Wait, on the main thread, until an update may change the tensors that `begin` received."""
 
 
 class HostSnapshot:
-    """Of tensors on the CPU."""
+    """A snapshot of tensors on the CPU."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: FileLayout) -> None:
         self.layout = layout
-        memory = torch.empty(layout.size, dtype=torch.uint8)
-        self._copies = _views(memory, layout)
-        self.image = _image(memory, layout)
-        self._later: _Pairs = []
+        self.image, self._copies = _image(layout, pinned=False)
+        self._remaining: _Pairs = []
         self._done = threading.Event()
         self._done.set()
 
     def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
-        now, self._later = _split(self.layout, self._copies, tensors, changing)
+        now, self._remaining = _split(self.layout, self._copies, tensors, changing)
         self._done.clear()
         _copy(now)
 
     def complete(self) -> None:
         try:
-            _copy(self._later)
+            _copy(self._remaining)
         finally:
-            self._later = []
+            self._remaining = []
             self._done.set()
 
     def before_update(self) -> None:
@@ -73,14 +71,14 @@ class HostSnapshot:
 
 
 class DeviceSnapshot:
-    """Of tensors on a GPU, copied to page-locked memory by a stream of its own: an update's kernels wait for it, the
-    host doesn't."""
+    """A snapshot of tensors on a GPU, copied to page-locked memory on a stream of its own.
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    An update's kernels wait for the copy; the host doesn't.
+    """
+
+    def __init__(self, layout: FileLayout, device: torch.device) -> None:
         self.layout = layout
-        memory = torch.empty(layout.size, dtype=torch.uint8, pin_memory=True)
-        self._copies = _views(memory, layout)
-        self.image = _image(memory, layout)
+        self.image, self._copies = _image(layout, pinned=True)
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
@@ -104,7 +102,7 @@ class DeviceSnapshot:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
 
 
-def snapshot_on(device: torch.device, layout: Layout) -> Snapshot:
+def snapshot_on(device: torch.device, layout: FileLayout) -> Snapshot:
     return DeviceSnapshot(layout, device) if device.type == "cuda" else HostSnapshot(layout)
 
 
@@ -112,14 +110,14 @@ _Pairs = list[tuple["Tensor", "Tensor"]]
 
 
 def _split(
-    layout: Layout, copies: Sequence[Tensor], tensors: Mapping[str, Tensor], changing: Collection[str]
+    layout: FileLayout, copies: Sequence[Tensor], tensors: Mapping[str, Tensor], changing: Collection[str]
 ) -> tuple[_Pairs, _Pairs]:
-    """(Copy, source): those that a forward may change, and the others."""
+    """Return (copy, source) pairs: those that a forward may change, and the others."""
     now: _Pairs = []
     later: _Pairs = []
-    for place, copy in zip(layout.places, copies, strict=True):
-        source = shard_view(tensors[place.piece.name], place.piece.box)
-        (now if place.piece.name in changing else later).append((copy, source))
+    for span, copy in zip(layout.items, copies, strict=True):
+        source = shard_view(tensors[span.item.name], span.item.box)
+        (now if span.item.name in changing else later).append((copy, source))
     return now, later
 
 
@@ -129,15 +127,12 @@ def _copy(pairs: _Pairs) -> None:
         torch._foreach_copy_([copy for copy, _ in pairs], [source for _, source in pairs], non_blocking=True)
 
 
-def _image(memory: Tensor, layout: Layout) -> memoryview:
+def _image(layout: FileLayout, *, pinned: bool) -> tuple[memoryview, list[Tensor]]:
+    """Allocate the file's image, its header filled in, and return it with its tensors as views."""
+    memory = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pinned)
     image = memoryview(cast("Any", memory.numpy()))
     image[: len(layout.header)] = layout.header
-    return image
-
-
-def _views(memory: Tensor, layout: Layout) -> list[Tensor]:
-    """The file's tensors, as tensors on its memory."""
-    return [
-        memory[place.at : place.end].view(getattr(torch, place.piece.kind.dtype)).view(place.piece.box.sizes)
-        for place in layout.places
+    return image, [
+        memory[span.start : span.end].view(getattr(torch, span.item.info.dtype)).view(span.item.box.sizes)
+        for span in layout.items
     ]

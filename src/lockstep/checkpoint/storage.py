@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: what the rest of Lockstep asks of a folder (`local`) or an object store (`objects`).
+"""Where checkpoints are kept: the protocols that a folder (`local`) and an object store (`objects`) implement.
 
 draft = storage.begin("step-00000480")                   nothing is visible yet
 draft.write("rank-00000.safetensors", image)             durable when it returns
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.ownership import Owner
 
 MANIFEST = "manifest.json"
-ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
+MOVED_ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class MovedAside:
-    """A checkpoint that a run has set aside: no run resumes from it, and none deletes it.
+    """A checkpoint that a run has renamed: no run resumes from it or deletes it.
 
     Attributes:
-        size: bytes of its files.
+        size: Bytes of its files.
     """
 
     name: str
@@ -34,7 +34,7 @@ class MovedAside:
 
 
 class Draft(Protocol):
-    """A checkpoint that all ranks are writing, each its own files. It does not exist for readers."""
+    """A checkpoint that all ranks are writing, each its own files. Readers don't see it."""
 
     def write(self, file: str, data: memoryview) -> None:
         """Write a file, durably. Raises OSError."""
@@ -46,7 +46,7 @@ class Draft(Protocol):
         """Remove a file that some rank has written. Raises OSError."""
 
     def publish(self, manifest: bytes) -> None:
-        """Make the checkpoint exist; by one rank, once. Raises OSError: it does not exist then, or existed before."""
+        """Make the checkpoint exist; on one rank, once. Raises OSError: it does not exist then, or existed before."""
 
     def discard(self) -> None:
         """Remove what was written, as far as possible. Never raises."""
@@ -60,7 +60,7 @@ class StoredFile(Protocol):
         """Bytes."""
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` from byte `offset` on. Raises OSError, also if the file ends before."""
+        """Fill `into` with the bytes from `offset`. Raises OSError, also if the file ends before."""
 
     def close(self) -> None: ...
 
@@ -76,7 +76,7 @@ class Storage(Protocol):
         """Return the names of all published checkpoints, damaged ones included. Raises OSError."""
 
     def moved_aside(self) -> list[MovedAside]:
-        """Return the checkpoints that were set aside, by name. Raises OSError."""
+        """Return the checkpoints that were moved aside, by name. Raises OSError."""
 
     def begin(self, name: str) -> Draft:
         """Begin a checkpoint; called by every rank. Raises OSError."""
@@ -85,10 +85,10 @@ class Storage(Protocol):
         """Return the same place, with drafts that are distinct from those begun here."""
 
     def try_lock(self, name: str) -> AbstractContextManager[bool]:
-        """Enter a block that one process at a time is in; the value is whether it is this one. Raises OSError."""
+        """Enter a block that one process at a time runs; the value is whether it is this one. Raises OSError."""
 
     def is_locked(self, name: str) -> bool:
-        """Whether a process is in a block of `try_lock`."""
+        """Return whether a process is in a block of `try_lock`."""
 
     def open(self, name: str, file: str) -> StoredFile:
         """Open a file of a published checkpoint. Raises OSError."""
@@ -99,14 +99,14 @@ class Storage(Protocol):
     def delete(self, name: str) -> bool:
         """Delete a checkpoint; return False if it is being read, and stays. Raises OSError."""
 
-    def move_aside(self, name: str, why: str) -> str:
+    def move_aside(self, name: str, prefix: str) -> str:
         """Rename a checkpoint so that `names` no longer lists it; return where it is. Raises OSError."""
 
     def claim(self) -> bool:
-        """Whether this process alone saves here from now on, until it ends. Raises OSError."""
+        """Reserve the place for saves of this process until it ends; return False if another has it. Raises OSError."""
 
     def is_held(self) -> bool:
-        """Whether what `claim` and `set_owner` have written is still there. Never raises."""
+        """Return whether what `claim` and `set_owner` have written is still there. Never raises."""
 
     @property
     def run(self) -> str | None:
@@ -119,21 +119,24 @@ class Storage(Protocol):
         """Record that this place belongs to `owner`. Raises OSError."""
 
     def remove_stale_drafts(self) -> None:
-        """Remove drafts that nobody will finish. Never raises."""
+        """Remove what earlier processes have left unfinished. Never raises."""
 
     def leave_marker(self, token: str) -> AbstractContextManager[None]:
-        """Make `sees(token)` true for whoever shares this place, while the block runs. Raises OSError."""
+        """Make `has_marker(token)` true on all hosts that share this place while the block runs. Raises OSError."""
 
     def has_marker(self, token: str) -> bool: ...
 
 
-def read_whole(file: StoredFile, most: int) -> bytes:
-    """Return the content of a small file. Raises OSError, also if it has more than `most` bytes."""
-    if file.size > most:
-        raise OSError(f"it has {file.size:,} bytes, where {most:,} at most can be")
-    data = bytearray(file.size)
-    file.read(0, memoryview(data))
-    return bytes(data)
+def read_small(file: StoredFile, max_bytes: int) -> bytes:
+    """Return the content of a file and close it. Raises OSError, also if it has more than `max_bytes`."""
+    try:
+        if file.size > max_bytes:
+            raise OSError(f"it has {file.size:,} bytes; the limit is {max_bytes:,}")
+        data = bytearray(file.size)
+        file.read(0, memoryview(data))
+        return bytes(data)
+    finally:
+        file.close()
 
 
 def checkpoint_name(step: int) -> str:

@@ -164,7 +164,7 @@ def _diff(words: Sequence[str]) -> int:
     if len(args.checkpoints) != (2 if args.steps is None else 1):
         raise ConfigError("diff compares two: lockstep ckpt diff A B, or lockstep ckpt diff RUN --steps N M")
 
-    from lockstep.checkpoint.comparing import OpenCheckpoint, compare
+    from lockstep.checkpoint.comparison import OpenCheckpoint, compare
     from lockstep.cli import ckpt_text
     from lockstep.training.locations import choose, find
 

@@ -16,7 +16,7 @@ from lockstep.config.wording import yaml_like
 from lockstep.core import formatting
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.comparing import Comparison, TensorDifference
+    from lockstep.checkpoint.comparison import Comparison, TensorDifference
     from lockstep.training.audit import Audit, Span
 
 _LONGEST = 100  # characters of a value

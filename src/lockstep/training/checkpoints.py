@@ -344,7 +344,7 @@ class Checkpoints:
         metric = flat(evaluations).get(name) if name else None
         if name is None or metric is None or not math.isfinite(metric):
             return False
-        if self._best is not None and not is_better(name, self._section.best_is)(metric, self._best):
+        if self._best is not None and not is_better(metric, self._best, name, self._section.best_is):
             return False
         self._best = metric
         return True

@@ -1,0 +1,165 @@
+"""Compares two checkpoints: names, dtypes and shapes, values, config and state. Every byte read is verified.
+
+tensors in both, of equal dtype and shape --> read, one at a time --> bitwise identical? --> otherwise by how much
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.checkpoint.inspection import as_verification_error
+from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
+from lockstep.distributed.shard_boxes import TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.checkpoint.storage import Storage
+
+_CHUNK = 2**20  # elements at a time, since they are widened to float64
+_LOCATIONS = ("run.folder", "checkpoint.folder")
+_HISTORY = ("seconds", "ledger")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """The difference between two tensors of equal dtype and shape.
+
+    Attributes:
+        differing: Number of elements whose bits differ, of `elements`.
+        absolute: Largest difference of elements that are finite in both; None if there are none.
+        relative: Largest difference as a share of the larger magnitude.
+        not_finite: Number of differing elements that are NaN or infinite in either.
+    """
+
+    name: str
+    elements: int
+    differing: int
+    absolute: float | None
+    relative: float | None
+    not_finite: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The differences between two checkpoints; where and how fast they were made doesn't count.
+
+    Attributes:
+        alone: Names of tensors that only the first has, and that only the second has.
+        kinds: Tensors that differ in shape or dtype: name, the first's, the second's.
+        values: Tensors that differ in value.
+        same: Number of identical tensors.
+        config: The first's value and the second's, by dotted key; None where there is none.
+        state: The same of the state.
+    """
+
+    alone: tuple[tuple[str, ...], tuple[str, ...]]
+    kinds: tuple[tuple[str, TensorInfo, TensorInfo], ...]
+    values: tuple[TensorDifference, ...]
+    same: int
+    config: Mapping[str, tuple[Any, Any]]
+    state: Mapping[str, tuple[Any, Any]]
+
+    @property
+    def equal(self) -> bool:
+        """Whether training continues identically from both."""
+        return not (any(self.alone) or self.kinds or self.values or self.config or self.state)
+
+
+class OpenCheckpoint:
+    """A checkpoint whose tensors can be read; use as a context manager.
+
+    Raises:
+        VerificationError: On entering and in `tensor`: it is damaged.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self._storage = storage
+        self._name = name
+        self._stack = ExitStack()
+
+    def __enter__(self) -> OpenCheckpoint:
+        with ExitStack() as stack, as_verification_error(self._storage, self._name):
+            stack.enter_context(self._storage.read_lock(self._name))
+            self.manifest = read_manifest(self._storage, self._name)
+            self._reader = stack.enter_context(Reader(self._storage, self._name, self.manifest))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def info(self, name: str) -> TensorInfo:
+        return self.manifest.tensors[name].info
+
+    def tensor(self, name: str) -> Tensor:
+        """Read and verify a whole tensor, on the CPU."""
+        import torch
+
+        info = self.info(name)
+        memory = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+        with as_verification_error(self._storage, self._name):
+            self._reader.read([ReadItem(name, info.whole, memory)])
+        return memory
+
+
+def compare(first: OpenCheckpoint, second: OpenCheckpoint) -> Comparison:
+    """Compare two checkpoints, with one tensor of each in memory at a time. Raises VerificationError."""
+    ours, theirs = first.manifest, second.manifest
+    both = [name for name in ours.tensors if name in theirs.tensors]
+    comparable = [name for name in both if first.info(name) == second.info(name)]
+    differences = (tensor_difference(name, first.tensor(name), second.tensor(name)) for name in comparable)
+    values = tuple(difference for difference in differences if difference is not None)
+    return Comparison(
+        alone=(_missing(ours.tensors, theirs.tensors), _missing(theirs.tensors, ours.tensors)),
+        kinds=tuple((name, first.info(name), second.info(name)) for name in both if name not in set(comparable)),
+        values=values,
+        same=len(comparable) - len(values),
+        config=_differences(ours.config, theirs.config, _LOCATIONS),
+        state=_differences(ours.state, theirs.state, _HISTORY),
+    )
+
+
+def tensor_difference(name: str, first: Tensor, second: Tensor) -> TensorDifference | None:
+    """Compare two tensors of equal dtype and shape; return None if they are bitwise identical."""
+    import torch
+
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    differing = not_finite = 0
+    absolute: float | None = None
+    relative: float | None = None
+    for a, b in zip(*(torch.split(tensor.reshape(-1), _CHUNK) for tensor in (first, second)), strict=True):
+        differ = a.view(bits) != b.view(bits)
+        number = int(differ.sum())
+        if not number:
+            continue
+        differing += number
+        a, b = a[differ].to(torch.float64), b[differ].to(torch.float64)
+        finite = a.isfinite() & b.isfinite()
+        a, b = a[finite], b[finite]
+        not_finite += number - len(a)
+        if len(a):
+            gaps = (a - b).abs()
+            shares = gaps / a.abs().maximum(b.abs()).clamp(min=5e-324)
+            absolute, relative = max(absolute or 0.0, gaps.max().item()), max(relative or 0.0, shares.max().item())
+    return TensorDifference(name, first.numel(), differing, absolute, relative, not_finite) if differing else None
+
+
+def _missing(names: Mapping[str, object], others: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in others)
+
+
+def _differences(first: Any, second: Any, ignored: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ, by dotted key; mappings are compared key by key."""
+    return {key: pair for key, pair in _pairs(first, second, "") if pair[0] != pair[1] and key not in ignored}
+
+
+def _pairs(first: Any, second: Any, key: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if not all(isinstance(value, Mapping) or value is None for value in (first, second)):
+        yield key, (first, second)
+        return
+    for name in {**(first or {}), **(second or {})}:
+        yield from _pairs((first or {}).get(name), (second or {}).get(name), f"{key}.{name}" if key else str(name))
