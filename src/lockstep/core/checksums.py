@@ -1,9 +1,9 @@
-"""Hashes of published files, in a list beside them that `xxhsum --check` reads, too.
+"""Writes and checks the hashes of published files, in a list beside them that `xxhsum --check` also reads.
 
     model/model.safetensors
     model/XXH128SUMS                f1d0...  model.safetensors
 
-A file that no list names is not checked: most that are read are other programs'.
+A file that is not listed is not checked: most files that are read come from other programs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import xxhash
 
 LIST = "XXH128SUMS"
-_AT_ONCE = 16 * 2**20  # bytes
-_MOST_LIST = 2**20  # bytes; what is longer isn't ours
+_CHUNK = 16 * 2**20  # bytes
+_MAX_LIST_BYTES = 2**20  # Lockstep's own lists are shorter
 
 
 def record(files: Iterable[Path]) -> None:
@@ -33,16 +33,13 @@ def forget(file: Path) -> None:
 
 
 def fault(file: Path) -> str | None:
-    """Return what is wrong with a file, of which all bytes are read; None if nothing, or if no list names it.
-
-    Raises OSError.
-    """
-    wanted = _read(file.parent).get(file.name)
-    if wanted is None:
+    """Read all of a file and return what is wrong with it; None if nothing, or if no list names it. Raises OSError."""
+    expected = _read(file.parent).get(file.name)
+    if expected is None:
         return None
     if not file.exists():
         return f"it is gone, and {file.with_name(LIST)} names it"
-    return None if _hash(file) == wanted else f"its bytes are not those that {file.with_name(LIST)} was made of"
+    return None if _hash(file) == expected else f"its bytes are not those that {file.with_name(LIST)} was made of"
 
 
 def listed(folder: Path) -> list[Path]:
@@ -51,7 +48,7 @@ def listed(folder: Path) -> list[Path]:
 
 
 def _hash(file: Path) -> str:
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_AT_ONCE))
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
     with file.open("rb", buffering=0) as opened:
         while size := opened.readinto(buffer):
             digest.update(buffer[:size])
@@ -62,7 +59,7 @@ def _read(folder: Path) -> dict[str, str]:
     """Return hashes by name; malformed lines are left out."""
     try:
         with (folder / LIST).open("rb") as file:
-            lines = file.read(_MOST_LIST).decode("utf-8", "replace").splitlines()
+            lines = file.read(_MAX_LIST_BYTES).decode("utf-8", "replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return {}
     pairs = (line.split("  ", 1) for line in lines)

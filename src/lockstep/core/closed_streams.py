@@ -1,6 +1,6 @@
 """Opens /dev/null for standard streams that are closed, as after `lockstep train ... >&-`.
 
-Otherwise Python has None for them, and the next file or socket gets their number: whatever is printed goes there.
+Otherwise Python sets them to None, and the next file or socket that is opened gets their descriptor: output goes there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null, for this process and those it starts, in place of each standard stream that is closed."""
+    """Replace each closed standard stream with /dev/null, for this process and those that it starts."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
             continue

@@ -1,7 +1,9 @@
-"""Memory limits and out-of-memory kills of the machine and its control groups (of a container, a Slurm job, a service).
+"""Reads memory limits and counts of out-of-memory kills, of the machine and of this process's control groups.
 
 limits    the machine's memory, memory.max of this process's group and of all above it, ulimit -v
-kills     how many processes the kernel has ended because memory ran out: in this group, and on the machine
+kills     how many processes the kernel has killed because memory ran out: in this group, and on the machine
+
+A container, a Slurm job or a service is a control group.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _ROOT = Path("/")
 class _Version:
     """The folder and the file names of a version of control groups."""
 
-    place: str
+    folder: str
     limit: str
     usage: str
     kills: str
@@ -31,7 +33,7 @@ _VERSION_2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "memory.e
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit on memory and how much of it is free, in bytes; `owner` is what sets the limit."""
+    """A limit on memory and how much of it is free, in bytes; `owner` names what sets the limit."""
 
     total: int
     free: int
@@ -39,10 +41,10 @@ class MemoryLimit:
 
 
 def host_memory(root: Path = _ROOT) -> int:
-    """Return the bytes that this process may use, together with all that share its control groups.
+    """Return the bytes that this process may use, together with all others of its control groups.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: The folder of `proc` and `sys`.
     """
     limits = (_number(group / version.limit) for version, group in _groups(root))
     return min([_machine(), *(limit for limit in limits if limit is not None)])
@@ -50,45 +52,43 @@ def host_memory(root: Path = _ROOT) -> int:
 
 def tightest_limit(root: Path = _ROOT) -> MemoryLimit:
     """Return the limit on this process's memory that leaves the least free."""
-    rooms = [MemoryLimit(_machine(), _field(root / "proc/meminfo", "MemAvailable:", 1024) or 0, "the machine's")]
+    limits = [MemoryLimit(_machine(), _field(root / "proc/meminfo", "MemAvailable:", 1024) or 0, "the machine's")]
     for version, group in _groups(root):
         limit, usage = _number(group / version.limit), _number(group / version.usage)
         if limit is not None and usage is not None:
-            rooms.append(MemoryLimit(limit, max(0, limit - usage), "the control group's"))
+            limits.append(MemoryLimit(limit, max(0, limit - usage), "the control group's"))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     used = _field(root / "proc/self/status", "VmSize:", 1024)
     if limit != resource.RLIM_INFINITY and used is not None:
-        rooms.append(MemoryLimit(limit, max(0, limit - used), "ulimit -v"))
-    return min(rooms, key=lambda room: room.free)
+        limits.append(MemoryLimit(limit, max(0, limit - used), "ulimit -v"))
+    return min(limits, key=lambda item: item.free)
 
 
 @dataclass(frozen=True, slots=True)
 class Kills:
-    """How many processes the kernel has killed for lack of memory so far; None: it doesn't count them here (no Linux, a
-    sandbox)."""
+    """How many processes the kernel has killed for lack of memory; None if it doesn't count them (a sandbox)."""
 
     in_group: int | None
     on_machine: int | None
 
 
 def kernel_kills(root: Path = _ROOT) -> Kills:
-    """Return the current counts, to be compared with earlier ones."""
+    """Return the current counts."""
     counts = (_field(group / version.kills, "oom_kill ") for version, group in _groups(root))
-    return Kills(
-        next((count for count in counts if count is not None), None), _field(root / "proc/vmstat", "oom_kill ")
-    )
+    in_group = next((count for count in counts if count is not None), None)
+    return Kills(in_group, _field(root / "proc/vmstat", "oom_kill "))
 
 
 def why_killed(before: Kills, now: Kills, remedy: str) -> str:
-    """Return the likely cause of a SIGKILL, from what the kernel has counted meanwhile.
+    """Return the likely cause of a SIGKILL, from the counts before and after it.
 
     Args:
-        remedy: sentences that tell what to change when memory ran out.
+        remedy: Sentences that state what to change if memory ran out.
     """
     if now.in_group is not None and before.in_group is not None and now.in_group > before.in_group:
         return f"out of memory (the kernel's OOM killer, in this control group). {remedy}".rstrip()
     if now.on_machine is None or before.on_machine is None:
-        return "out of memory, perhaps (the kernel's log, dmesg, would say so)"
+        return "out of memory, perhaps (the kernel's log, dmesg, would show it)"
     if now.on_machine > before.on_machine:
         return f"out of memory (the kernel's OOM killer was at work on this machine meanwhile). {remedy}".rstrip()
     return "by a person or a scheduler; the kernel has counted no out-of-memory kill here"
@@ -101,8 +101,7 @@ def _machine() -> int:
 def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
     """Yield the folders of this process's groups, each followed by all above it, which have limits too.
 
-    A container may see the host's name of its group, which is not there, and its own limit where the host's would be:
-    at the top.
+    A container may see the host's name of its group, which doesn't exist inside, and its own limit at the top.
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
@@ -110,8 +109,8 @@ def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
             continue
         version = _VERSION_1 if controllers else _VERSION_2
         inside = PurePosixPath(group.lstrip("/"))
-        for folder in (inside, *inside.parents):
-            yield version, root / version.place / folder
+        for path in (inside, *inside.parents):
+            yield version, root / version.folder / path
 
 
 def _lines(file: Path) -> list[str]:
@@ -123,7 +122,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _number(file: Path) -> int | None:
-    """Return a file's number; None if there is none, no such group, or `max`."""
+    """Return a file's number; None if the file is missing or has `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

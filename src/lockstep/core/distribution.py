@@ -1,8 +1,4 @@
-"""The name of the distribution (a test compares it with pyproject.toml), and the systems that it runs on.
-
-Lockstep runs on Linux only: it forks ranks, ends processes with their parent, and reads cores, locks and memory from
-Linux.
-"""
+"""The name of the distribution (a test compares it with pyproject.toml), and the systems that it runs on."""
 
 from __future__ import annotations
 
@@ -12,12 +8,15 @@ DISTRIBUTION = "lockstep-torch"
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs what an extra stands for."""
+    """Return the command that installs an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def why_not_here(platform: str | None = None) -> str | None:
-    """Return why Lockstep can't run on this operating system; None if it can."""
+    """Return why Lockstep can't run on this operating system; None if it can.
+
+    It forks ranks, ends processes with their parent, and reads cores, locks and memory from Linux.
+    """
     platform = platform or sys.platform
     if platform == "linux":
         return None

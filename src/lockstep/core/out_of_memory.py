@@ -1,9 +1,9 @@
 """Recognizes out-of-memory errors: how much was requested, and where in a run.
 
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 6442450944 bytes ...")
-        --> ran_out: this error    --> bytes_asked: 6442450944    --> place: "the backward pass of micro-batch 2 ..."
+        --> ran_out: this error    --> bytes_asked: 6442450944    --> error_location: "the backward pass ..."
 
-Knows the words of torch, CUDA, numpy and Python without importing any of them.
+Recognizes the messages of torch, CUDA, numpy and Python without importing any of them.
 """
 
 from __future__ import annotations
@@ -38,21 +38,18 @@ class ErrorLocation(str):
 
 
 def mark(error: BaseException, phase: Phase, text: str) -> None:
-    """Note on `error` where it was raised, such as "in the forward pass of update 3"; a traceback shows it."""
+    """Add a note to `error` on where it was raised, such as "in the forward pass of update 3"."""
     error.add_note(ErrorLocation(phase, text))
 
 
 def error_location(error: BaseException) -> ErrorLocation | None:
-    """Return the innermost location noted on the error or on those it was raised from."""
-    for link in reversed(list(causes(error))):
-        for note in getattr(link, "__notes__", ()):
-            if isinstance(note, ErrorLocation):
-                return note
-    return None
+    """Return the innermost location noted on the error or on those it was raised from; None if there is none."""
+    notes = (note for link in reversed(list(causes(error))) for note in getattr(link, "__notes__", ()))
+    return next((note for note in notes if isinstance(note, ErrorLocation)), None)
 
 
 def ran_out(error: BaseException) -> BaseException | None:
-    """Return the error, or the one it was raised from, that means that memory ran out; None if there is none."""
+    """Return the out-of-memory error among the error and those it was raised from; None if there is none."""
     return next((link for link in causes(error) if _means_memory(link)), None)
 
 
@@ -63,7 +60,7 @@ def bytes_asked(error: BaseException) -> int | None:
 
 
 def _means_memory(error: BaseException) -> bool:
-    if isinstance(error, Failure):  # already a sentence of ours
+    if isinstance(error, Failure):  # its message is Lockstep's
         return False
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True

@@ -1,4 +1,4 @@
-"""All protocols on one page: reading it is reading the architecture.
+"""All protocols between packages on one page, which is also an overview of the architecture.
 
     Source ----> loader ----> Engine(model, Objective) ----> GradientStep ----> report ----> Monitor
     samples      GlobalBatch  forward and backward           reduction,         of an        observes,
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Source(Protocol):
-    """A data set that can be asked for any of its samples, in any order."""
+    """A dataset whose samples can be fetched in any order."""
 
     @property
     def facts(self) -> DataFacts: ...
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the samples do: a run knows its data by it."""
+        """A text that changes whenever the samples do; a run that resumes compares it."""
 
     @property
     def draws(self) -> bool:
-        """Whether fetching draws random numbers (augmentation), which are then keyed for each micro-batch."""
+        """True if fetching draws random numbers (augmentation), which are then keyed for each micro-batch."""
 
     def fetch(self, indices: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Batch:
-        """The samples at `indices` [samples], collated, on the CPU. `samples` and `tokens` are filled in."""
+        """Return the samples at `indices` [samples], collated, on the CPU, with `samples` and `tokens` filled in."""
 
 
 @runtime_checkable
@@ -63,10 +63,10 @@ class Objective(Protocol):
     """
 
     def count(self, batch: Batch) -> float:
-        """Return the number of targets in the batch, known before the forward: what the loss is divided by."""
+        """Return the number of targets in the batch, known before the forward: the loss is divided by it."""
 
     def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the sum, not the mean, of the targets' losses: fp32, 0-dim, whatever the precision of the outputs."""
+        """Return the sum, not the mean, of the targets' losses: fp32, 0-dim, for outputs of any precision."""
 
 
 class EvaluatedObjective(Objective, Protocol):
@@ -74,8 +74,10 @@ class EvaluatedObjective(Objective, Protocol):
 
     @property
     def decomposes(self) -> bool:
-        """True if the loss of a batch is the sum of its samples' losses; if not (in-batch contrast, batch norm), micro
-        size and ranks change the run."""
+        """True if the loss of a batch is the sum of its samples' losses.
+
+        If not (in-batch contrast, batch norm), the micro-batch size and the number of ranks change the run.
+        """
 
     def metric_sums(self, outputs: Any, batch: Batch) -> Mapping[str, Tensor]:
         """Return further 0-dim sums for evaluation, such as the number of right answers."""
@@ -102,65 +104,65 @@ class GradientStep(Protocol):
         return
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a micro-batch's forward and backward; gradients are reduced in the last one's alone."""
+        """Return the context of a micro-batch's forward and backward; only in the last one gradients are reduced."""
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        """Accumulate the gradient of `seed` x `loss`, both 0-dim; inside a `sync_context`."""
+        """Accumulate the gradient of `seed` x `loss`, both 0-dim; called inside a `sync_context`."""
 
     def parameters_without_gradient(self) -> list[str]:
         """Return the names of the trained parameters that no backward of the first update has reached."""
 
     def squared_norm(self) -> Tensor:
-        """Return the squared 2-norm of the gradient summed over ranks: 0-dim, the same on every rank. All ranks
-        together."""
+        """Return the squared 2-norm of the gradient summed over ranks: 0-dim, identical on every rank. Collective."""
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradient summed over ranks, or this rank's shard of it, of each parameter that has one, once the
-        last `sync_context` is closed."""
+        """Yield the gradient summed over ranks, or this rank's shard of it, of each parameter that has one.
+
+        Called after the last `sync_context` is closed.
+        """
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         """Make one optimizer step with the summed gradient / `divisor` at learning rate `rate`; then clear gradients.
-        With `keep` false, parameters and optimizer state stay bitwise the same."""
+
+        With `keep` false, parameters and optimizer state stay bitwise identical.
+        """
 
     def close(self) -> None:
-        """Release what holds the process group, which is destroyed next. Does nothing by default."""
+        """Release what uses the process group, which is destroyed next. Does nothing by default."""
         return
 
 
 class Engine(Protocol):
     """How a batch becomes a gradient."""
 
-    def accumulate(
-        self,
-        batch: GlobalBatch,
-        seed_scale: float | Tensor,
-        announce: Callable[[Tensor], None],
-    ) -> None:
+    def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         """Accumulate the gradient of `seed_scale` x the sum of losses.
 
         Args:
-            batch: This rank's micro-batches; `batch.step` keys what the forward draws.
+            batch: This rank's micro-batches; `batch.step` keys the random numbers of the forward.
             announce: Called once, as soon as it is known, with this rank's sum of losses, unscaled, 0-dim: before
                 gradients are reduced, and at the same point between collectives on every rank.
         """
 
     def outputs(self, inputs: Inputs) -> object:
-        """Return what the model makes of the inputs of a batch, in evaluation; all ranks together, on the same inputs.
-        None on a rank that holds a part of the model without its end."""
+        """Return the model's outputs for the inputs of a batch, in evaluation mode.
+
+        Collective, with the same inputs on all ranks. None on a rank that doesn't hold the end of the model.
+        """
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
         """Return this rank's sums over the batches: `loss_sum`, `count`, and the objective's `metric_sums`."""
 
 
 class Optimizer(Protocol):
-    """An optimizer whose step can be undone before it happens."""
+    """An optimizer whose step can be discarded without a copy of its state."""
 
     @property
     def groups(self) -> list[dict[str, object]]:
         """torch's parameter groups."""
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """Do what `GradientStep.update` does, on the `.grad` of the parameters that it holds."""
+        """Do what `GradientStep.update` does, with the `.grad` of the parameters that it holds."""
 
     def state_dict(self) -> dict[str, object]: ...
 
@@ -168,7 +170,7 @@ class Optimizer(Protocol):
 
 
 class Axis(Protocol):
-    """Ranks that can agree. An axis of one returns what it was given; callers never ask."""
+    """The ranks along an axis of the mesh, and their collectives; an axis of one rank returns its own values."""
 
     @property
     def size(self) -> int: ...
@@ -177,30 +179,30 @@ class Axis(Protocol):
     def rank(self) -> int: ...
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """In place, over the axis; returned for chaining."""
+        """Sum `tensor` over the axis, in place, and return it."""
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """`sum`, but in the background; what is returned waits for it."""
+        """Start `sum` in the background; return a function that waits for the result."""
 
     def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
-        """[sum of numbers, width]: what each rank, in their order, has for this one.
+        """Send rows to every rank; return those for this rank [sum of numbers, width], in the order of ranks.
 
         Args:
-            rows: [ranks, number, width]: a rank's own ones, first those for the first rank; contiguous.
-            numbers: of each rank.
+            rows: [ranks, number, width], contiguous: this rank's rows, first those for the first rank.
+            numbers: How many rows each rank sends to this one.
         """
 
     def concatenate(self, part: Tensor, whole: Tensor) -> None:
-        """Writes every rank's `part` [n] into `whole` [ranks x n], in the order of ranks."""
+        """Write every rank's `part` [n] into `whole` [ranks x n], in the order of ranks."""
 
     def copy_first(self, tensor: Tensor) -> None:
-        """In place: the first rank's, everywhere."""
+        """Overwrite `tensor` with the first rank's."""
 
     def gather(self, value: object) -> list[object]:
-        """Every rank's value, in the order of ranks. Slow: for people, not for steps."""
+        """Return every rank's value, in the order of ranks. Slow: not for a training step."""
 
     def broadcast(self, value: object) -> object:
-        """The first rank's value."""
+        """Return the first rank's value."""
 
     def barrier(self) -> None: ...
 
@@ -221,7 +223,7 @@ class Transform(Protocol):
     before: tuple[str, ...] = ()
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        """Return why it can't be applied to this model on this device; None: it can."""
+        """Return why it can't be applied to this model on this device; None if it can."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the changed model, which may be the same object."""
@@ -229,43 +231,43 @@ class Transform(Protocol):
 
 @runtime_checkable
 class Monitor(Protocol):
-    """Sees what a run reports, on the first rank, and may answer with requests. Nothing else reaches into the loop.
+    """An observer of a run's reports, on the first rank, that may answer with requests.
 
     Subclass it and override what you need. A monitor that raises is dropped with a warning: it never ends a training.
     """
 
     def start(self, info: RunInfo) -> None:
-        """The run starts or resumes. Called once per attempt, before all others."""
+        """Receive the facts of a run that starts or resumes. Called once per attempt, before all other methods."""
         return
 
     def restarted(self, report: RestartReport) -> None:
-        """The run resumes from a checkpoint. Reports of later updates that an earlier attempt made no longer count."""
+        """Receive where the run resumes. An earlier attempt's reports of updates after that no longer count."""
         return
 
     def see(self, report: StepReport) -> Iterable[Request]:
-        """An update was made. Return requests, which all ranks hear with the next update."""
+        """Receive the report of an update. Return requests, which all ranks receive with the next update."""
         return ()
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
-        """An evaluation set was evaluated. Return requests, as `see`."""
+        """Receive the report of an evaluation set. Return requests, as in `see`."""
         return ()
 
     def saved(self, report: SaveReport) -> None:
-        """A save has ended, successfully or not."""
+        """Receive the report of a save that has ended, successfully or not."""
         return
 
     def finish(self, error: BaseException | None) -> None:
-        """The run ends, with `error` if it failed. Called once per attempt, after all others."""
+        """Receive the end of the run, with `error` if it failed. Called once per attempt, after all other methods."""
         return
 
 
 @runtime_checkable
 class ObjectStore(Protocol):
-    """Holds checkpoints as named objects (`step-00000480/manifest.json`): a bucket, a database, memory."""
+    """A store of checkpoints as named objects (`step-00000480/manifest.json`): a bucket, a database, memory."""
 
     @property
     def place(self) -> str:
-        """Address, for messages."""
+        """The address that messages show."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of all objects that begin with `prefix`. Raises OSError."""
@@ -277,11 +279,7 @@ class ObjectStore(Protocol):
         """Return `size` bytes from `offset` on. Raises OSError."""
 
     def write(self, name: str, data: memoryview) -> None:
-        """Store an object, replacing one of that name; durable when it returns. Called in any thread.
-
-        Raises:
-            OSError: the object could not be stored.
-        """
+        """Store or replace an object, durably when it returns. Raises OSError. Called in any thread."""
 
     def delete(self, name: str) -> None:
         """Delete an object, if there is one. Raises OSError."""

@@ -1,12 +1,12 @@
-"""The environment variables by which a launcher tells a process its rank.
+"""Reads the environment variables that make a process a rank.
 
-    launcher ---- RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT ----> RankEnvironment.read(os.environ)
-    ours adds     LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, for rank 0 LOCKSTEP_STORE_FD     the same under every launcher
+    any launcher sets     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT      as torchrun names them
+    Lockstep's adds       LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, for rank 0 LOCKSTEP_STORE_FD
+                          --> RankEnvironment.read(os.environ), the same under every launcher
 
-The names are torchrun's, so that any launcher that speaks them can start a rank. LOCKSTEP_STORE_FD is the file
-descriptor of a socket that already listens on MASTER_PORT, on loopback alone: rank 0 makes its store of it
-(`TCPStore(..., master_listen_fd=...)`), and nobody else can take the port in between. LOCKSTEP_LAUNCHER is
-our launcher's process id.
+LOCKSTEP_STORE_FD is the file descriptor of a socket that already listens on MASTER_PORT, on loopback only: rank 0
+creates its store from it (`TCPStore(..., master_listen_fd=...)`), so no other process can take the port in between.
+LOCKSTEP_LAUNCHER is the process id of Lockstep's launcher.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ STORE_FD = "LOCKSTEP_STORE_FD"
 LAUNCHER = "LOCKSTEP_LAUNCHER"
 
 _LOOPBACK = "127.0.0.1"
-_ANNOUNCES_A_RANK = ("RANK", "WORLD_SIZE")
+_REMEDIES = {
+    "RANK": "set it to this process's number among all, from 0, or unset WORLD_SIZE to start alone",
+    "WORLD_SIZE": "set it to the number of ranks, or unset RANK to start alone",
+    "LOCAL_RANK": "set it to this process's number on its machine, from 0 (on a single machine: RANK)",
+    "MASTER_ADDR": "set it to the host of rank 0 (on a single machine: 127.0.0.1)",
+    "MASTER_PORT": "set it to one free port of rank 0's host, the same for all ranks (such as 29500)",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """The rank that a process is, as its environment describes it.
+    """The rank of a process, as its environment variables describe it.
 
     Attributes:
-        rank: of all, from 0.
-        world_size: ranks in all.
-        local_rank: of those on this machine, from 0; also the index of its GPU.
-        local_world_size: ranks on this machine.
-        master_addr, master_port: where rank 0 keeps the store. Port 0: a lone rank, any port will do.
-        store_fd: rank 0 of our own launcher: a socket that listens there already.
-        attempt: how often torchrun has restarted the ranks; what they leave in its store must not meet the next ones.
-        agent_store: torchrun's agent keeps the store itself, and all ranks are its clients.
-        one_machine: all ranks are known to be on this machine: nobody else need reach them.
+        rank: Among all ranks, from 0.
+        local_rank: Among the ranks on this machine, from 0; also the index of its GPU.
+        local_world_size: Number of ranks on this machine.
+        master_addr, master_port: Address of rank 0's store. Port 0: a single rank, which can use any port.
+        store_fd: Descriptor of a socket that listens there already; only for rank 0 of Lockstep's launcher.
+        attempt: How often torchrun has restarted the ranks; the next ones must not read the store's old entries.
+        agent_store: Whether torchrun's agent keeps the store, and all ranks are its clients.
+        one_machine: Whether all ranks are known to be on this machine, and other machines need not reach them.
     """
 
     rank: int = 0
@@ -53,34 +58,37 @@ class RankEnvironment:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether this rank runs the store's server."""
+        """True if this rank runs the store's server."""
         return self.rank == 0 and not self.agent_store
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> RankEnvironment:
         """Return the rank that `environ` describes; a single one if it has neither RANK nor WORLD_SIZE.
 
-        LOCAL_WORLD_SIZE may be missing (DeepSpeed's launcher says LOCAL_SIZE, some none): all ranks are then taken
-        to be on this machine.
+        LOCAL_WORLD_SIZE may be missing (DeepSpeed's launcher sets LOCAL_SIZE, others neither): all ranks are then
+        assumed to be on this machine.
 
         Raises:
-            ConfigError: with all that is missing or contradicts, if only some are set.
+            ConfigError: Variables are missing or contradict each other; it names all of them.
         """
         if not names_a_rank(environ):
             return cls()
         _require(environ)
         world_size = _number(environ, "WORLD_SIZE")
+        master_addr = environ.get("MASTER_ADDR", _LOOPBACK)
+        local = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE"))
+        is_loopback = master_addr in ("localhost", "::1") or master_addr.startswith("127.")
         environment = cls(
             rank=_number(environ, "RANK"),
             world_size=world_size,
             local_rank=_number(environ, "LOCAL_RANK", 0 if world_size == 1 else None),
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", _number(environ, "LOCAL_SIZE", world_size)),
-            master_addr=environ.get("MASTER_ADDR", _LOOPBACK),
+            master_addr=master_addr,
             master_port=_number(environ, "MASTER_PORT", 0),
             store_fd=_number(environ, STORE_FD) if STORE_FD in environ else None,
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            one_machine=_is_one_machine(environ, world_size),
+            one_machine=world_size == 1 or is_loopback or local == str(world_size),
         )
         problems = environment._contradictions()
         if problems:
@@ -88,7 +96,7 @@ class RankEnvironment:
         return environment
 
     def variables(self) -> dict[str, str]:
-        """Return the environment that `read` reads this from."""
+        """Return the environment variables that describe this rank to `read`."""
         variables = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -100,53 +108,34 @@ class RankEnvironment:
         return variables if self.store_fd is None else {**variables, STORE_FD: str(self.store_fd)}
 
     def _contradictions(self) -> list[Problem]:
-        last, last_local = self.world_size - 1, self.local_world_size - 1
-        checks = [
-            (self.world_size >= 1, "WORLD_SIZE", f"is {self.world_size}; there is at least 1 rank"),
-            (
-                0 <= self.rank <= max(0, last),
-                "RANK",
-                f"is {self.rank}, but ranks are 0 to {last} with WORLD_SIZE {self.world_size}",
+        ranks, local_ranks, rank, port = self.world_size, self.local_world_size, self.rank, self.master_port
+        checks = {
+            "WORLD_SIZE": (ranks >= 1, f"is {ranks}; there is at least 1 rank"),
+            "RANK": (
+                0 <= rank <= max(0, ranks - 1),
+                f"is {rank}, but ranks are 0 to {ranks - 1} with WORLD_SIZE {ranks}",
             ),
-            (
-                1 <= self.local_world_size <= max(1, self.world_size),
-                "LOCAL_WORLD_SIZE",
-                f"is {self.local_world_size}, "
-                f"but WORLD_SIZE, which counts the ranks of all machines, is {self.world_size}",
+            "LOCAL_WORLD_SIZE": (
+                1 <= local_ranks <= max(1, ranks),
+                f"is {local_ranks}, but WORLD_SIZE, which counts the ranks of all machines, is {ranks}",
             ),
-            (
-                0 <= self.local_rank <= max(0, last_local),
-                "LOCAL_RANK",
-                f"is {self.local_rank}, but local ranks are 0 to "
-                f"{last_local} with {self.local_world_size} ranks on this machine",
+            "LOCAL_RANK": (
+                0 <= self.local_rank <= max(0, local_ranks - 1),
+                f"is {self.local_rank}, but local ranks are 0 to {local_ranks - 1} with {local_ranks} ranks on this "
+                "machine",
             ),
-            (0 <= self.master_port <= 65535, "MASTER_PORT", f"is {self.master_port}; ports are 1 to 65535"),
-            (
-                self.store_fd is None or self.rank == 0,
-                STORE_FD,
-                f"is set for rank {self.rank}, but rank 0 keeps the store; unset it",
+            "MASTER_PORT": (0 <= port <= 65535, f"is {port}; ports are 1 to 65535"),
+            STORE_FD: (
+                self.store_fd is None or rank == 0,
+                f"is set for rank {rank}, but rank 0 keeps the store; unset it",
             ),
-        ]
-        return [_problem(name, message) for holds, name, message in checks if not holds]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only processes of this machine can reach a host."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _is_one_machine(environ: Mapping[str, str], world_size: int) -> bool:
-    """Return whether all ranks are known to be on this machine, by their number or by the address."""
-    if world_size == 1 or is_loopback(environ.get("MASTER_ADDR", _LOOPBACK)):
-        return True
-    here = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE"))
-    return here == str(world_size)
+        }
+        return [_problem(name, message) for name, (holds, message) in checks.items() if not holds]
 
 
 def names_a_rank(environ: Mapping[str, str]) -> bool:
-    """Return whether a launcher made this process a rank (or tried to: `RankEnvironment.read` reports what is
-    missing)."""
-    return any(name in environ for name in _ANNOUNCES_A_RANK)
+    """Return whether a launcher made this process a rank; `RankEnvironment.read` reports variables that are missing."""
+    return "RANK" in environ or "WORLD_SIZE" in environ
 
 
 def started_by_lockstep(environ: Mapping[str, str]) -> bool:
@@ -156,28 +145,17 @@ def started_by_lockstep(environ: Mapping[str, str]) -> bool:
 
 def _require(environ: Mapping[str, str]) -> None:
     """Raise ConfigError unless the variables of torch's `env://` are set, and LOCAL_RANK, which chooses the GPU."""
-    needed = list(_ANNOUNCES_A_RANK)
-    if environ.get("WORLD_SIZE") != "1":
-        needed += ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    needed = ["RANK", "WORLD_SIZE"] if environ.get("WORLD_SIZE") == "1" else list(_REMEDIES)
     missing = [name for name in needed if name not in environ]
     if missing:
         variables = ", ".join(f"{name}={environ[name]}" for name in needed if name in environ)
         raise ConfigError([_problem(name, f"is not set, but {variables} is; {_REMEDIES[name]}") for name in missing])
 
 
-_REMEDIES = {
-    "RANK": "set it to this process's number among all, from 0, or unset WORLD_SIZE to start alone",
-    "WORLD_SIZE": "set it to the number of ranks, or unset RANK to start alone",
-    "LOCAL_RANK": "set it to this process's number on its machine, from 0 (on a single machine: RANK)",
-    "MASTER_ADDR": "set it to the host of rank 0 (on a single machine: 127.0.0.1)",
-    "MASTER_PORT": "set it to one free port of rank 0's host, the same for all ranks (such as 29500)",
-}
-
-
 def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
     text = environ.get(name)
     if text is None:
-        assert otherwise is not None, f"_require lets nobody come here without {name}"
+        assert otherwise is not None, f"_require has checked that {name} is set"
         return otherwise
     try:
         return int(text)

@@ -1,7 +1,8 @@
-"""The records that travel between packages. They are values: nobody holds a pointer back."""
+"""The records that packages pass to each other: values, without references back to their makers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,12 +17,12 @@ class Batch:
     """One micro-batch: the samples of one forward and backward.
 
     Attributes:
-        inputs: keyword arguments of the model's forward (a mapping) or its positional ones (a tuple); tensors are
+        inputs: Keyword arguments of the model's forward (a mapping) or its positional ones (a tuple); tensors are
             [samples, ...].
-        targets: what the objective compares the outputs with; the model does not get it.
-        samples: how many samples it holds. 0 marks filler: it is computed so that no rank waits for a missing
-            collective, and its loss, count and metrics have no weight.
-        tokens: how many tokens it holds, padding not counted; for data without tokens, the samples.
+        targets: What the objective compares the outputs with; the model does not get it.
+        samples: Number of samples. 0 marks padding samples: they are computed so that all ranks call the same
+            collectives, and their loss, count and metrics have no weight.
+        tokens: Number of tokens without padding; for data without tokens, of samples.
     """
 
     inputs: Inputs
@@ -32,17 +33,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """This rank's share of the samples of one update, and the cursor after them.
+    """A rank's share of the samples of one update, and the cursor after them.
 
     Attributes:
-        micro_batches: the same number on every rank.
-        samples: over all ranks, filler not counted.
-        count: valid targets in this rank's share, by the objective; with class weights the sum of their weights.
-        tokens: in this rank's share.
-        epoch: of its samples, from 0.
-        cursor: samples consumed by the run once this update is done.
-        step: the update it belongs to, from 0.
-            digest: of which samples this rank's share has (`data.order`).
+        micro_batches: The same number on every rank.
+        samples: Number of samples over all ranks, without padding samples.
+        count: Valid targets in this rank's share, by the objective; with class weights the sum of their weights.
+        tokens: Number of tokens in this rank's share.
+        epoch: Epoch of its samples, from 0.
+        cursor: Samples consumed by the run after this update.
+        step: The update it belongs to, from 0.
+        digest: Identifies the samples of this rank's share (`data.order`).
     """
 
     micro_batches: tuple[Batch, ...]
@@ -57,15 +58,15 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What planning needs to know about a data set.
+    """Sizes of a dataset, for planning.
 
     Attributes:
-        samples: in one epoch.
-        tokens_per_sample: if all samples have the same number; None if they differ.
-        vocabulary: number of token ids, if there are tokens.
-        classes: number of classes, if there are any.
-        bytes_per_token: mean, if the tokens stand for text whose bytes are known (1 for bytes themselves).
-        padding: token id that fills samples up to a common length, if a tokenizer has one.
+        samples: Number of samples in one epoch.
+        tokens_per_sample: None if samples differ.
+        vocabulary: Number of token ids, if there are tokens.
+        classes: Number of classes, if there are any.
+        bytes_per_token: Mean, if the tokens stand for text whose bytes are known (1 for bytes themselves).
+        padding: Token id that pads samples to a common length, if a tokenizer has one.
     """
 
     samples: int
@@ -78,7 +79,7 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """One parameter, without torch: shape, bytes per element, whether it is trained."""
+    """The size of a parameter, without its tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,10 +88,7 @@ class ParameterFacts:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +96,10 @@ class TrainingState:
     """Everything that an update changes, under names that do not depend on the mesh.
 
     Attributes:
-        tensors: `model.PARAMETER_OR_BUFFER`, `optimizer.ENTRY.PARAMETER`, ...: the live ones (a DTensor where a rank
-            holds a part), or what is to be put into them.
-        values: what is not a tensor, as plain JSON.
-        changes_in_forward: names of tensors that a forward may change, not only an update (running means).
+        tensors: `model.PARAMETER_OR_BUFFER`, `optimizer.ENTRY.PARAMETER`, ...: the live tensors (a DTensor where a rank
+            holds a shard), or those to load into them.
+        values: Everything that is not a tensor, as JSON values.
+        changes_in_forward: Names of tensors that a forward may change, not only an update (running means).
     """
 
     tensors: Mapping[str, Any]
@@ -110,25 +108,22 @@ class TrainingState:
 
 
 class Request(Enum):
-    """A request to the run between two updates.
-
-    Each has a slot in the vote, so that all ranks receive one rank's request at the same update.
-    """
+    """A request to the run between two updates, with a slot in the vote: all ranks receive it at the same update."""
 
     STOP = 0
     EVALUATE = 1
     SHOW_LOG = 2  # a rank's user code has logged something
     SAVE = 3
-    SAVE_MEMORY = 4  # a rank is short of memory: recompute activations from here on
-    FAIL = 5  # a rank has no data for the next update: all save this one, and the run fails
+    SAVE_MEMORY = 4  # a rank is short of memory: recompute activations from now on
+    FAIL = 5  # a rank has no data for the next update: all ranks save this one, and the run fails
 
 
 class Tally(Enum):
-    """A sum in the vote, besides that of the losses."""
+    """A sum in the vote, in addition to that of the losses."""
 
-    DIGEST = 0  # of the samples of this update, see `data.order`; a sum is known modulo 2^40
-    SETTLED = 1  # saves that this rank has written, or failed to
-    FAILED = 2  # of these
+    DIGEST = 0  # identifies the samples of this update, see `data.order`; the sum is modulo 2^40
+    SETTLED = 1  # saves that this rank has finished, successfully or not
+    FAILED = 2  # saves among these that failed
 
 
 class Verdict(Enum):
@@ -144,21 +139,19 @@ class StepReport:
     """The result of one update, identical on every rank.
 
     Attributes:
-        step: the update's number, from 1.
-        samples: consumed by the run so far.
-        tokens: consumed by the run so far.
-        epoch: of the update's samples, from 0.
-        loss: sum of losses over all valid targets of the update, divided by their number (the mean over targets).
-        count: valid targets of the update, over all ranks.
-        grad_norm: global 2-norm of the gradient of `loss`, before clipping.
-        lr: learning rate of the update (of groups whose `lr_scale` is 1).
-        verdict: whether the update was kept, and why not.
-        loss_scale: of fp16, otherwise 1.
-        discarded: updates discarded so far, this one included.
-        seconds: since the run's first update began.
-        update_samples: of this update alone.
-        update_tokens: of this update alone.
-        requests: made by any rank since the update before.
+        step: The update's number, from 1.
+        samples, tokens: Consumed by the run so far.
+        epoch: Epoch of the update's samples, from 0.
+        loss: Mean over all valid targets of the update.
+        count: Valid targets of the update, over all ranks.
+        grad_norm: Global 2-norm of the gradient of `loss`, before clipping.
+        lr: Learning rate of the update, for groups whose `lr_scale` is 1.
+        verdict: Whether the update was kept, and why not.
+        loss_scale: 1 unless the compute precision is fp16.
+        discarded: Updates discarded so far, including this one.
+        seconds: Time since the run's first update began.
+        update_samples, update_tokens: Consumed by this update.
+        requests: Made by any rank since the previous update.
     """
 
     step: int
@@ -184,14 +177,14 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The result of evaluating on one set, exact over all ranks.
+    """The result of an evaluation set, exact over all ranks.
 
     Attributes:
-        name: of the evaluation set.
-        step: updates done when it was made.
-        metrics: by name, `loss` always among them.
-        samples: number of samples evaluated.
-        seconds: duration.
+        name: Name of the evaluation set.
+        step: Number of updates made before.
+        metrics: Values by name, always with `loss`.
+        samples: Number of samples evaluated.
+        seconds: Duration.
     """
 
     name: str
@@ -203,12 +196,12 @@ class EvaluationReport:
 
 @dataclass(frozen=True, slots=True)
 class RestartReport:
-    """From where a run resumes.
+    """The position from which a run resumes.
 
     Attributes:
-        attempt: number of this attempt, from 1.
-        step: of the checkpoint; updates after it are repeated, if an earlier attempt made them.
-        samples: consumed by the run up to there.
+        attempt: Number of this attempt, from 1.
+        step: Step of the checkpoint; updates after it are repeated, if an earlier attempt made them.
+        samples: Samples consumed by the run up to this step.
     """
 
     attempt: int
@@ -221,13 +214,13 @@ class SaveReport:
     """The result of one save.
 
     Attributes:
-        step: update after which it was made.
-        size: bytes, of all ranks' files.
-        seconds: from its start until it was published.
-        lost: seconds that training on the first rank waited for it.
-        failure: why the checkpoint does not exist; None if it does.
-        made_room: an older checkpoint was deleted because the disk was full: another attempt may succeed.
-        newest: step of the newest checkpoint that exists, if this one does not; None: there is none, or it is unknown.
+        step: Number of the update after which it was made.
+        size: Bytes of all ranks' files.
+        seconds: Time from its start until it was published.
+        lost: Seconds that training on the first rank waited for it.
+        failure: Why the checkpoint does not exist; None if it does.
+        made_room: Whether an older checkpoint was deleted because the disk was full: another attempt may succeed.
+        newest: Step of the newest checkpoint, if this one does not exist; None if there is none, or if it is unknown.
     """
 
     step: int
@@ -241,21 +234,18 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What the start of a run prints and its folder records: the config's choices as resolved.
+    """Facts of a run that its start prints and its folder records: the config's choices as resolved.
 
     Attributes:
-        recipe: what the run is called.
-        folder: of the run.
-        strategy, backend, precision, device: as resolved.
-        ranks, steps, global_size, micro_size, accumulation: global_size = micro_size x accumulation x shares where
-            it divides. `steps` is None if it is unknown in advance (a budget of tokens
-            over data of varying length).
-        shares: ranks that have samples of their own; None: all.
-        parameters, trainable: numbers of elements.
-        peak_flops: of one rank's device in the compute precision, per second; None if unknown.
-        flops_per_token: of forward and backward; None if unknown.
-        resumed_from: step of the checkpoint that this attempt resumed from; None: it started from the beginning.
-        notes: further facts for the user, one sentence each.
+        recipe: Name of the run.
+        steps: None if it is unknown in advance (a budget of tokens over data of varying length).
+        global_size: Samples of an update: micro_size x accumulation x shares where that divides.
+        parameters, trainable: Numbers of elements.
+        peak_flops: Peak FLOP/s of one rank's device in the compute precision; None if unknown.
+        flops_per_token: FLOPs of forward and backward; None if unknown.
+        resumed_from: Step of the checkpoint that this attempt resumed from; None if it started from the beginning.
+        shares: Number of ranks that get different samples; None for all.
+        notes: Further facts for the user, one sentence each.
     """
 
     recipe: str
@@ -276,4 +266,4 @@ class RunInfo:
     flops_per_token: float | None = None
     resumed_from: int | None = None
     shares: int | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()

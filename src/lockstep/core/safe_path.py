@@ -1,13 +1,13 @@
 """Keeps the working folder out of the module search path.
 
-    python -m lockstep         puts the working folder first: its yaml.py would be imported in place of PyYAML
-    a spawned interpreter      does the same, before anything that it was told to run
+    python -m lockstep         puts the working folder first: a yaml.py there would be imported instead of PyYAML
+    a spawned interpreter      does the same, before it runs anything
 
-`core.extensions` imports users' own modules from there all the same, once a config names them: it appends the folder to
-the path's end.
+`core.extensions` can still import users' modules from there, once a config names them: it appends the folder to the
+path.
 
-This module is imported while the path isn't safe yet, so it imports nothing but what Python has imported already. What
-`python -m` imports before it (`importlib`, and `lockstep` itself) is out of reach; the command `lockstep`, and
+This module is imported while the path isn't safe yet, so it imports only what Python has imported already. It can't
+protect what `python -m` imports before it (`importlib`, and `lockstep` itself); the command `lockstep`, and
 `python -P -m lockstep`, never search the folder.
 """
 
@@ -15,7 +15,7 @@ import os
 import sys
 
 VARIABLE = "PYTHONSAFEPATH"
-_OURS = "set by lockstep"
+_SET_HERE = "set by lockstep"
 
 
 def leave_working_folder() -> None:
@@ -40,15 +40,15 @@ def _runs_lockstep(words: list[str]) -> bool:
 
 
 class safe_interpreters:  # noqa: N801  # read as `with safe_interpreters():`; contextlib isn't imported yet
-    """A context in which interpreters are started that don't search the working folder.
+    """A context in which interpreters that are started don't search the working folder.
 
-    What they start themselves may: they call `let_children_search`.
+    Their own child processes may: they call `let_children_search`.
     """
 
     def __enter__(self) -> None:
         self._before = os.environ.get(VARIABLE)
         if not self._before:
-            os.environ[VARIABLE] = _OURS
+            os.environ[VARIABLE] = _SET_HERE
 
     def __exit__(self, *error: object) -> None:
         if self._before is None:
@@ -58,6 +58,6 @@ class safe_interpreters:  # noqa: N801  # read as `with safe_interpreters():`; c
 
 
 def let_children_search() -> None:
-    """Undo what `safe_interpreters` set, in the interpreter that it was set for; leave what users set."""
-    if os.environ.get(VARIABLE) == _OURS:
+    """Unset what `safe_interpreters` has set for this interpreter; keep what users set."""
+    if os.environ.get(VARIABLE) == _SET_HERE:
         del os.environ[VARIABLE]

@@ -1,10 +1,10 @@
-"""Recognizes secrets, by what a value is called and by what it looks like, and hides them.
+"""Recognizes secrets, by a value's name and by its form, and hides them.
 
-    WANDB_API_KEY=...                    hidden whole, by its name
+    WANDB_API_KEY=...                    hidden completely, because of its name
     https://me:hunter2@example.org/a     https://(hidden)@example.org/a
-    hf_..., ghp_..., AKIA..., eyJ...     hidden wherever they stand in a text
+    hf_..., ghp_..., AKIA..., eyJ...     hidden anywhere in a text
 
-Whatever a run leaves behind (config, environment, manifests, report, logs) goes through here.
+All that a run writes (config, environment, manifests, report, logs) passes through here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ _STRONG = re.compile(
 _STRONG_WORDS = frozenset({"pass", "pw", "pwd", "pat"})
 _NO_SECRETS = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_SHORTEST = 8  # characters of a value that is masked in any text
+
+_TUNING = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "TOKENIZERS_PARALLELISM"})
+_TUNES = re.compile(
+    r"(OMP|MKL|OPENBLAS|NUMEXPR|KMP)_(NUM_THREADS|AFFINITY|BLOCKTIME|PROC_BIND|PLACES|DYNAMIC)$|NCCL_DEBUG$|"
+    r"NCCL_(IB|P2P|SHM|SOCKET|ALGO|PROTO|BUFFSIZE|NTHREADS|MIN|MAX|CROSS|ASYNC|BLOCKING|TIMEOUT)\w*$"
+)
 
 _SHAPES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]{0,30}://)[^\s/@?#\"'<>]{1,500}@"), rf"\1{HIDDEN}@"),
@@ -50,7 +57,7 @@ _SHAPES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...
         HIDDEN,
     ),
 )
-_MAY_HOLD_ONE = re.compile(
+_MAY_HOLD_SECRET = re.compile(
     r"://|[?&;]\w|bearer|-----BEGIN|eyJ|hf_|api_org_|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|sk-|xox|AIza|ya29|"
     r"pypi-|npm_|dckr_|nvapi-|wandb_",
     re.I,
@@ -58,11 +65,11 @@ _MAY_HOLD_ONE = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    """Return the text with whatever looks like a secret hidden."""
-    if _MAY_HOLD_ONE.search(text) is None:
+    """Return the text with everything that looks like a secret hidden."""
+    if _MAY_HOLD_SECRET.search(text) is None:
         return text
-    for shape, instead in _SHAPES:
-        text = shape.sub(instead, text)
+    for shape, replacement in _SHAPES:
+        text = shape.sub(replacement, text)
     return text
 
 
@@ -70,19 +77,15 @@ def names_a_secret(name: str) -> bool:
     """Return whether an environment variable, a flag or a key of this name is likely to hold a secret."""
     if name in _NO_SECRETS:
         return False
-    return _ANYWHERE.search(name) is not None or any(_is_word(part, _WORDS) for part in _PARTS.findall(name))
+    words = [part.lower() for part in _PARTS.findall(name)]
+    return _ANYWHERE.search(name) is not None or any(
+        word in _WORDS or (len(word) > 3 and word.endswith("key")) for word in words
+    )
 
 
 def is_harmless_variable(name: str) -> bool:
     """Return whether an environment variable of this name tunes libraries and can't hold a secret or run code."""
     return name in _TUNING or (_TUNES.match(name) is not None and not names_a_secret(name))
-
-
-_TUNING = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "TOKENIZERS_PARALLELISM"})
-_TUNES = re.compile(
-    r"(OMP|MKL|OPENBLAS|NUMEXPR|KMP)_(NUM_THREADS|AFFINITY|BLOCKTIME|PROC_BIND|PLACES|DYNAMIC)$|NCCL_DEBUG$|"
-    r"NCCL_(IB|P2P|SHM|SOCKET|ALGO|PROTO|BUFFSIZE|NTHREADS|MIN|MAX|CROSS|ASYNC|BLOCKING|TIMEOUT)\w*$"
-)
 
 
 def hidden_variable(name: str, value: str) -> str:
@@ -93,15 +96,16 @@ def hidden_variable(name: str, value: str) -> str:
 def hidden_setting(name: str, value: str) -> str:
     """Return the value of a config's key as it may be written to a file.
 
-    A config also calls columns and patterns `key`, `token` or `auth`: under these names, what looks like a plain word
-    is none.
+    Columns and patterns in a config may also be called `key`, `token` or `auth`: under such a name, a value that looks
+    like a plain word is kept.
     """
     strong = (
         name.lower() == "token"
         or _STRONG.search(name) is not None
         or any(part.lower() in _STRONG_WORDS for part in _PARTS.findall(name))
     )
-    if strong or (names_a_secret(name) and _looks_random(value)):
+    looks_random = " " not in value and (len(value) >= 20 or (len(value) >= 6 and any(map(str.isdigit, value))))
+    if strong or (names_a_secret(name) and looks_random):
         return HIDDEN if value else value
     return without_secrets(value)
 
@@ -115,22 +119,11 @@ def masked(text: str, secrets: tuple[str, ...]) -> str:
 
 
 def secrets_in(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values of variables that hold secrets, the longest first; short ones would hide words of any text."""
+    """Return the values of variables that hold secrets, the longest first, without those too short to be masked."""
     secrets = {value for name, value in variables.items() if len(value) >= _SHORTEST and names_a_secret(name)}
     return tuple(sorted(secrets, key=len, reverse=True))
 
 
-_SHORTEST = 8
-
-
 def is_hidden(value: Any) -> bool:
-    """Return whether part of a text was hidden before it was written."""
+    """Return whether part of a value was hidden before it was written."""
     return isinstance(value, str) and HIDDEN in value
-
-
-def _is_word(part: str, words: frozenset[str]) -> bool:
-    return part.lower() in words or (len(part) > 3 and part.lower().endswith("key"))
-
-
-def _looks_random(value: str) -> bool:
-    return " " not in value and (len(value) >= 20 or (len(value) >= 6 and any(sign.isdigit() for sign in value)))

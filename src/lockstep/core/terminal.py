@@ -1,11 +1,11 @@
 """Escapes control characters in printed text, so that it can't control the terminal.
 
-    ESC ] 0 ; evil BEL   -->  \\x1b]0;evil\\x07        control characters, C0 and C1, are shown, not obeyed
-    U+202E               -->  \\u202e                 so are those that turn the direction of text around
-    half a character     -->  \\ud800                 and what no terminal can print
+    ESC ] 0 ; evil BEL   -->  \\x1b]0;evil\\x07        control characters, C0 and C1
+    U+202E               -->  \\u202e                 characters that reverse the direction of text
+    a lone surrogate     -->  \\ud800                 not printable in any terminal
 
-Names of tensors, files and metrics, keys, notes, texts that a model makes: all of it goes through `plain`, because all
-that Lockstep prints goes through `echo`, through the console, or into a Failure.
+Names of tensors, files and metrics, keys, notes and texts that a model generates all pass through `plain`, because
+everything that Lockstep prints goes through `echo`, through the console, or into a Failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sys
 from typing import TextIO
 
-_STEERS = re.compile(
+_CONTROL = re.compile(
     "\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -22,11 +22,11 @@ _STEERS = re.compile(
 
 def plain(text: str) -> str:
     """Return the text with everything that could control a terminal escaped; lines and tabs remain."""
-    return _STEERS.sub(_shown, text)
+    return _CONTROL.sub(_shown, text)
 
 
 def plain_line(text: str) -> str:
-    """Return the same on one line, for a name that could otherwise pass for a line of ours."""
+    """Return the same on one line, for a name that could otherwise pass for a line that Lockstep prints."""
     return plain(text).replace("\r\n", "\\n").replace("\n", "\\n").replace("\t", "\\t")
 
 
