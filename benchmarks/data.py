@@ -179,7 +179,7 @@ def _print(gathered: list[dict[str, Any]], packed: list[dict[str, Any]]) -> None
 
 
 def _goals(gathered: list[dict[str, Any]], packed: list[dict[str, Any]]) -> dict[str, bool]:
-    """At 12 x 1024, the usual shape of such comparisons; packing at every size."""
+    """Return which goals are met: gathering at 12 x 1024, the usual shape, and packing at every size."""
     first = gathered[0]
     return {
         f"gather >= {GOAL_GATHER:.0f} M tokens/s": first["million_tokens_per_second"] >= GOAL_GATHER,
@@ -199,7 +199,7 @@ def main() -> None:
     _print(gathered, packed)
     print("\n" + "\n".join(f"{'met   ' if met else 'MISSED'}  {goal}" for goal, met in goals.items()))
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    found = {
+    results = {
         "command": "python benchmarks/data.py",
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
         "rounds": arguments.rounds,
@@ -207,7 +207,7 @@ def main() -> None:
         "packing": packed,
         "goals": goals,
     }
-    arguments.output.write_text(json.dumps(found, indent=2) + "\n")
+    arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

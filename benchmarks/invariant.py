@@ -1,9 +1,9 @@
-"""What it costs that the weights have the same bits on any number of ranks (`run.determinism: invariant`).
+"""Measures the cost of weights that are bitwise identical on any number of ranks (`run.determinism: invariant`).
 
     python benchmarks/invariant.py [--rounds 5] [--steps 40]
 
-The GPT-2-shaped model of step_overhead.py with dropout, updates of 32 samples in micro-batches of 4: eight in a row on
-one rank, four on each of two. Prints the table and writes results/invariant.json.
+The GPT-2-shaped model of step_overhead.py with dropout, updates of 32 samples in micro-batches of 4: eight on one
+rank, four on each of two. Prints the table and writes results/invariant.json.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say, within_rounds
+from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, report, save, within_rounds
 
 from lockstep.training.session import components_of
 
@@ -29,18 +29,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="of each round; the first quarter is not timed")
-    parser.add_argument("--contestant", metavar="NAME", help="be one, for one round")
-    asked = parser.parse_args()
-    if asked.contestant:
-        say(be_contestant(asked.contestant, asked.steps))
+    parser.add_argument("--contestant", metavar="NAME", help="run this one for one round")
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        report(be_contestant(arguments.contestant, arguments.steps))
         return
     results = {
-        "command": f"python benchmarks/invariant.py --rounds {asked.rounds} --steps {asked.steps}",
-        "rounds": asked.rounds,
+        "command": f"python benchmarks/invariant.py --rounds {arguments.rounds} --steps {arguments.steps}",
+        "rounds": arguments.rounds,
         "machine": about_here(PACKAGES),
-        "settings": [_setting(ranks, asked) for ranks in (1, 2)],
+        "settings": [_setting(ranks, arguments) for ranks in (1, 2)],
     }
-    if asked.rounds >= LEAST_ROUNDS:
+    if arguments.rounds >= LEAST_ROUNDS:
         save("invariant", results)
     print(table(results))
 
@@ -62,7 +62,7 @@ def be_contestant(determinism: str, steps: int) -> dict[str, float]:
         "run": {"steps": steps, "determinism": determinism},
     }
     torch.manual_seed(0)
-    model = torch.nn.Sequential(GPT(), torch.nn.Dropout(0.1))  # of the logits: it draws as any other dropout
+    model = torch.nn.Sequential(GPT(), torch.nn.Dropout(0.1))  # on the logits: it draws as any other dropout
     times = []
     with lockstep.session(config, model=model, train_dataset=TensorDataset(*text(steps * GLOBAL))) as session:
         for _ in session:
@@ -75,25 +75,25 @@ def be_contestant(determinism: str, steps: int) -> dict[str, float]:
     }
 
 
-def _setting(ranks: int, asked: argparse.Namespace) -> dict[str, Any]:
+def _setting(ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     def run(name: str) -> Mapping[str, float]:
-        return in_processes(__file__, ["--contestant", name, "--steps", str(asked.steps)], ranks)
+        return in_processes(__file__, ["--contestant", name, "--steps", str(arguments.steps)], ranks)
 
-    runs, refused = interleaved(CONTESTANTS, asked.rounds, run)
+    runs, refused = interleaved(CONTESTANTS, arguments.rounds, run)
     reference = runs[CONTESTANTS[0]]
     rows = {
         name: {
-            "milliseconds": Spread.over([one["milliseconds"] for one in found]),
-            "ratio": within_rounds(found, reference, "milliseconds", lambda own, default: own / default),
-            "bits": sorted({f"{int(one['bits']):08x}" for one in found}),
+            "milliseconds": Spread.over([run["milliseconds"] for run in rounds]),
+            "ratio": within_rounds(rounds, reference, "milliseconds", lambda own, default: own / default),
+            "bits": sorted({f"{int(run['bits']):08x}" for run in rounds}),
         }
-        for name, found in runs.items()
+        for name, rounds in runs.items()
     }
     return {"ranks": ranks, "rows": rows, "refused": refused}
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown, from what `main` measured or results/invariant.json holds."""
+    """Return the table in Markdown, from what `main` measured or results/invariant.json holds."""
     lines = []
     for setting in results["settings"]:
         for name, row in setting["rows"].items():
@@ -103,7 +103,7 @@ def table(results: Mapping[str, Any]) -> str:
             )
             bits = ", ".join(row["bits"])
             lines.append([f"{name}, ranks: {setting['ranks']}", spent.text("{:,.1f}"), ratio.text("{:.2f}"), bits])
-    columns = ["", "ms an update", "so many times the default's", "hash of the weights"]
+    columns = ["", "ms an update", "times the default's", "hash of the weights"]
     return f"{markdown(columns, lines)}\n\n{provenance(results)}"
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline of two stages costs under Lockstep beside torch's own schedules by hand, and how long stages wait.
+"""Compares a pipeline of two stages under Lockstep with torch's schedules by hand, and how long stages wait.
 
     python benchmarks/pipelines.py [--rounds 5] [--steps 24]
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say, within_rounds
+from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, report, save, within_rounds
 from step_work import CLIP_NORM, GPT, WEIGHT_DECAY, loss_of, text
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -42,20 +42,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24, help="of each round; the first quarter is not timed")
-    parser.add_argument("--contestant", help="be one, for one round")
-    asked = parser.parse_args()
-    if asked.contestant:
-        say({"milliseconds": train(asked.contestant, asked.steps)})
+    parser.add_argument("--contestant", help="run this one for one round")
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        report({"milliseconds": train(arguments.contestant, arguments.steps)})
         sys.stdout.flush()
-        os._exit(0)  # what gloo does after it is nobody's step
-    results = measure(asked.rounds, asked.steps)
-    if asked.rounds >= LEAST_ROUNDS:
+        os._exit(0)  # what gloo does afterwards belongs to no step
+    results = measure(arguments.rounds, arguments.steps)
+    if arguments.rounds >= LEAST_ROUNDS:
         save("pipelines", results)
     print(table(results))
 
 
 def measure(rounds: int, steps: int) -> dict[str, Any]:
-    """In the form of results/pipelines.json."""
+    """Return the results in the form of results/pipelines.json."""
 
     def run(name: str) -> Mapping[str, float]:
         ranks = 1 if name.startswith("single") else RANKS
@@ -73,7 +73,7 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
         "pairs": {
             f"{schedule}, {count} micro-batches": _pair(runs, f"{schedule} {count}") for schedule, count in PAIRS
         },
-        "waits": {f"{one}, {count} micro-batches": _wait(runs, one, count) for one, count in WAITS},
+        "waits": {f"{schedule}, {count} micro-batches": _wait(runs, schedule, count) for schedule, count in WAITS},
         "refused": refused,
     }
 
@@ -81,9 +81,9 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
 def _pair(runs: Mapping[str, Any], name: str) -> dict[str, Spread]:
     own, hand = runs[name], runs[name + BY_HAND]
     return {
-        "own": Spread.over([one["milliseconds"] for one in own]),
-        "hand": Spread.over([one["milliseconds"] for one in hand]),
-        "ratio": within_rounds(own, hand, "milliseconds", lambda mine, theirs: theirs / mine),
+        "own": Spread.over([run["milliseconds"] for run in own]),
+        "hand": Spread.over([run["milliseconds"] for run in hand]),
+        "ratio": within_rounds(own, hand, "milliseconds", lambda own, by_hand: by_hand / own),
     }
 
 
@@ -101,7 +101,7 @@ def _wait(runs: Mapping[str, Any], schedule: Schedule, count: int) -> dict[str, 
 
 
 def train(name: str, steps: int) -> float:
-    """Milliseconds a step of the first rank."""
+    """Return the milliseconds per step of the first rank."""
     kind, count = name.removesuffix(BY_HAND).split()
     samples = text(steps * SAMPLES, length=LENGTH)
     if name.endswith(BY_HAND):
@@ -139,7 +139,7 @@ def _under_lockstep(kind: str, count: int, samples: tuple[torch.Tensor, torch.Te
 
 
 def _by_hand(kind: str, count: int, samples: tuple[torch.Tensor, torch.Tensor]) -> Callable[[int], None]:
-    """As torch's documentation has it: stages of one's own, and a schedule."""
+    """Return an update as in torch's documentation: custom stages and a schedule."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     whole, rank = model(), dist.get_rank()
@@ -148,24 +148,24 @@ def _by_hand(kind: str, count: int, samples: tuple[torch.Tensor, torch.Tensor]) 
     mine = [
         _Stage(whole, number, stages) for number in range(rank, stages, RANKS)
     ]  # the head's weight is tied: both ends have it
-    parameters = list({id(one): one for stage in mine for one in stage.parameters()}.values())
+    parameters = list({id(parameter): parameter for stage in mine for parameter in stage.parameters()}.values())
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=WEIGHT_DECAY, fused=True)
-    made = [PipelineStage(stage, stage.number, stages, torch.device("cpu")) for stage in mine]
+    pipeline_stages = [PipelineStage(stage, stage.number, stages, torch.device("cpu")) for stage in mine]
     kinds: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved-1f1b": ScheduleInterleaved1F1B}
-    schedule = kinds[kind](made if per_rank > 1 else made[0], count, loss_fn=loss_of)
+    schedule = kinds[kind](pipeline_stages if per_rank > 1 else pipeline_stages[0], count, loss_fn=loss_of)
     tied = whole.tokens.weight
     x, y = samples
 
     def update(step: int) -> None:
         optimizer.zero_grad()
         at = slice(step * SAMPLES, (step + 1) * SAMPLES)
-        given = (x[at],) if rank == 0 else ()
-        schedule.step(*given, **({"target": y[at]} if rank == RANKS - 1 else {}))
+        inputs = (x[at],) if rank == 0 else ()
+        schedule.step(*inputs, **({"target": y[at]} if rank == RANKS - 1 else {}))
         dist.all_reduce(tied.grad)
-        norm = torch.stack([one.grad.square().sum() for one in parameters if one is not tied or rank == 0]).sum()
+        norm = torch.stack([p.grad.square().sum() for p in parameters if p is not tied or rank == 0]).sum()
         dist.all_reduce(norm)
         scale = (CLIP_NORM / (norm.sqrt() + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([one.grad for one in parameters], scale)
+        torch._foreach_mul_([parameter.grad for parameter in parameters], scale)
         optimizer.step()
 
     return update
@@ -194,7 +194,7 @@ class _Stage(nn.Module):
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown, from what `measure` returned or results/pipelines.json holds."""
+    """Return the table in Markdown, from what `measure` returned or results/pipelines.json holds."""
     pairs = []
     for name, row in results["pairs"].items():
         own, hand, ratio = (_spread(row[what]) for what in ("own", "hand", "ratio"))
@@ -203,7 +203,7 @@ def table(results: Mapping[str, Any]) -> str:
         [name, _spread(row["measured"]).text("{:.1%}"), f"{row['formula']:.1%}"]
         for name, row in results["waits"].items()
     ]
-    head = ["two stages", "ms an update, Lockstep", "by hand", "throughput to by hand"]
+    head = ["two stages", "ms an update, Lockstep", "by hand", "throughput relative to by hand"]
     return "\n\n".join(
         [markdown(head, pairs), markdown(["", "wait, measured", "by the formula"], waits), provenance(results)]
     )

@@ -1,7 +1,7 @@
-"""How soon a run goes on: `python benchmarks/resume.py [--rounds 7]`. Prints the tables, writes results/resume.json.
+"""Measures how soon a run resumes: `python benchmarks/resume.py [--rounds 7]`. Writes results/resume.json.
 
-a run      seconds from `lockstep train` to its next update, begun anew and gone on from a checkpoint, on two ranks:
-           the default recipe (5.6 MB of state), and a larger model (86 MB)
+a run      seconds from `lockstep train` to its next update, from the start and resumed from a checkpoint, on two
+           ranks: the default recipe (5.6 MB of state), and a larger model (86 MB)
 the data   milliseconds to the next batch at sample 9e8 of 1e9; and what torch and Accelerate do at 9e6 of 1e7
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rounds import DidNotRun, Spread, about_here, in_processes, interleaved, markdown, provenance, save, say
+from rounds import DidNotRun, Spread, about_here, in_processes, interleaved, markdown, provenance, report, save
 
 PACKAGES = ("torch", "accelerate")
 ROUNDS, STEP = 7, 6
@@ -30,25 +30,25 @@ LARGE = (
 )  # fmt: skip
 MODELS: Mapping[str, tuple[str, ...]] = {"the default recipe": (), "86 MB of state": LARGE}
 SAMPLES, POSITION, BATCH = 10**9, 9 * 10**8, 256
-FEWER = 100  # so many times less for those that count
+FEWER = 100  # the data is smaller by this factor for contestants that count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--contestant", metavar="NAME", help="be one, for one round")
-    asked = parser.parse_args()
-    if asked.contestant:
-        say({"ms": 1e3 * DATA[asked.contestant]()})
+    parser.add_argument("--contestant", metavar="NAME", help="run this one for one round")
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        report({"ms": 1e3 * DATA[arguments.contestant]()})
         return
-    results = measure(asked.rounds)
-    if asked.rounds >= ROUNDS:
+    results = measure(arguments.rounds)
+    if arguments.rounds >= ROUNDS:
         save("resume", results)
     print(table(results))
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """In the form of results/resume.json."""
+    """Return the results in the form of results/resume.json."""
     machine = about_here(PACKAGES)
     with tempfile.TemporaryDirectory(prefix="resume-") as folder:
         saved = {name: _saved(Path(folder) / str(number), words) for number, (name, words) in enumerate(MODELS.items())}
@@ -68,17 +68,17 @@ def measure(rounds: int) -> dict[str, Any]:
         "command": f"python benchmarks/resume.py --rounds {rounds}",
         "rounds": rounds,
         "machine": machine,
-        "runs": {name: Spread.over([one["s"] for one in found]) for name, found in runs.items()},
+        "runs": {name: Spread.over([run["s"] for run in rounds]) for name, rounds in runs.items()},
         "longer": {
             model: Spread.over(
                 [
-                    on["s"] - anew["s"]
-                    for on, anew in zip(runs[f"{model}, gone on"], runs[f"{model}, begun"], strict=True)
+                    resumed["s"] - begun["s"]
+                    for resumed, begun in zip(runs[f"{model}, gone on"], runs[f"{model}, begun"], strict=True)
                 ]
             )
             for model in MODELS
         },
-        "data": {name: Spread.over([one["ms"] for one in found]) for name, found in batches.items()},
+        "data": {name: Spread.over([run["ms"] for run in rounds]) for name, rounds in batches.items()},
         "refused": {**refused, **unable},
     }
 
@@ -94,7 +94,7 @@ def _command(run: Path, words: tuple[str, ...]) -> list[str]:
 
 
 def _saved(run: Path, words: tuple[str, ...]) -> Path:
-    """A run that was killed after its checkpoint of step STEP."""
+    """Return a run that was killed after its checkpoint of step STEP."""
     command = [*_command(run, words), f"--checkpoint.every={STEP} steps", "--run.steps=1000"]
     with _started(command) as process:
         _wait_for(process, rf"step {STEP}: saved")
@@ -103,7 +103,7 @@ def _saved(run: Path, words: tuple[str, ...]) -> Path:
 
 
 def _until_next_step(folder: Path, words: tuple[str, ...], origin: Path | None) -> float:
-    """Seconds."""
+    """Return the seconds to its next update of a run, which resumes `origin` if that isn't None."""
     run = folder / "run"
     if origin is not None:
         shutil.copytree(origin, run)
@@ -111,12 +111,12 @@ def _until_next_step(folder: Path, words: tuple[str, ...], origin: Path | None) 
         began = time.perf_counter()
         with _started([*_command(run, words), "--run.steps=1000"]) as process:
             line = _wait_for(process, r"step (\d+)/1,000 ")
-            found = time.perf_counter() - began
+            seconds = time.perf_counter() - began
             os.killpg(process.pid, signal.SIGKILL)
         first = int(line[1])
         if (first > STEP) != (origin is not None):
             raise DidNotRun(f"its first step was {first}")
-        return found
+        return seconds
     finally:
         shutil.rmtree(run)
 
@@ -129,20 +129,20 @@ def _started(command: list[str]) -> subprocess.Popen[str]:
 
 def _wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     assert process.stdout is not None
-    said = []
+    lines = []
     for line in process.stdout:
-        said.append(line)
-        if (found := re.match(pattern, line)) is not None:
-            return found
-    raise DidNotRun("".join(said[-3:]))
+        lines.append(line)
+        if (match := re.match(pattern, line)) is not None:
+            return match
+    raise DidNotRun("".join(lines[-3:]))
 
 
 # --- the data -----------------------------------------------------------------------------------------------------
 
 
 def lockstep() -> float:
-    """Seconds from a session that knows its position to its first batch; samples are one gather of tokens."""
-    import lockstep as ours
+    """Return the seconds from a session that knows its position to its first batch, one gather of tokens."""
+    import lockstep as library
 
     tokens = _tokens(SAMPLES)
     config = {
@@ -157,7 +157,7 @@ def lockstep() -> float:
 
         from lockstep.core.progress import Progress
 
-        with ours.session(
+        with library.session(
             config, model=nn.Linear(1, 1), train_dataset=tokens, objective=nn.MSELoss(reduction="sum")
         ) as session:
             session.progress = Progress(position // BATCH, position, position)
@@ -169,7 +169,7 @@ def lockstep() -> float:
 
 
 def torch_sampler() -> float:
-    """A RandomSampler's order, whose batches are counted until the position, without fetching a sample."""
+    """Count the batches of a RandomSampler's order until the position, without fetching a sample."""
     import itertools
 
     from torch.utils.data import BatchSampler, RandomSampler
@@ -182,7 +182,7 @@ def torch_sampler() -> float:
 
 
 def accelerate() -> float:
-    """`skip_first_batches`, as its documentation resumes within an epoch."""
+    """Call `skip_first_batches`, as its documentation resumes within an epoch."""
     from accelerate import Accelerator, skip_first_batches
     from torch.utils.data import DataLoader
 
@@ -194,7 +194,7 @@ def accelerate() -> float:
 
 
 def _tokens(samples: int) -> Any:
-    """A data set of so many samples that takes no memory."""
+    """Return a dataset with this many samples that takes no memory."""
     import torch
     from torch.utils.data import Dataset
 
@@ -219,7 +219,7 @@ DATA: Mapping[str, Callable[[], float]] = {
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown, from what `measure` returned or results/resume.json holds."""
+    """Return the table in Markdown, from what `measure` returned or results/resume.json holds."""
 
     def text(value: Spread | Mapping[str, float], form: str) -> str:
         return (value if isinstance(value, Spread) else Spread(**value)).text(form)
@@ -233,7 +233,7 @@ def table(results: Mapping[str, Any]) -> str:
     data += [[name, f"did not run: {why}"] for name, why in results["refused"].items()]
     return "\n\n".join(
         [
-            markdown(["s to the next update", "begun", "gone on", "longer"], runs),
+            markdown(["s to the next update", "from the start", "resumed", "longer"], runs),
             markdown(["ms to the next batch", ""], data),
             provenance(results),
         ]

@@ -1,8 +1,8 @@
-"""How contestants are compared: in interleaved rounds, each run in fresh processes, by medians with ranges.
+"""Compares contestants in interleaved rounds, each run in fresh processes, by medians with ranges.
 
-round 1    a b c d        Each round runs everybody once, and begins with another one, so that a slow minute of
-round 2    b c d a        the machine is everybody's. Differences and ratios are taken within a round, where the
-round 3    c d a b        machine was the same for both, and only then their median.
+round 1    a b c d        Each round runs all contestants once, and begins with another one, so that a slow minute of
+round 2    b c d a        the machine affects all of them. Differences and ratios are taken within a round, where the
+round 3    c d a b        machine was the same for both, and then their median.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-SAID = "RESULT "
-"""Begins the line in which a contestant says what it measured; the rest is JSON."""
+PREFIX = "RESULT "
+"""Beginning of the line in which a contestant prints what it measured; the rest is JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one figure over all rounds."""
+    """The median and range of a figure over all rounds."""
 
     median: float
     least: float
@@ -43,14 +43,14 @@ class Spread:
 
 
 class DidNotRun(Exception):
-    """A contestant can't run here; the message is what it said."""
+    """A contestant can't run here; the message is what it printed."""
 
 
 def interleaved(
     names: Sequence[str], rounds: int, measure: Callable[[str], Mapping[str, float]]
 ) -> tuple[dict[str, list[Mapping[str, float]]], dict[str, str]]:
-    """What each contestant measured in each round, and what those said that don't run (they are out at once)."""
-    found: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
+    """Return what each contestant measured in each round, and the messages of those that don't run."""
+    runs: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
     refused: dict[str, str] = {}
     for turn in range(rounds):
         shift = turn % len(names)
@@ -59,36 +59,36 @@ def interleaved(
                 continue
             began = time.time()
             try:
-                found[name].append(measure(name))
+                runs[name].append(measure(name))
             except DidNotRun as reason:
                 refused[name] = str(reason)
-            said = refused.get(name) or "  ".join(f"{what} {value:.6g}" for what, value in found[name][-1].items())
-            print(f"  round {turn + 1}  {name:34} {said}  [{time.time() - began:.0f} s]", file=sys.stderr, flush=True)
-    return {name: runs for name, runs in found.items() if name not in refused}, refused
+            result = refused.get(name) or "  ".join(f"{what} {value:.6g}" for what, value in runs[name][-1].items())
+            print(f"  round {turn + 1}  {name:34} {result}  [{time.time() - began:.0f} s]", file=sys.stderr, flush=True)
+    return {name: figures for name, figures in runs.items() if name not in refused}, refused
 
 
 def in_processes(script: str, arguments: Sequence[str], ranks: int, timeout: float = 300) -> dict[str, float]:
-    """Runs `script` (torchrun starts it where there are several ranks) and returns what it `say`s.
+    """Run `script`, under torchrun if there are several ranks, and return the figures that it reports.
 
-    One thread a rank, no GPU: everybody computes on the same cores in the same way.
+    Each rank has one thread and no GPU, so that all contestants compute on the same cores in the same way.
 
     Raises:
-        DidNotRun: it failed, or said nothing.
+        DidNotRun: It failed, or reported nothing.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(torchrun if ranks > 1 else []), script, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     code, output, errors = _run(command, environment, timeout)
-    said = [line.removeprefix(SAID) for line in output.splitlines() if line.startswith(SAID)]
-    if code != 0 or not said:
+    reports = [line.removeprefix(PREFIX) for line in output.splitlines() if line.startswith(PREFIX)]
+    if code != 0 or not reports:
         lines = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines()
         raise DidNotRun(lines[-1].strip() if lines else f"exit code {code}")
-    figures: dict[str, float] = json.loads(said[-1])
+    figures: dict[str, float] = json.loads(reports[-1])
     return figures
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[int, str, str]:
-    """Exit code, standard output and error; a process that hangs is ended with all that it started."""
+    """Return exit code, standard output and error; a process that hangs is killed with all that it started."""
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
     )
@@ -101,10 +101,10 @@ def _run(command: Sequence[str], environment: Mapping[str, str], timeout: float)
     return process.returncode, output, errors
 
 
-def say(figures: Mapping[str, float]) -> None:
-    """From a contestant to `in_processes`; the first rank's word counts."""
+def report(figures: Mapping[str, float]) -> None:
+    """Report a contestant's figures to `in_processes`, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"\n{SAID}{json.dumps(dict(figures))}", flush=True)
+        print(f"\n{PREFIX}{json.dumps(dict(figures))}", flush=True)
 
 
 def within_rounds(
@@ -113,12 +113,12 @@ def within_rounds(
     figure: str,
     compare: Callable[[float, float], float],
 ) -> Spread:
-    """Of `compare(own, reference's)` in each round."""
+    """Return the spread of `compare(own, reference's)` over the rounds."""
     return Spread.over([compare(own[figure], other[figure]) for own, other in zip(runs, reference, strict=True)])
 
 
 def about_here(packages: Iterable[str]) -> dict[str, Any]:
-    """What a reader needs to know about where and when figures came from."""
+    """Return where and when figures were measured."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "processor": _processor(),
@@ -136,7 +136,7 @@ def _processor() -> str:
 
 
 def save(name: str, results: Mapping[str, Any]) -> None:
-    """As results/NAME.json, which tables.py turns into the tables of README.md."""
+    """Write results/NAME.json, from which tables.py makes the tables of README.md."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1, default=_plain) + "\n")
 
@@ -146,14 +146,19 @@ def _plain(value: object) -> dict[str, float]:
     return {name: float(f"{number:.6g}") for name, number in asdict(value).items()}
 
 
+def renamed(name: str) -> str:
+    """Return a contestant's name, which older results spell differently."""
+    return name.replace("bare loop", "plain loop").replace("AdamW as it comes", "default AdamW")
+
+
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; all columns but the first are numbers."""
+    """Return a table in Markdown; all columns but the first are numbers."""
     lines = [f"| {' | '.join(columns)} |", "|---|" + "--:|" * (len(columns) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def provenance(results: Mapping[str, Any]) -> str:
-    """The lines under a table: command, date, machine, versions."""
+    """Return the lines under a table: command, date, machine, versions."""
     here = results["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     return (

@@ -1,10 +1,10 @@
-"""What a save costs a training: 302 MB of state (25.2 M parameters with Adam's moments), steps of about 60 ms.
+"""Measures what a save costs a training: 302 MB of state (25.2 M parameters with Adam's moments), steps of about 60 ms.
 
     python benchmarks/saving.py [--rounds 5]     prints the tables, writes results/saving.json
 
-Not the time until a call returns counts, but the training time lost: stretches of steps with a save at their start take
-turns with stretches without, in one process; a stretch is longer than a save takes to finish in the background. Each
-contestant runs in a process of its own, one thread each, so that the second core is there for whoever uses it.
+The figure is the training time lost, not the time until a call returns: stretches of steps with a save at their start
+alternate with stretches without, in one process; a stretch is longer than a save takes to finish in the background.
+Each contestant runs in its own process with one thread, so that the second core is free for a background save.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say
+from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, report, save
 
 from lockstep.training.session import components_of
 
@@ -33,20 +33,20 @@ LOADS = 5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--contestant", metavar="NAME", help="be one, for one round")
+    parser.add_argument("--contestant", metavar="NAME", help="run this one for one round")
     parser.add_argument("--contestants", nargs="+", help="by name, instead of all")
-    asked = parser.parse_args()
-    if asked.contestant:
-        say(be_contestant(asked.contestant))
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        report(be_contestant(arguments.contestant))
         return
-    results = measure(asked.rounds, asked.contestants or [*SAVERS, *LOADERS])
-    if asked.contestants is None and asked.rounds >= 3:
+    results = measure(arguments.rounds, arguments.contestants or [*SAVERS, *LOADERS])
+    if arguments.contestants is None and arguments.rounds >= 3:
         save("saving", results)
     print(table(results))
 
 
 def measure(rounds: int, names: list[str]) -> dict[str, Any]:
-    """In the form of results/saving.json."""
+    """Return the results in the form of results/saving.json."""
 
     def run(name: str) -> Mapping[str, float]:
         return in_processes(__file__, ["--contestant", name], 1)
@@ -54,8 +54,8 @@ def measure(rounds: int, names: list[str]) -> dict[str, Any]:
     machine = about_here(PACKAGES)
     runs, refused = interleaved(names, rounds, run)
     rows = {
-        name: {figure: Spread.over([one[figure] for one in found]) for figure in found[0]}
-        for name, found in runs.items()
+        name: {figure: Spread.over([run[figure] for run in rounds_]) for figure in rounds_[0]}
+        for name, rounds_ in runs.items()
     }
     return {
         "command": f"python benchmarks/saving.py --rounds {rounds}",
@@ -95,7 +95,7 @@ def make_data() -> tuple[Any, Any]:
     return x, torch.randint(WIDTH, (samples,), generator=draws)
 
 
-def bare() -> tuple[Any, Any, Callable[[], None]]:
+def plain() -> tuple[Any, Any, Callable[[], None]]:
     """Model, optimizer, and a step."""
     import itertools
 
@@ -124,11 +124,11 @@ def _yes() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One that has begun.
+    """A save that has begun.
 
     Attributes:
-        wait: until it is done.
-        is_done: whether it is, without waiting.
+        wait: Waits until it is done.
+        is_done: Returns whether it is done, without waiting.
     """
 
     wait: Callable[[], object] = _nothing
@@ -136,12 +136,12 @@ class Save:
 
 
 def lost(step: Callable[[], None], begin: Callable[[int], Save]) -> dict[str, float]:
-    """Milliseconds of training that a save costs, and until it is done while the training goes on.
+    """Return the milliseconds of training that a save costs, and until it is done while the training continues.
 
     Args:
-        begin: starts a save of this number.
+        begin: Starts the save with this number.
     """
-    for number in range(2):  # memory is got once, caches are warm
+    for number in range(2):  # memory is allocated once, caches are warm
         _stretch(step, None)
         begin(number).wait()
     differences, done = [], []
@@ -178,10 +178,10 @@ def _stretch(step: Callable[[], None], at_start: Callable[[], None] | None) -> f
 
 
 def _in_call(write: Callable[[dict[str, Any], Path], None]) -> Callable[[Path], dict[str, float]]:
-    """A save that is done when its call returns."""
+    """Return a contestant whose save is done when its call returns."""
 
     def contestant(folder: Path) -> dict[str, float]:
-        model, optimizer, step = bare()
+        model, optimizer, step = plain()
 
         def begin(number: int) -> Save:
             write({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / str(number))
@@ -199,18 +199,18 @@ def _remove(path: Path) -> None:
 
 
 def nothing(folder: Path) -> dict[str, float]:
-    """What the stretches differ by when nothing is saved: the noise of the method."""
-    _, _, step = bare()
+    """Save nothing, to measure the noise of the method."""
+    _, _, step = plain()
     return lost(step, lambda number: Save())
 
 
 def copies(folder: Path) -> dict[str, float]:
-    """Copies the bytes to memory that is there already, and that is all."""
+    """Copy the bytes to memory that is allocated already, and no more."""
     import torch
 
-    model, optimizer, step = bare()
+    model, optimizer, step = plain()
     step()
-    tensors = [*model.parameters(), *(value for one in optimizer.state.values() for value in one.values())]
+    tensors = [*model.parameters(), *(value for entries in optimizer.state.values() for value in entries.values())]
     sources = [tensor.detach() for tensor in tensors]
     targets = [torch.empty_like(tensor) for tensor in sources]
 
@@ -254,7 +254,7 @@ def _dcp_async(staged: bool) -> Callable[[Path], dict[str, float]]:
         dist.init_process_group("gloo")
         options = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_non_blocking_copy=False)
         stager = DefaultStager(options) if staged else None
-        model, optimizer, step = bare()
+        model, optimizer, step = plain()
 
         def begin(number: int) -> Save:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -266,18 +266,18 @@ def _dcp_async(staged: bool) -> Callable[[Path], dict[str, float]]:
                 _remove(folder / str(number - 1))
             return Save(upload.result, upload.done)
 
-        found = lost(step, begin)
+        figures = lost(step, begin)
         dist.destroy_process_group()
-        return found
+        return figures
 
     return contestant
 
 
 def lockstep(folder: Path) -> dict[str, float]:
-    """As a user's own loop saves: hashed, flushed, published whole, three kept."""
+    """Save as in a custom loop: hashed, flushed, published atomically, three kept."""
     import lockstep
 
-    with lockstep.session(_config(), **_given()) as session:
+    with lockstep.session(_config(), **_objects()) as session:
         checkpoints = session.checkpoints(folder)
         batches = session.batches()
 
@@ -308,7 +308,7 @@ def _config() -> dict[str, Any]:
     }
 
 
-def _given() -> dict[str, Any]:
+def _objects() -> dict[str, Any]:
     from torch import nn
     from torch.utils.data import TensorDataset
 
@@ -335,10 +335,10 @@ SAVERS: dict[str, Callable[[Path], dict[str, float]]] = {
 
 
 def load_with_torch(folder: Path) -> dict[str, float]:
-    """`torch.load`, then both `load_state_dict`; nothing is verified."""
+    """Call `torch.load`, then both `load_state_dict`; nothing is verified."""
     import torch
 
-    model, optimizer, step = bare()
+    model, optimizer, step = plain()
     step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "state")
     times = []
@@ -353,12 +353,12 @@ def load_with_torch(folder: Path) -> dict[str, float]:
 
 
 def load_with_lockstep(folder: Path) -> dict[str, float]:
-    """The manifest checked, every byte hashed, all ranks agreed (one here), then restored."""
+    """Check the manifest, hash every byte, let all ranks agree (one here), then restore."""
     import lockstep
     from lockstep.checkpoint.loading import load_newest
     from lockstep.checkpoint.local import LocalStorage
 
-    with lockstep.session(_config(), **_given()) as session:
+    with lockstep.session(_config(), **_objects()) as session:
         checkpoints = session.checkpoints(folder)
         session.accumulate(next(session.batches()))
         session.commit()
@@ -367,11 +367,11 @@ def load_with_lockstep(folder: Path) -> dict[str, float]:
         times = []
         for _ in range(LOADS):
             began = time.perf_counter()
-            found = load_newest(LocalStorage(folder), components_of(session).world.axis, session.state())
-            assert found is not None
-            session.restore(found.state)
+            checkpoint = load_newest(LocalStorage(folder), components_of(session).world.axis, session.state())
+            assert checkpoint is not None
+            session.restore(checkpoint.state)
             times.append(time.perf_counter() - began)
-            del found
+            del checkpoint
     return {"load_ms": 1e3 * statistics.median(times)}
 
 
@@ -385,7 +385,7 @@ LOADERS: dict[str, Callable[[Path], dict[str, float]]] = {
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown, from what `measure` returned or results/saving.json holds."""
+    """Return the table in Markdown, from what `measure` returned or results/saving.json holds."""
     rows = {
         name: {figure: value if isinstance(value, Spread) else Spread(**value) for figure, value in row.items()}
         for name, row in results["rows"].items()

@@ -1,10 +1,10 @@
-"""Time from command to the first all-reduce of two ranks, to the first optimizer step, and to the prompt again.
+"""Measures the time from command to the first all-reduce of two ranks, to the first optimizer step, and to the end.
 
     python benchmarks/startup.py [--rounds 7]      prints a table, writes benchmarks/results/startup.json
 
-One bare DDP script (`work` below) under every launcher, in interleaved rounds: each round runs all of them once, in an
-order that turns, so that a slow minute of the machine is everybody's. Times are seconds since just before the command
-was started; medians with ranges. A launcher that can't run here is listed with what it said.
+A plain DDP script (`work` below) runs under every launcher, in interleaved rounds: each round runs all of them once, in
+a rotating order, so that a slow minute of the machine affects all of them. Times are seconds since just before the
+command was started; medians with ranges. A launcher that can't run here is listed with what it printed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RANKS = 2
 
 
 def work() -> int:
-    """What every rank does: join, all-reduce, one step of a small model under DDP; rank 0 says when."""
+    """Run a rank: join, all-reduce, one step of a small model under DDP; rank 0 prints the times."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -39,16 +39,16 @@ def work() -> int:
 
 
 def _join() -> None:
-    """As launched: by a store on the socket that our launcher hands over, or by torch's own rendezvous."""
+    """Join with a store on the socket that Lockstep's launcher passes on, or with torch's rendezvous."""
     import torch.distributed as dist
 
-    handed_over = os.environ.get("LOCKSTEP_STORE_FD")
+    store_fd = os.environ.get("LOCKSTEP_STORE_FD")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if "LOCKSTEP_BENCHMARK" not in os.environ:
         dist.init_process_group("gloo")
         return
     port = int(os.environ["MASTER_PORT"])
-    descriptor = int(handed_over) if handed_over else None
+    descriptor = int(store_fd) if store_fd else None
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, master_listen_fd=descriptor)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 
@@ -61,7 +61,7 @@ def launch_with_lockstep() -> int:
 
 
 def contestants() -> dict[str, list[str]]:
-    """The command of each, by name."""
+    """Return the command of each contestant, by name."""
     from pathlib import Path
 
     bin_, me = Path(sys.executable).parent, str(Path(__file__).resolve())
@@ -77,20 +77,20 @@ def contestants() -> dict[str, list[str]]:
 
 
 def measure(command: list[str]) -> dict[str, float] | str:
-    """Seconds to the first all-reduce, to the first step, to the end; or why there are none."""
+    """Return the seconds to the first all-reduce, to the first step and to the end, or why it did not run."""
     import re
     import subprocess
 
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", BEGAN: str(time.time())}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     ended = time.time()
-    found = re.search(r"TIMES (\S+) (\S+)", done.stdout)
-    if done.returncode != 0 or found is None:
-        telling = [line for line in done.stderr.splitlines() if re.search(r"terminate called|Error\b", line)]
-        return (telling or [f"exit code {done.returncode}"])[0].strip()
+    times = re.search(r"TIMES (\S+) (\S+)", done.stdout)
+    if done.returncode != 0 or times is None:
+        errors = [line for line in done.stderr.splitlines() if re.search(r"terminate called|Error\b", line)]
+        return (errors or [f"exit code {done.returncode}"])[0].strip()
     return {
-        "first all-reduce": float(found[1]),
-        "first step": float(found[2]),
+        "first all-reduce": float(times[1]),
+        "first step": float(times[2]),
         "prompt": ended - float(environment[BEGAN]),
     }
 
@@ -108,7 +108,7 @@ def main() -> None:
     times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     refusals: dict[str, str] = {}
     failures: list[str] = []
-    for name in names:  # once for the page cache, and to see who runs here
+    for name in names:  # once to fill the page cache, and to see which run here
         outcome = measure(commands[name])
         if isinstance(outcome, str):
             refusals[name] = outcome
@@ -124,7 +124,7 @@ def main() -> None:
     results = {
         "command": f"python benchmarks/startup.py --rounds {rounds}",
         "machine": _machine(),
-        "seconds": {name: _summary(found) for name, found in times.items() if found},
+        "seconds": {name: _summary(rounds_) for name, rounds_ in times.items() if rounds_},
         "refused": refusals,
         "failures": failures,
     }
@@ -137,7 +137,7 @@ def main() -> None:
 def _summary(times: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     from statistics import median
 
-    columns = {what: [one[what] for one in times] for what in times[0]}
+    columns = {what: [row[what] for row in times] for what in times[0]}
     return {
         what: {"median": round(median(all_), 3), "least": round(min(all_), 3), "most": round(max(all_), 3)}
         for what, all_ in columns.items()

@@ -1,8 +1,8 @@
-"""The contestants of step_overhead.py: each trains as its own documentation shows, with everything that costs time and
-is no part of training turned off for the others, and all of it on for Lockstep.
+"""The contestants of step_overhead.py: each trains as its own documentation shows.
 
-All take the same samples in the same order, fp32, the same fused AdamW, and clip at the same norm; peers read batches
-from torch's DataLoader, as they do unless told otherwise. Each returns the trained module.
+Everything that takes time and is not part of training is turned off for the others, and on for Lockstep. All take the
+same samples in the same order, fp32, the same fused AdamW, and clip at the same norm; peers read batches from torch's
+DataLoader, their default. Each returns the trained module.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 @dataclass(frozen=True)
 class Task:
-    """What one contestant is given.
+    """The task of a contestant.
 
     Attributes:
-        model: to be trained in place.
-        data: inputs and targets, as many samples as all ranks need for all steps.
-        folder: for what it writes.
+        model: Trained in place.
+        data: Inputs and targets, as many samples as all ranks need for all steps.
+        folder: For the files that it writes.
     """
 
     work: Work
@@ -54,7 +54,7 @@ def adamw(task: Task, fused: bool = True) -> torch.optim.Optimizer:
 
 
 def loader(task: Task) -> DataLoader[tuple[Tensor, ...]]:
-    """For those who cut it among the ranks themselves."""
+    """Return a loader for contestants that shard it among the ranks themselves."""
     return DataLoader(TensorDataset(*task.data), batch_size=task.work.batch)
 
 
@@ -64,20 +64,20 @@ def loader_of_rank(task: Task) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(dataset, batch_size=task.work.batch, sampler=sampler)
 
 
-# --- bare PyTorch -------------------------------------------------------------------------------------------------
+# --- plain PyTorch ------------------------------------------------------------------------------------------------
 
 
-def bare(task: Task) -> None:
-    """What a good engineer writes; differences and ratios are to this one."""
-    _bare(task, adamw(task))
+def plain(task: Task) -> None:
+    """Train in a loop as a good engineer writes it; differences and ratios are relative to this one."""
+    _plain(task, adamw(task))
 
 
-def bare_default(task: Task) -> None:
-    """The same with AdamW as it comes."""
-    _bare(task, adamw(task, fused=False))
+def plain_default(task: Task) -> None:
+    """Train in the same loop with AdamW's default options."""
+    _plain(task, adamw(task, fused=False))
 
 
-def _bare(task: Task, optimizer: torch.optim.Optimizer) -> None:
+def _plain(task: Task, optimizer: torch.optim.Optimizer) -> None:
     with _joined():
         module = DistributedDataParallel(task.model) if ranks() > 1 else task.model
         for x, y in loader_of_rank(task):
@@ -88,8 +88,8 @@ def _bare(task: Task, optimizer: torch.optim.Optimizer) -> None:
         del module  # before its group: torch 2.13 hangs now and then if DDP's reducer is the last to hold it
 
 
-def bare_by_hand(task: Task) -> None:
-    """No DataLoader, each batch one gather; DDP's buckets are the gradients."""
+def plain_by_hand(task: Task) -> None:
+    """Train without a DataLoader: each batch is one gather, and DDP's buckets are the gradients."""
     x, y = task.data
     order = torch.arange(len(y)).view(task.steps, ranks(), task.work.batch)[:, rank()].contiguous()
     parameters, optimizer = list(task.model.parameters()), adamw(task)
@@ -163,7 +163,7 @@ def fabric(task: Task) -> None:
 
 
 def lightning(task: Task) -> None:
-    """Without logger, checkpoints, progress bar and summary."""
+    """Train without logger, checkpoints, progress bar and summary."""
     from lightning.pytorch import LightningModule, Trainer
 
     class Module(LightningModule):
@@ -194,7 +194,7 @@ def lightning(task: Task) -> None:
 
 
 def hugging_face(task: Task) -> None:
-    """Without logs, checkpoints and progress bar."""
+    """Train without logs, checkpoints and progress bar."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -218,7 +218,7 @@ def hugging_face(task: Task) -> None:
 
 
 class WithLoss(nn.Module):
-    """The model as Trainer wants it: returns a loss if it is given labels."""
+    """The model in the form that Trainer expects: it returns a loss if it gets labels."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class WithLoss(nn.Module):
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Samples as Trainer wants them: by name."""
+    """Samples in the form that Trainer expects: by name."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -261,11 +261,11 @@ def deepspeed(task: Task) -> None:
         engine.step()
 
 
-REFERENCE = "bare loop"
+REFERENCE = "plain loop"
 CONTESTANTS: dict[str, Callable[[Task], None]] = {
-    "bare loop, AdamW as it comes": bare_default,
-    REFERENCE: bare,
-    "bare loop by hand": bare_by_hand,
+    "plain loop, default AdamW": plain_default,
+    REFERENCE: plain,
+    "plain loop by hand": plain_by_hand,
     "Lockstep": lockstep,
     "Fabric": fabric,
     "Accelerate": accelerate,
@@ -276,7 +276,7 @@ CONTESTANTS: dict[str, Callable[[Task], None]] = {
 
 
 def train(name: str, work: Work, steps: int) -> dict[str, float]:
-    """One round of one contestant: microseconds a step, and the loss it ended at (on the first 1,024 samples)."""
+    """Run one round of a contestant; return microseconds per step and the final loss on the first 1,024 samples."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.manual_seed(0)

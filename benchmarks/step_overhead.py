@@ -1,4 +1,4 @@
-"""What a step costs beside its arithmetic: Lockstep with all safety on, a bare PyTorch loop, and peers with theirs off.
+"""Measures the overhead of a step: Lockstep with all safety on, a plain PyTorch loop, and peers with safety off.
 
     python benchmarks/step_overhead.py [--rounds 7] [--only mlp/1 gpt/2 ...]
 
@@ -23,8 +23,9 @@ from rounds import (
     interleaved,
     markdown,
     provenance,
+    renamed,
+    report,
     save,
-    say,
     within_rounds,
 )
 
@@ -37,15 +38,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, default=SETTINGS, help="work/ranks")
-    parser.add_argument("--steps", type=int, help="of each round, instead of each work's own number")
+    parser.add_argument("--steps", type=int, help="steps of each round, instead of each work's own number")
     parser.add_argument("--contestants", nargs="+", help="by name, instead of all")
-    parser.add_argument("--contestant", nargs=2, metavar=("NAME", "WORK"), help="be one, for one round")
-    asked = parser.parse_args()
-    if asked.contestant:
-        be_contestant(*asked.contestant, asked.steps)
+    parser.add_argument("--contestant", nargs=2, metavar=("NAME", "WORK"), help="run this one for one round")
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        be_contestant(*arguments.contestant, arguments.steps)
         return
-    results = measure(asked)
-    if asked.steps is None and asked.contestants is None and asked.rounds >= LEAST_ROUNDS:
+    results = measure(arguments)
+    if arguments.steps is None and arguments.contestants is None and arguments.rounds >= LEAST_ROUNDS:
         save("step_overhead", beside_earlier(results))
     print(table(results))
 
@@ -54,25 +55,25 @@ def be_contestant(name: str, work: str, steps: int | None) -> None:
     from step_loops import train
     from step_work import WORKS
 
-    say(train(name, WORKS[work], steps or WORKS[work].steps))
+    report(train(name, WORKS[work], steps or WORKS[work].steps))
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    """All settings, in the form of results/step_overhead.json."""
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return all settings, in the form of results/step_overhead.json."""
     return {
-        "command": f"python benchmarks/step_overhead.py --rounds {asked.rounds}",
-        "rounds": asked.rounds,
+        "command": f"python benchmarks/step_overhead.py --rounds {arguments.rounds}",
+        "rounds": arguments.rounds,
         "machine": about_here(PACKAGES),
-        "settings": [_setting(*setting.split("/"), asked) for setting in asked.only],
+        "settings": [_setting(*setting.split("/"), arguments) for setting in arguments.only],
     }
 
 
-def _setting(work_name: str, ranks: str, asked: argparse.Namespace) -> dict[str, Any]:
+def _setting(work_name: str, ranks: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from step_loops import CONTESTANTS, REFERENCE
     from step_work import WORKS
 
     work = WORKS[work_name]
-    work = replace(work, steps=asked.steps or work.steps)
+    work = replace(work, steps=arguments.steps or work.steps)
     title = (
         f"{work.title}, {'one process' if ranks == '1' else f'DDP on {ranks} ranks over gloo'}, {work.steps:,} steps"
     )
@@ -82,22 +83,22 @@ def _setting(work_name: str, ranks: str, asked: argparse.Namespace) -> dict[str,
         arguments = ["--contestant", name, work_name, "--steps", str(work.steps)]
         return in_processes(__file__, arguments, int(ranks))
 
-    runs, refused = interleaved(asked.contestants or list(CONTESTANTS), asked.rounds, run)
+    runs, refused = interleaved(arguments.contestants or list(CONTESTANTS), arguments.rounds, run)
     reference = runs.get(REFERENCE, next(iter(runs.values())))
     rows = {
         name: {
-            "microseconds": Spread.over([one["microseconds"] for one in found]),
-            "difference": within_rounds(found, reference, "microseconds", lambda own, bare: own - bare),
-            "ratio": within_rounds(found, reference, "microseconds", lambda own, bare: own / bare),
-            "loss": Spread.over([one["loss"] for one in found]),
+            "microseconds": Spread.over([run["microseconds"] for run in rounds]),
+            "difference": within_rounds(rounds, reference, "microseconds", lambda own, plain: own - plain),
+            "ratio": within_rounds(rounds, reference, "microseconds", lambda own, plain: own / plain),
+            "loss": Spread.over([run["loss"] for run in rounds]),
         }
-        for name, found in runs.items()
+        for name, rounds in runs.items()
     }
     return {"title": title, "rows": rows, "refused": refused}
 
 
 def beside_earlier(results: dict[str, Any]) -> dict[str, Any]:
-    """With the settings that earlier calls measured and this one didn't."""
+    """Return the results with the settings that earlier calls measured and this one didn't."""
     path = RESULTS / "step_overhead.json"
     measured = {setting["title"] for setting in results["settings"]}
     earlier = json.loads(path.read_text())["settings"] if path.exists() else []
@@ -106,7 +107,7 @@ def beside_earlier(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown, from what `measure` returned or results/step_overhead.json holds."""
+    """Return the table in Markdown, from what `measure` returned or results/step_overhead.json holds."""
     parts = [f"{_heading(setting)}\n\n{_rows(setting)}" for setting in results["settings"]]
     return "\n\n".join([*parts, provenance(results)])
 
@@ -122,7 +123,7 @@ def _rows(setting: Mapping[str, Any]) -> str:
         figures = {what: value if isinstance(value, Spread) else Spread(**value) for what, value in row.items()}
         lines.append(
             [
-                name,
+                renamed(name),
                 figures["microseconds"].text(),
                 figures["difference"].text("{:+,.0f}"),
                 f"{figures['ratio'].median:.2f}",
@@ -130,7 +131,7 @@ def _rows(setting: Mapping[str, Any]) -> str:
             ]
         )
     lines += [[name, f"did not run: {why}", "", "", ""] for name, why in setting["refused"].items()]
-    return markdown(["", "µs a step", "to the bare loop", "ratio", "final loss"], lines)
+    return markdown(["", "µs a step", "to the plain loop", "ratio", "final loss"], lines)
 
 
 if __name__ == "__main__":

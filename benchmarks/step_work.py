@@ -1,10 +1,10 @@
-"""What the contestants of step_overhead.py train: small enough that the step around the arithmetic is what counts.
+"""The models that the contestants of step_overhead.py train: so small that the overhead of a step matters.
 
     mlp    64 -> 64 -> 10, batch 8            forward and backward take about 0.1 ms
     gpt    GPT-2's shape, made small          about 8 ms a step
 
-The stopwatch is in the model: each forward notes the time, for everybody in the same way, without anybody's callbacks.
-A step reaches from one forward to the next.
+The stopwatch is in the model: each forward notes the time, in the same way for all contestants and without callbacks.
+A step lasts from one forward to the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WEIGHT_DECAY = 0.01
 
 
 class Stopwatch:
-    """When each forward began."""
+    """The times at which each forward began."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -33,7 +33,7 @@ class Stopwatch:
         self.times.append(time.perf_counter())
 
     def microseconds(self, first: int, last: int) -> float:
-        """A step's, from forward `first` to forward `last`."""
+        """Return the duration of a step, over those from forward `first` to forward `last`."""
         return (self.times[last] - self.times[first]) / (last - first) * 1e6
 
 
@@ -100,17 +100,19 @@ class Block(nn.Module):
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over targets; logits [..., V], targets [...]."""
+    """Return the mean loss over targets; logits [..., V], targets [...]."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 @dataclass(frozen=True)
 class Work:
-    """Attributes:
-    batch: samples of a rank and step.
-    warm_up: steps that are not timed.
-    objective: Lockstep's word for what `loss_of` computes.
-    data: (samples) -> inputs and targets.
+    """A model with its data and settings.
+
+    Attributes:
+        data: (samples) -> inputs and targets.
+        batch: Samples per rank and step.
+        warm_up: Steps that are not timed.
+        objective: Lockstep's name for what `loss_of` computes.
     """
 
     title: str
@@ -124,18 +126,18 @@ class Work:
 
 
 def points(samples: int) -> tuple[Tensor, Tensor]:
-    """Points [samples, 64] and the classes [samples] that a fixed random projection gives them."""
+    """Return points [samples, 64] and the classes [samples] that a fixed random projection gives them."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, 64, generator=generator)
     return x, (x @ torch.randn(64, 10, generator=generator)).argmax(-1)
 
 
 def text(samples: int, length: int = 32) -> tuple[Tensor, Tensor]:
-    """Bytes of the standard library's source [samples, length], and the bytes after them."""
-    found, files = b"", sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    while len(found) <= samples * length:
-        found += files.pop(0).read_bytes()
-    stream = torch.frombuffer(bytearray(found), dtype=torch.uint8).long()
+    """Return bytes of the standard library's source [samples, length], and the bytes after them."""
+    content, files = b"", sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    while len(content) <= samples * length:
+        content += files.pop(0).read_bytes()
+    stream = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
     return stream[: samples * length].view(-1, length), stream[1 : samples * length + 1].view(-1, length)
 
 

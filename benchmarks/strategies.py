@@ -1,4 +1,4 @@
-"""What each strategy costs under Lockstep beside the same feature of torch or DeepSpeed by hand, on two ranks.
+"""Compares each strategy under Lockstep with the same feature of torch or DeepSpeed by hand, on two ranks.
 
     python benchmarks/strategies.py [--rounds 5] [--only ddp "fsdp FULL_SHARD" ...]
 
@@ -22,8 +22,8 @@ from rounds import (
     interleaved,
     markdown,
     provenance,
+    report,
     save,
-    say,
     within_rounds,
 )
 from strategy_loops import LENGTH, PAIRS, WORK, train
@@ -37,21 +37,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PAIRS, default=list(PAIRS))
-    parser.add_argument("--contestant", help="be one, for one round")
-    asked = parser.parse_args()
-    if asked.contestant:
-        say(train(asked.contestant, WORK.steps))
+    parser.add_argument("--contestant", help="run this one for one round")
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        report(train(arguments.contestant, WORK.steps))
         sys.stdout.flush()
-        os._exit(0)  # what DeepSpeed and gloo do after it is nobody's step
-    results = measure(asked.rounds, asked.only)
-    if asked.rounds >= LEAST_ROUNDS:
-        results = beside_others(results, asked.only)
+        os._exit(0)  # what DeepSpeed and gloo do afterwards belongs to no step
+    results = measure(arguments.rounds, arguments.only)
+    if arguments.rounds >= LEAST_ROUNDS:
+        results = beside_others(results, arguments.only)
         save("strategies", results)
     print(table(results))
 
 
 def measure(rounds: int, only: list[str]) -> dict[str, Any]:
-    """In the form of results/strategies.json."""
+    """Return the results in the form of results/strategies.json."""
 
     def run(name: str) -> Mapping[str, float]:
         return in_processes(__file__, ["--contestant", name], RANKS)
@@ -63,9 +63,9 @@ def measure(rounds: int, only: list[str]) -> dict[str, Any]:
         if strategy in runs and strategy + BY_HAND in runs:
             own, hand = runs[strategy], runs[strategy + BY_HAND]
             rows[strategy] = {
-                "own": Spread.over([one["microseconds"] / 1000 for one in own]),
-                "hand": Spread.over([one["microseconds"] / 1000 for one in hand]),
-                "ratio": within_rounds(own, hand, "microseconds", lambda mine, theirs: theirs / mine),
+                "own": Spread.over([run["microseconds"] / 1000 for run in own]),
+                "hand": Spread.over([run["microseconds"] / 1000 for run in hand]),
+                "ratio": within_rounds(own, hand, "microseconds", lambda own, by_hand: by_hand / own),
             }
     return {
         "command": f"python benchmarks/strategies.py --rounds {rounds}",
@@ -78,7 +78,7 @@ def measure(rounds: int, only: list[str]) -> dict[str, Any]:
 
 
 def beside_others(results: dict[str, Any], only: list[str]) -> dict[str, Any]:
-    """With what earlier runs have measured of other strategies; both commands are told."""
+    """Return the results with earlier ones of other strategies, and both commands."""
     path = RESULTS / "strategies.json"
     if len(only) == len(PAIRS) or not path.exists():
         return results
@@ -95,7 +95,7 @@ def beside_others(results: dict[str, Any], only: list[str]) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown, from what `measure` returned or results/strategies.json holds."""
+    """Return the table in Markdown, from what `measure` returned or results/strategies.json holds."""
     lines = []
     for name, row in results["rows"].items():
         own, hand, ratio = (
@@ -103,7 +103,7 @@ def table(results: Mapping[str, Any]) -> str:
         )
         lines.append([name, own.text("{:.1f}"), hand.text("{:.1f}"), ratio.text("{:.3f}")])
     lines += [[name, f"did not run: {why}", "", ""] for name, why in results["refused"].items()]
-    head = ["", "ms a step, Lockstep", "ms a step, by hand", "throughput to by hand"]
+    head = ["", "ms a step, Lockstep", "ms a step, by hand", "throughput relative to by hand"]
     return f"**{results['title']}**\n\n{markdown(head, lines)}\n\n{provenance(results)}"
 
 

@@ -1,6 +1,6 @@
-"""The contestants of strategies.py: each strategy by hand, with the feature of torch or DeepSpeed that it is made of,
-and the same under Lockstep with all safety on.
+"""The contestants of strategies.py: each strategy by hand and under Lockstep.
 
+By hand is with the feature of torch or DeepSpeed on which the strategy is built; under Lockstep all safety is on.
 Both take the same samples in the same order, fp32, AdamW at a constant rate, and clip at the same norm.
 """
 
@@ -84,13 +84,13 @@ def by_hand_tensor(task: Task) -> None:
     mesh = init_device_mesh("cpu", (ranks(),))
     for block in task.model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    kinds = [[one for one in task.model.parameters() if isinstance(one, DTensor) is cut] for cut in (True, False)]
+    kinds = [[p for p in task.model.parameters() if isinstance(p, DTensor) is sharded] for sharded in (True, False)]
     groups = [{"params": group} for group in kinds]  # torch's kernels take one kind at a time
     optimizer = torch.optim.AdamW(groups, lr=task.work.rate, weight_decay=WEIGHT_DECAY, fused=True)
     for x, y in islice(loader(task), task.steps):
         optimizer.zero_grad()
         loss_of(task.model(x), y).backward()
-        norms = [nn.utils.get_total_norm([one.grad for one in group]) for group in kinds]
+        norms = [nn.utils.get_total_norm([parameter.grad for parameter in group]) for group in kinds]
         whole = torch.stack([norms[0].full_tensor(), norms[1]]).norm()
         for group in kinds:
             nn.utils.clip_grads_with_norm_(group, CLIP_NORM, whole)

@@ -1,6 +1,6 @@
 """Writes the tables of README.md from results/*.json, so that no number in it is typed by hand.
 
-python benchmarks/tables.py            rewrites what stands between <!-- NAME --> and <!-- /NAME -->
+python benchmarks/tables.py            rewrites the text between <!-- NAME --> and <!-- /NAME -->
 python benchmarks/tables.py --check    fails if that would change anything
 """
 
@@ -33,23 +33,23 @@ def main() -> None:
     before = README.read_text()
     after = filled(before)
     if check:
-        sys.exit("README.md is not what results/*.json say; run python benchmarks/tables.py" if after != before else 0)
+        sys.exit("README.md differs from results/*.json; run python benchmarks/tables.py" if after != before else 0)
     README.write_text(after)
 
 
 def filled(text: str) -> str:
-    """The text with each table that there are results for."""
+    """Return the text with each table for which there are results."""
     for name, table in TABLES.items():
         path = RESULTS / f"{name}.json"
         if path.exists():
             written = table(json.loads(path.read_text()))
             pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-            text = re.sub(pattern, lambda found, written=written: f"{found[1]}{written}\n{found[2]}", text, flags=re.S)
+            text = re.sub(pattern, lambda match, written=written: f"{match[1]}{written}\n{match[2]}", text, flags=re.S)
     return text
 
 
 def startup(results: Mapping[str, Any]) -> str:
-    """Seconds from the command to three moments."""
+    """Return the table of seconds from the command to three moments."""
     rows = results["seconds"]
     columns = list(next(iter(rows.values())))
     lines = [[name, *(_seconds(row[column]) for column in columns)] for name, row in rows.items()]
@@ -63,7 +63,7 @@ def _seconds(spread: Mapping[str, float]) -> str:
 
 
 def data(results: Mapping[str, Any]) -> str:
-    """Million tokens per second of one core."""
+    """Return the table of million tokens per second of one core."""
     gathered = [[f"{row['samples']} x {row['length']}", row["name"], _millions(row)] for row in results["gather"]]
     packed = [
         [f"{row['documents']:,} documents", f"{row['length']:,}", _millions(row), f"{row['padding']:.4%}"]

@@ -1,9 +1,9 @@
-"""Tokens per second of the default recipe on two CPU ranks: Lockstep as `make train` runs it, and its peers.
+"""Measures tokens per second of the default recipe on two CPU ranks: Lockstep, as in `make train`, and its peers.
 
     python benchmarks/throughput.py [--rounds 5] [--steps 160]
 
-Same model from the same first weights, same samples in the same order, same batch, optimizer, schedule and clipping;
-bits per byte on held-out text after training show that they learned alike. Prints the table and writes
+All train the same model from the same initial weights with the same samples, order, batch, optimizer, schedule and
+clipping; bits per byte on held-out text after training show that they learned alike. Prints the table and writes
 results/throughput.json.
 """
 
@@ -13,7 +13,18 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, save, say, within_rounds
+from rounds import (
+    Spread,
+    about_here,
+    in_processes,
+    interleaved,
+    markdown,
+    provenance,
+    renamed,
+    report,
+    save,
+    within_rounds,
+)
 
 PACKAGES = ("torch", "transformers", "accelerate", "lightning")
 STEPS, ROUNDS = 160, 5
@@ -23,21 +34,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--contestant", metavar="NAME", help="be one, for one round, under torchrun")
-    asked = parser.parse_args()
-    if asked.contestant:
+    parser.add_argument("--contestant", metavar="NAME", help="run this one for one round, under torchrun")
+    arguments = parser.parse_args()
+    if arguments.contestant:
         from throughput_loops import train
 
-        say(train(asked.contestant, asked.steps))
+        report(train(arguments.contestant, arguments.steps))
         return
-    results = measure(asked.rounds, asked.steps)
-    if asked.steps == STEPS and asked.rounds >= ROUNDS:
+    results = measure(arguments.rounds, arguments.steps)
+    if arguments.steps == STEPS and arguments.rounds >= ROUNDS:
         save("throughput", results)
     print(table(results))
 
 
 def measure(rounds: int, steps: int) -> dict[str, Any]:
-    """In the form of results/throughput.json."""
+    """Return the results in the form of results/throughput.json."""
     from throughput_loops import CONTESTANTS, LOCKSTEP, RANKS, lockstep
 
     def run(name: str) -> Mapping[str, float]:
@@ -49,13 +60,13 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
     runs, refused = interleaved(CONTESTANTS, rounds, run)
     rows = {
         name: {
-            "tokens_per_second": Spread.over([one["tokens_per_second"] for one in found]),
+            "tokens_per_second": Spread.over([run["tokens_per_second"] for run in runs_]),
             "lockstep_over_it": within_rounds(
-                found, runs[LOCKSTEP], "tokens_per_second", lambda own, lockstep: lockstep / own
+                runs_, runs[LOCKSTEP], "tokens_per_second", lambda own, lockstep: lockstep / own
             ),
-            "bits_per_byte": Spread.over([one["bits_per_byte"] for one in found]),
+            "bits_per_byte": Spread.over([run["bits_per_byte"] for run in runs_]),
         }
-        for name, found in runs.items()
+        for name, runs_ in runs.items()
     }
     return {
         "command": f"python benchmarks/throughput.py --rounds {rounds}",
@@ -68,20 +79,20 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Markdown, from what `measure` returned or results/throughput.json holds."""
+    """Return the table in Markdown, from what `measure` returned or results/throughput.json holds."""
     lines = []
     for name, row in results["rows"].items():
         figures = {what: value if isinstance(value, Spread) else Spread(**value) for what, value in row.items()}
         lines.append(
             [
-                name,
+                renamed(name),
                 figures["tokens_per_second"].text(),
                 figures["lockstep_over_it"].text("{:.2f}"),
                 figures["bits_per_byte"].text("{:.3f}"),
             ]
         )
     lines += [[name, f"did not run: {why}", "", ""] for name, why in results["refused"].items()]
-    columns = ["", "tokens/s", "Lockstep is so many times faster", f"bits per byte after {results['steps']} steps"]
+    columns = ["", "tokens/s", "Lockstep's speed, times this one", f"bits per byte after {results['steps']} steps"]
     return f"{markdown(columns, lines)}\n\n{provenance(results)}"
 
 

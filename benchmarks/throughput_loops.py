@@ -3,7 +3,7 @@
     out of the box    fp32, samples one by one through torch's collate function, the trainer's own defaults for the rest
     tuned             bf16 autocast, fused AdamW, a batch fetched as one gather, no logs, checkpoints or progress bar
 
-All of them train Lockstep's Transformer from the same first weights. Peers and the bare loop run under torchrun.
+All of them train Lockstep's Transformer from the same first weights. Peers and the plain loop run under torchrun.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class Timed(nn.Module):
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over targets, in fp32."""
+    """Return the mean loss over targets, in fp32."""
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one contestant under torchrun is given.
+    """The task of a contestant under torchrun.
 
     Attributes:
-        samples: in the order in which Lockstep's run sees them, as many as all steps need.
-        share: samples of a rank and step.
+        samples: As many as all steps need, in the order of Lockstep's run.
+        share: Samples per rank and step.
     """
 
     config: Config
@@ -88,13 +88,13 @@ class Task:
         object.__setattr__(self, "share", self.config.batch.global_size // RANKS)
 
     def optimizer(self, **options: Any) -> torch.optim.Optimizer:
-        """AdamW with the recipe's groups: only matrices decay."""
+        """Return AdamW with the recipe's groups: only matrices decay."""
         groups = parameter_groups(self.model.model.named_parameters(), self.config.optim)
         settings = self.config.optim
         return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, **options)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        """The recipe's."""
+        """Return the recipe's schedule."""
         optim, schedule, steps = self.config.optim, self.config.schedule, self.steps
         return LambdaLR(
             optimizer, lambda step: learning_rate(optim, schedule, min(step / steps, 1.0), step, steps) / optim.lr
@@ -102,7 +102,7 @@ class Task:
 
 
 class Gathered(Dataset[Any]):
-    """A batch as one gather; its collate function has nothing left to do. Samples come in the order `indices`."""
+    """A dataset that fetches a batch as one gather, without a collate function. Samples are in the order `indices`."""
 
     def __init__(self, source: Source, indices: Indices) -> None:
         self.source = source
@@ -120,7 +120,7 @@ class Gathered(Dataset[Any]):
 
 
 class OneByOne(Dataset[tuple[Tensor, Tensor]]):
-    """Samples as tutorials serve them."""
+    """A dataset of single samples, as in tutorials."""
 
     def __init__(self, whole: Gathered) -> None:
         self.whole = whole
@@ -138,7 +138,7 @@ def as_it_is(batch: Any) -> Any:
 
 
 def by_name(batch: Any) -> dict[str, Tensor]:
-    """What Trainer's model takes, from a gathered batch or from single samples."""
+    """Return the inputs of Trainer's model, from a gathered batch or from single samples."""
     if isinstance(batch, list):
         batch = torch.utils.data.default_collate(batch)
     tokens, targets = batch
@@ -146,7 +146,7 @@ def by_name(batch: Any) -> dict[str, Tensor]:
 
 
 class WithLoss(nn.Module):
-    """The model as Trainer wants it."""
+    """The model in the form that Trainer expects."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def of_rank(task: Task, dataset: Dataset[Any], **options: Any) -> DataLoader[Any
 # --- contestants under torchrun -----------------------------------------------------------------------------------
 
 
-def bare(task: Task) -> None:
+def plain(task: Task) -> None:
     """Tuned like the tuned ones."""
     dist.init_process_group("gloo")
     batches = of_rank(task, task.samples, collate_fn=as_it_is)
@@ -272,7 +272,7 @@ def _lightning(
 
 LOCKSTEP = "Lockstep"
 UNDER_TORCHRUN: dict[str, Callable[[Task], None]] = {
-    "bare loop, tuned": bare,
+    "plain loop, tuned": plain,
     "HF Trainer, tuned": hugging_face_tuned,
     "Lightning, tuned": lightning_tuned,
     "HF Trainer, out of the box": hugging_face,
@@ -303,7 +303,7 @@ def train(name: str, steps: int) -> dict[str, float]:
 
 @torch.no_grad()
 def held_out_bits(config: Config, model: nn.Module) -> float:
-    """Bits per byte on the first samples of the recipe's held-out set."""
+    """Return the bits per byte on the first samples of the recipe's held-out set."""
     section = config.data.evaluation["held-out"].model_copy(update={"samples": HELD_OUT})
     whole = Gathered(open_source(section, task=None, tokenizer=None), np.arange(HELD_OUT))
     losses = []
@@ -319,8 +319,7 @@ def held_out_bits(config: Config, model: nn.Module) -> float:
 
 
 def lockstep(steps: int) -> dict[str, float]:
-    """`make train`, for as many steps as the others and with one evaluation, after them: all that it writes and checks,
-    included."""
+    """Run `make train` for as many steps as the others, with one evaluation afterwards and everything it writes."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [str(Path(sys.executable).parent / "lockstep"), "train", "stdlib-lm", "--ranks", str(RANKS)]

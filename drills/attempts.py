@@ -1,4 +1,4 @@
-"""A run, from outside: `lockstep train` in a process group of its own, and what it leaves on the disk.
+"""Starts `lockstep train` in its own process group, and checks the files that it leaves.
 
 attempt = Attempt(run, ["digits", "--ranks=2"])      attempt.wait(...)      attempt.kill()      damage(run) == []
 """
@@ -30,7 +30,7 @@ PATIENCE = 180.0  # seconds, after which a run hangs
 
 
 class Attempt:
-    """`lockstep train` in a process group of its own."""
+    """`lockstep train` in its own process group."""
 
     last: Attempt | None = None
 
@@ -46,7 +46,7 @@ class Attempt:
             )  # fmt: skip
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text(errors="replace")
 
     @property
@@ -58,7 +58,7 @@ class Attempt:
         return self._process.poll()
 
     def kill(self) -> bool:
-        """All its processes, at once; whether it was alive."""
+        """Kill all its processes at once; return whether it was alive."""
         lived = self.lives
         if lived:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -67,20 +67,20 @@ class Attempt:
         return lived
 
     def end(self) -> None:
-        """Waits until it is done."""
+        """Wait until it is done."""
         code = self._process.wait(20 * PATIENCE)
         if code != 0:
-            raise SystemExit(f"a run failed with exit code {code}:\n{self.said[-3000:]}")
+            raise SystemExit(f"a run failed with exit code {code}:\n{self.output[-3000:]}")
 
     def wait(self, moment: Callable[[], bool], pause: float = 0.01) -> bool:
-        """Until it has come, or the run is over; whether it has come."""
+        """Wait until `moment()` is true or the run is over; return whether it is true."""
         deadline = time.monotonic() + PATIENCE
         while not moment():
             if not self.lives:
                 return False
             if time.monotonic() > deadline:
                 self.kill()
-                raise SystemExit(f"a run hangs:\n{self.said[-3000:]}")
+                raise SystemExit(f"a run hangs:\n{self.output[-3000:]}")
             time.sleep(pause)
         return True
 
@@ -92,12 +92,12 @@ class Attempt:
 
 
 def processes_of_group(group: int) -> Iterator[int]:
-    """That still run."""
+    """Yield the processes of the group that still run."""
     return (int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _group_of(pid) == group)
 
 
 def _group_of(pid: str) -> int | None:
-    """None for what is dead already."""
+    """Return the process group; None if the process is dead already."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -106,8 +106,8 @@ def _group_of(pid: str) -> int | None:
 
 
 @contextmanager
-def nobody_left_behind() -> Iterator[None]:
-    """Whoever interrupts a drill ends its runs too."""
+def no_processes_left() -> Iterator[None]:
+    """Kill the last run when the drill is interrupted."""
     try:
         yield
     finally:
@@ -116,7 +116,7 @@ def nobody_left_behind() -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and when figures came from."""
+    """Return where and when figures were measured."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
@@ -127,7 +127,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-# --- what lies on the disk ----------------------------------------------------------------------------------------
+# --- files of a run ---------------------------------------------------------------------------------------------
 
 
 def saves_of(run: Path) -> LocalStorage:
@@ -135,12 +135,12 @@ def saves_of(run: Path) -> LocalStorage:
 
 
 def newest(run: Path) -> int:
-    """Step of the newest checkpoint; 0 if there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none."""
     return max(names_by_step(saves_of(run).names()), default=0)
 
 
 def damage(run: Path) -> list[str]:
-    """What is wrong with what was published."""
+    """Return what is wrong with the published checkpoints."""
     return [
         f"{name}: {verified.fault}"
         for name in saves_of(run).names()
@@ -149,26 +149,26 @@ def damage(run: Path) -> list[str]:
 
 
 def state_hash(run: Path) -> str:
-    """Of every tensor of the newest checkpoint, whoever wrote which part of it."""
+    """Return the hash of every tensor of the newest checkpoint, however it is sharded."""
     storage, name = saves_of(run), checkpoint_name(newest(run))
     manifest = read_manifest(storage, name)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with Reader(storage, name, manifest) as reader:
         for key, entry in sorted(manifest.tensors.items()):
             memory = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             reader.read([ReadItem(key, entry.info.whole, memory)])
-            found.update(f"{key} {entry.info}".encode())
-            found.update(memory.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            digest.update(f"{key} {entry.info}".encode())
+            digest.update(memory.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def weights_hash(run: Path) -> str:
-    """Of the model that a finished run left."""
+    """Return the hash of a finished run's model."""
     return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def history(run: Path) -> list[tuple[int, float]]:
-    """Step and loss, as written down over all attempts."""
+    """Return steps and losses, as logged by all attempts."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"]) for line in lines]
 
@@ -178,7 +178,7 @@ def manifest_of(run: Path) -> Manifest:
 
 
 def size_of(file: Path) -> int:
-    """0 of what isn't there."""
+    """Return the bytes of a file; 0 if it is missing."""
     try:
         return file.stat().st_size
     except OSError:

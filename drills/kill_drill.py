@@ -1,15 +1,15 @@
-"""What is lost when everything is killed: `python drills/kill_drill.py`, about 3 minutes on 2 cores.
+"""Kills runs and saves at random moments, and checks for data loss: `python drills/kill_drill.py`, about 3 minutes.
 
     runs     train a recipe, SIGKILL the whole process group at random moments, start it again, until it is done
-             the weights of an undisturbed run, to the bit?  every sample once?  one history?  then on 1, 4, 3 ranks
+             weights bitwise identical to an undisturbed run's?  every sample once?  one history?  then on 1, 4, 3 ranks
     saves    train with large states, saving after every step; SIGKILL between a save's first byte and its end
-             the newest checkpoint verifies, byte by byte?  none that was there is lost?  the run goes on from it?
+             does the newest checkpoint verify, byte by byte?  is none lost?  does the run resume from it?
 
-    python drills/kill_drill.py runs --kills 20 --whole --steps 480      the default recipe as it is
+    python drills/kill_drill.py runs --kills 20 --whole --steps 480      the default recipe, unchanged
     python drills/kill_drill.py saves --kills 300
 
-Where a kill has hit is what lies on the disk afterwards. Prints tables, writes results/kill_drill_NAME.json, and fails
-(exit code 1) if anything was lost. Everything is drawn from --seed, but the moments are the machine's.
+The files on the disk show where a kill has hit. Prints tables, writes results/kill_drill_NAME.json, and fails (exit
+code 1) if anything was lost. Everything is drawn from --seed, but the timing is the machine's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from attempts import (
     machine,
     manifest_of,
     newest,
-    nobody_left_behind,
+    no_processes_left,
     size_of,
     state_hash,
     weights_hash,
@@ -64,20 +64,20 @@ LARGE = (  # 7.2 M parameters: 86 MB of state
 
 
 def main() -> None:
-    asked = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without ending the runs
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # after ending the runs
     drills = {"runs": drill_runs, "saves": drill_saves}
     lost = 0
-    for name in drills if asked.drill == "all" else (asked.drill,):
+    for name in drills if arguments.drill == "all" else (arguments.drill,):
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory(dir=asked.where, prefix=f"drill-{name}-") as folder, nobody_left_behind():
-            found = drills[name](asked, Path(folder))
-        found = {"command": command(name, asked), "machine": machine(), **found}
-        found["seconds"] = round(time.perf_counter() - began, 1)
-        asked.results.mkdir(parents=True, exist_ok=True)
-        (asked.results / f"kill_drill_{name}.json").write_text(json.dumps(found, indent=2) + "\n")
-        print(TABLES[name](found), flush=True)
-        lost += len(found["lost"])
+        with tempfile.TemporaryDirectory(dir=arguments.where, prefix=f"drill-{name}-") as folder, no_processes_left():
+            results = drills[name](arguments, Path(folder))
+        results = {"command": command(name, arguments), "machine": machine(), **results}
+        results["seconds"] = round(time.perf_counter() - began, 1)
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        (arguments.results / f"kill_drill_{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+        print(TABLES[name](results), flush=True)
+        lost += len(results["lost"])
     sys.exit(1 if lost else 0)
 
 
@@ -88,11 +88,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--recipe", choices=list(SHORT), default="stdlib-lm", help="of `runs`")
     parser.add_argument("--steps", type=int, default=60, help="of `runs`")
-    parser.add_argument("--whole", action="store_true", help="`runs` takes the recipe as it is, not a small one")
-    parser.add_argument("--then", default="1,4,3", help="ranks that `runs` goes on with; '' for none")
+    parser.add_argument("--whole", action="store_true", help="`runs` takes the recipe unchanged, not a small one")
+    parser.add_argument("--then", default="1,4,3", help="numbers of ranks on which `runs` resumes; '' for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--where", type=Path, help="a folder on the disk that is to be tried; default: the system's own"
+        "--where", type=Path, help="a folder on the disk to test; default: the system's temporary folder"
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
@@ -102,13 +102,13 @@ def _tell(progress: str) -> None:
     print(progress, file=sys.stderr, flush=True)
 
 
-def command(name: str, asked: argparse.Namespace) -> str:
-    """That does the same again."""
-    words = {"kills": asked.kills, "ranks": asked.ranks, "seed": asked.seed}
+def command(name: str, arguments: argparse.Namespace) -> str:
+    """Return the command that repeats the drill."""
+    words = {"kills": arguments.kills, "ranks": arguments.ranks, "seed": arguments.seed}
     if name == "runs":
-        words |= {"recipe": asked.recipe, "steps": asked.steps, "then": asked.then}
+        words |= {"recipe": arguments.recipe, "steps": arguments.steps, "then": arguments.then}
     given = [f"--{flag} {value}" for flag, value in words.items() if value not in (None, "")]
-    return " ".join(["python drills/kill_drill.py", name, *given, *(["--whole"] if asked.whole else [])])
+    return " ".join(["python drills/kill_drill.py", name, *given, *(["--whole"] if arguments.whole else [])])
 
 
 # --- (a) runs -----------------------------------------------------------------------------------------------------
@@ -116,10 +116,12 @@ def command(name: str, asked: argparse.Namespace) -> str:
 
 @dataclass
 class Kill:
-    """Attributes:
-    when: seconds after the attempt began.
-    phase: what it was at.
-    step: of the newest checkpoint then.
+    """A kill.
+
+    Attributes:
+        when: Seconds after the attempt began.
+        phase: What the run was doing.
+        step: Step of the newest checkpoint at that time.
     """
 
     when: float
@@ -129,11 +131,13 @@ class Kill:
 
 @dataclass
 class Killer:
-    """Attributes:
-    kills: to be made.
-    seconds: that an undisturbed run takes.
-    made: so far.
-    lost: what should be there and isn't, one line each.
+    """Kills a run at random moments until it is done.
+
+    Attributes:
+        kills: Number of kills to make.
+        seconds: Duration of an undisturbed run.
+        made: Kills made so far.
+        lost: What is missing or wrong, one line each.
     """
 
     rng: random.Random
@@ -143,7 +147,7 @@ class Killer:
     lost: list[str] = field(default_factory=list)
 
     def live(self, run: Path, words: list[str]) -> None:
-        """One run, started again after each kill until it is done."""
+        """Start a run again after each kill until it is done."""
         while True:
             before, began = newest(run), time.perf_counter()
             attempt = Attempt(run, words)
@@ -160,7 +164,7 @@ class Killer:
                 self.lost.append(f"kill {len(self.made)}: step {before} was there, and is gone")
 
     def _wait(self, attempt: Attempt) -> None:
-        """One kill in six falls into the start, the others somewhere between the first step and the end."""
+        """Wait for the next kill: one in six hits the start, the others the time between the first step and the end."""
         if self.rng.random() < 1 / 6:
             delay = self.rng.uniform(0, self.seconds / 2)
         else:
@@ -172,30 +176,31 @@ class Killer:
         attempt.wait(lambda: time.perf_counter() >= until, pause=0.001)
 
 
-def drill_runs(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    shorter = () if asked.whole else SHORT[asked.recipe]
-    words = [asked.recipe, *shorter, "--monitor.every=1", f"--checkpoint.every={max(4, asked.steps // 24)} steps"]
-    as_asked = [*words, f"--run.steps={asked.steps}", f"--ranks={asked.ranks}"]
+def drill_runs(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    shorter = () if arguments.whole else SHORT[arguments.recipe]
+    every = max(4, arguments.steps // 24)
+    words = [arguments.recipe, *shorter, "--monitor.every=1", f"--checkpoint.every={every} steps"]
+    configured = [*words, f"--run.steps={arguments.steps}", f"--ranks={arguments.ranks}"]
     undisturbed, began = folder / "undisturbed", time.perf_counter()
-    Attempt(undisturbed, as_asked).end()
+    Attempt(undisturbed, configured).end()
     seconds = time.perf_counter() - began
-    killer = Killer(random.Random(asked.seed), 5 if asked.kills is None else asked.kills, seconds)
+    killer = Killer(random.Random(arguments.seed), 5 if arguments.kills is None else arguments.kills, seconds)
     runs: list[Path] = []
     while len(killer.made) < killer.kills or not runs:
         runs.append(folder / f"killed-{len(runs)}")
-        killer.live(runs[-1], as_asked)
+        killer.live(runs[-1], configured)
         killer.lost += compared(runs[-1], undisturbed)
-    then = [int(ranks) for ranks in asked.then.split(",") if ranks]
-    steps = asked.steps
+    then = [int(ranks) for ranks in arguments.then.split(",") if ranks]
+    steps = arguments.steps
     for ranks in then:
-        steps += max(4, asked.steps // 5)
+        steps += max(4, arguments.steps // 5)
         for run in (undisturbed, runs[-1]):
             Attempt(run, [*words, f"--run.steps={steps}", f"--ranks={ranks}"]).end()
-        killer.lost += [f"on {ranks} ranks: {one}" for one in compared(runs[-1], undisturbed)]
+        killer.lost += [f"on {ranks} ranks: {fault}" for fault in compared(runs[-1], undisturbed)]
     last = manifest_of(runs[-1])
     return {
-        "recipe": asked.recipe,
-        "ranks": [asked.ranks, *then],
+        "recipe": arguments.recipe,
+        "ranks": [arguments.ranks, *then],
         "steps": steps,
         "undisturbed_seconds": round(seconds, 1),
         "runs": len(runs),
@@ -212,39 +217,39 @@ def _doing(run: Path, attempt: Attempt) -> str:
         return "saving"
     if (run / "model").is_dir():
         return "ending"
-    return "training" if "strategy" in attempt.said else "starting"
+    return "training" if "strategy" in attempt.output else "starting"
 
 
 def compared(run: Path, undisturbed: Path) -> list[str]:
-    """In what a run that was killed is another one."""
-    found = damage(run)
+    """Return how a killed run differs from the undisturbed one."""
+    faults = damage(run)
     if weights_hash(run) != weights_hash(undisturbed):
-        found.append(f"{run.name}: other weights than the undisturbed run's")
+        faults.append(f"{run.name}: other weights than the undisturbed run's")
     if state_hash(run) != state_hash(undisturbed):
-        found.append(f"{run.name}: another state than the undisturbed run's")
+        faults.append(f"{run.name}: another state than the undisturbed run's")
     if history(run) != history(undisturbed):
-        found.append(f"{run.name}: another history than the undisturbed run's")
+        faults.append(f"{run.name}: another history than the undisturbed run's")
     manifest = manifest_of(run)
     if not audit(manifest.state, manifest.samples).complete:
-        found.append(f"{run.name}: its ledger is not whole")
-    return found
+        faults.append(f"{run.name}: its ledger is incomplete")
+    return faults
 
 
-def runs_table(found: Mapping[str, Any]) -> str:
-    phases = Counter(kill["phase"] for kill in found["kills"])
+def runs_table(results: Mapping[str, Any]) -> str:
+    phases = Counter(kill["phase"] for kill in results["kills"])
     lines = [
-        f"\n{found['recipe']}, {found['steps']} steps on {', then '.join(map(str, found['ranks']))} ranks: "
-        f"{len(found['kills'])} SIGKILLs in {found['runs']} runs",
+        f"\n{results['recipe']}, {results['steps']} steps on {', then '.join(map(str, results['ranks']))} ranks: "
+        f"{len(results['kills'])} SIGKILLs in {results['runs']} runs",
         *(f"  while {phase:<10} {number:>4}" for phase, number in phases.most_common()),
-        f"  {found['attempts_in_the_ledger']} attempts in the last run's ledger, {found['samples']:,} samples",
-        *_verdict(found["lost"], "weights, state, history and ledger are the undisturbed run's"),
+        f"  {results['attempts_in_the_ledger']} attempts in the last run's ledger, {results['samples']:,} samples",
+        *_verdict(results["lost"], "weights, state, history and ledger are the undisturbed run's"),
     ]
     return "\n".join(lines)
 
 
 def _verdict(lost: Sequence[str], fine: str) -> Iterator[str]:
     yield f"  LOST: {len(lost)}" if lost else f"  nothing lost: {fine}"
-    yield from (f"    {one}" for one in lost)
+    yield from (f"    {fault}" for fault in lost)
 
 
 # --- (b) saves ----------------------------------------------------------------------------------------------------
@@ -254,16 +259,16 @@ PHASES = {
     "bytes": "a shard is being written",
     "flush": "all bytes are written; not all are flushed, or not all ranks know it",
     "manifest": "the manifest is being written and flushed",
-    "renamed": "published, and the run has not heard of it",
+    "renamed": "published, and not yet reported by the run",
 }
 
 
 @dataclass
 class Disk:
-    """How a run's folder of checkpoints looks; looked at often, so it is looked at cheaply.
+    """The state of a run's folder of checkpoints; cheap to read, because it is read often.
 
     Attributes:
-        full: sizes of a whole checkpoint's shards.
+        full: Sizes of the shards of a complete checkpoint.
     """
 
     folder: Path
@@ -271,7 +276,7 @@ class Disk:
     seen: int = field(default=0)
 
     def phase(self) -> str | None:
-        """Of the save under way; None between two."""
+        """Return the phase of the current save; None between two saves."""
         drafts = [name for name in self._names(self.folder) if name.startswith(".draft-")]
         if not drafts:
             return "renamed" if self.newest() > self.seen else None
@@ -297,10 +302,11 @@ class Disk:
             return []
 
 
-def drill_saves(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    rng, kills = random.Random(asked.seed), 15 if asked.kills is None else asked.kills
+def drill_saves(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    rng, kills = random.Random(arguments.seed), 15 if arguments.kills is None else arguments.kills
     run, lost = folder / "run", []
-    words = ["stdlib-lm", *LARGE, f"--ranks={asked.ranks}", "--checkpoint.every=1 steps", "--checkpoint.keep_last=2"]
+    words = ["stdlib-lm", *LARGE, f"--ranks={arguments.ranks}"]
+    words += ["--checkpoint.every=1 steps", "--checkpoint.keep_last=2"]
     first = Attempt(run, words)
     first.wait(lambda: newest(run) >= 2)
     first.kill()
@@ -316,15 +322,15 @@ def drill_saves(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         hits.update([phase] if phase else [])
         missed += phase is None
         _tell(f"kill {sum(hits.values())} of {kills}: aimed at {aim}, hit {phase or 'nothing'}, step {newest(run)}")
-        lost += [f"kill {number}, at {aim}: {one}" for one in damage(run)]
+        lost += [f"kill {number}, at {aim}: {fault}" for fault in damage(run)]
         if newest(run) < before:
             lost.append(f"kill {number}, at {aim}: step {before} was there, and is gone")
-        if f"resumes from step {before:,} " in attempt.said:
+        if f"resumes from step {before:,} " in attempt.output:
             recovered += 1
         else:
-            lost.append(f"kill {number}: did not go on from step {before}:\n{attempt.said[-2000:]}")
+            lost.append(f"kill {number}: did not resume from step {before}:\n{attempt.output[-2000:]}")
     return {
-        "ranks": asked.ranks,
+        "ranks": arguments.ranks,
         "state_bytes": sum(full.values()),
         "kills": sum(hits.values()),
         "phases": {phase: hits[phase] for phase in PHASES},
@@ -337,7 +343,7 @@ def drill_saves(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _kill_at(attempt: Attempt, disk: Disk, aim: str, *, passing: int, rng: random.Random) -> str | None:
-    """Lets some saves pass, waits for the phase, and a moment in it, and kills; returns the phase that was hit."""
+    """Kill the run during the phase `aim` of a later save; return the phase that was hit."""
     before = disk.newest()
     attempt.wait(lambda: disk.newest() > before + passing)
     disk.seen = disk.newest()
@@ -345,21 +351,22 @@ def _kill_at(attempt: Attempt, disk: Disk, aim: str, *, passing: int, rng: rando
     if aim in ("bytes", "flush"):
         time.sleep(rng.uniform(0, 0.05))
     if not attempt.kill():
-        raise SystemExit(f"a run ended by itself, with exit code {attempt.code}:\n{attempt.said[-3000:]}")
+        raise SystemExit(f"a run ended by itself, with exit code {attempt.code}:\n{attempt.output[-3000:]}")
     phase = disk.phase()
-    return None if phase == "renamed" and _heard(attempt, disk.newest()) else phase
+    return None if phase == "renamed" and _is_reported(attempt, disk.newest()) else phase
 
 
-def _heard(attempt: Attempt, step: int) -> bool:
-    return re.search(rf"^step {step:,}: saved", attempt.said, re.MULTILINE) is not None
+def _is_reported(attempt: Attempt, step: int) -> bool:
+    return re.search(rf"^step {step:,}: saved", attempt.output, re.MULTILINE) is not None
 
 
-def saves_table(found: Mapping[str, Any]) -> str:
+def saves_table(results: Mapping[str, Any]) -> str:
     lines = [
-        f"\nsaves of {found['state_bytes'] / 1e6:.0f} MB by {found['ranks']} ranks: {found['kills']} SIGKILLs between",
-        f"draft and report ({found['outside']} more fell between two saves)",
-        *(_bar(phase, number, max(1, found["kills"])) for phase, number in found["phases"].items()),
-        *_verdict(found["lost"], f"{found['recovered']} times the run went on from the newest checkpoint"),
+        f"\nsaves of {results['state_bytes'] / 1e6:.0f} MB by {results['ranks']} ranks: "
+        f"{results['kills']} SIGKILLs between",
+        f"draft and report ({results['outside']} more fell between two saves)",
+        *(_bar(phase, number, max(1, results["kills"])) for phase, number in results["phases"].items()),
+        *_verdict(results["lost"], f"{results['recovered']} times the run resumed from the newest checkpoint"),
     ]
     return "\n".join(lines)
 

@@ -1,9 +1,9 @@
-"""Runs the outsiders' table and writes it: `python drills/outsiders_table.py [--strategies ddp,fsdp]`.
+"""Runs the cells of the outsiders' table and writes it: `python drills/outsiders_table.py [--strategies ddp,fsdp]`.
 
-tests/outsiders/table.json    what the tests compare with
-tests/outsiders/table.md      the same, to be read
+tests/outsiders/table.json    for the tests
+tests/outsiders/table.md      for readers
 
-Look at what changed before you commit: a cell that was `same` and isn't any more is a fault, not a new table.
+Read the changes before you commit: a cell that was `same` and no longer is shows a fault.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 PLACE = TESTS / "outsiders"
-_MOST = 400  # characters of what is said
+_MAX_LENGTH = 400  # characters of a message
 Table = dict[str, dict[str, dict[str, str]]]
 
 
@@ -27,22 +27,22 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
-    asked = parser.parse_args().strategies.split(",")
+    strategies = parser.parse_args().strategies.split(",")
     place = PLACE / "table.json"
     table: Table = json.loads(place.read_text()) if place.exists() else {}
-    for (name, strategy), cell in run(asked, all_names()).items():
+    for (name, strategy), cell in run(strategies, all_names()).items():
         table.setdefault(name, {})[strategy] = {"status": cell.status, "said": _plain(cell.said)}
-    for strategy in asked:
+    for strategy in strategies:
         print(strategy, dict(Counter(row[strategy]["status"] for row in table.values())), flush=True)
     ordered = {name: {of: table[name][of] for of in STRATEGIES if of in table[name]} for name in all_names()}
     place.write_text(json.dumps(ordered, indent=1) + "\n")
     (PLACE / "table.md").write_text(_page(ordered))
 
 
-def _plain(said: str) -> str:
-    """Without addresses and the places of libraries."""
-    said = re.sub(r"/\S*/site-packages/", "", re.sub(r"0x[0-9a-f]+", "0x...", said))
-    return said if len(said) <= _MOST else f"{said[:_MOST]}..."
+def _plain(message: str) -> str:
+    """Return the message without addresses and paths of libraries."""
+    message = re.sub(r"/\S*/site-packages/", "", re.sub(r"0x[0-9a-f]+", "0x...", message))
+    return message if len(message) <= _MAX_LENGTH else f"{message[:_MAX_LENGTH]}..."
 
 
 def _page(table: Table) -> str:
@@ -53,17 +53,17 @@ def _page(table: Table) -> str:
     parts = [
         "# The outsiders' table",
         "Written by `python drills/outsiders_table.py`. `same`: losses, gradients and published weights are the single "
-        "process's. `cut`: they aren't, by design, since the model's loss depends on how batches are cut or padded. "
-        "`refused`: a sentence says why (below). `open`: anything else (below).",
+        "process's. `cut`: they aren't, by design, since the model's loss depends on how batches are split or padded. "
+        "`refused`: with the reason below. `open`: anything else (below).",
         ", ".join(f"{number} {status}" for status, number in statuses.most_common()) + ".",
         f"## {len(FAMILIES)} families of the transformers library",
         _rows({name: row for name, row in table.items() if name in FAMILIES}, list(STRATEGIES)),
-        f"## {len(table) - len(FAMILIES)} of users' own",
+        f"## {len(table) - len(FAMILIES)} user-defined models, objectives, optimizers and datasets",
         _rows({name: row for name, row in table.items() if name not in FAMILIES}, list(STRATEGIES)),
         "## Open",
-        _said(table, "open") or "None.",
+        _messages(table, "open") or "None.",
         "## Refused",
-        _said(table, "refused"),
+        _messages(table, "refused"),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -77,14 +77,14 @@ def _rows(table: Table, strategies: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _said(table: Table, status: str) -> str:
-    """Each sentence once, with the cells that it is of."""
+def _messages(table: Table, status: str) -> str:
+    """Return each message once, with its cells."""
     cells: dict[str, dict[str, list[str]]] = {}
     for name, row in table.items():
         for strategy, cell in row.items():
             if cell["status"] == status:
                 cells.setdefault(" ".join(cell["said"].split()), {}).setdefault(name, []).append(strategy)
-    return "\n".join(f"- {_of(of)}: {said}" for said, of in cells.items())
+    return "\n".join(f"- {_of(of)}: {message}" for message, of in cells.items())
 
 
 def _of(cells: dict[str, list[str]]) -> str:

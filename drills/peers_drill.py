@@ -1,14 +1,13 @@
-"""What a kill during a save costs, here and elsewhere: `python drills/peers_drill.py`, some 4 minutes on 2 cores.
+"""Compares what a kill during a save costs, by library: `python drills/peers_drill.py`, about 4 minutes on 2 cores.
 
 HF Trainer, Accelerate, Lightning and Lockstep train the same model (7.1 M parameters, with Adam's moments 85 MB) in one
 process on the CPU, save after every step and keep two, each as its documentation shows. SIGKILL hits at a random moment
-between a save's begin and its end; then the same program is started again, which asks for its newest checkpoint. It
-either
+between a save's begin and its end; then the same program is started again and loads its newest checkpoint. It either
 
-    goes on     from the last save that was done, or from the one that the kill hit, with that step's very state
+    resumes     from the last finished save, or from the one that the kill hit, with exactly that step's state
     falls back  from an older step: finished work is lost
-    errs        with a state that no step has had, and no word of it; or from the beginning
-    fails       until somebody removes what the kill has left (the newest checkpoint is deleted here, and counted)
+    errs        with a state that no step has had, silently; or from the beginning
+    fails       until the files that the kill has left are removed (the drill deletes the newest checkpoint)
 
     python drills/peers_drill.py --kills 300      needs the packages of '.[hf,benchmark]'
 
@@ -47,7 +46,9 @@ from torch.nn import functional as F
 RESULTS = Path(__file__).parent / "results"
 WIDTH, LAYERS, BATCH = 1088, 6, 4
 ENDLESS = 1_000_000
-PARTS = 5  # of a save's length, in the histogram
+RESUMES = "goes on"  # as results/peers_drill.json spells it
+OUTCOMES = (RESUMES, "falls back", "errs", "fails")
+PARTS = 5  # of a save's duration, in the histogram
 
 
 def main() -> None:
@@ -56,30 +57,30 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = {}
-    for name in asked.contestants:
+    for name in arguments.contestants:
         with tempfile.TemporaryDirectory(prefix="drill-") as folder:
-            rows[name] = Drill(name, Path(folder), random.Random(asked.seed)).run(asked.kills)
-    found = {
-        "command": f"python drills/peers_drill.py --kills {asked.kills} --seed {asked.seed}",
+            rows[name] = Drill(name, Path(folder), random.Random(arguments.seed)).run(arguments.kills)
+    results = {
+        "command": f"python drills/peers_drill.py --kills {arguments.kills} --seed {arguments.seed}",
         "machine": {**machine(), **{name: version(name) for name in ("transformers", "accelerate", "lightning")}},
         "rows": rows,
     }
-    asked.results.mkdir(parents=True, exist_ok=True)
-    (asked.results / "peers_drill.json").write_text(json.dumps(found, indent=2) + "\n")
-    print(table(found))
-    ours = rows.get("Lockstep")
-    sys.exit(1 if ours is not None and ours["goes on"] != ours["kills"] else 0)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / "peers_drill.json").write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results))
+    own = rows.get("Lockstep")
+    sys.exit(1 if own is not None and own[RESUMES] != own["kills"] else 0)
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """Markdown."""
-    outcomes = ("goes on", "falls back", "errs", "fails")
-    lines = [f"|  | kills | {' | '.join(outcomes)} | a save, s | kills by fifths of it |", "|---|" + "--:|" * 7]
-    for name, row in found["rows"].items():
-        cells = [row["kills"], *(row[one] for one in outcomes), f"{row['seconds']:.2f}", row["fifths"]]
+def table(results: Mapping[str, Any]) -> str:
+    """Return the table in Markdown."""
+    heads = ["kills", "resumes", *OUTCOMES[1:], "a save, s", "kills by fifths of it"]
+    lines = [f"|  | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    for name, row in results["rows"].items():
+        cells = [row["kills"], *(row[outcome] for outcome in OUTCOMES), f"{row['seconds']:.2f}", row["fifths"]]
         lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -89,12 +90,12 @@ def table(found: Mapping[str, Any]) -> str:
 
 @dataclass
 class Drill:
-    """Of one contestant.
+    """The drill of a contestant.
 
     Attributes:
-        states: hash of what was saved, by step; of the last save of that step.
-        lengths: seconds that undisturbed saves took.
-        done: step of the last save known to be done.
+        states: Hash of the state in the last save of each step.
+        lengths: Durations of undisturbed saves, in seconds.
+        done: Step of the last save known to be done.
     """
 
     name: str
@@ -110,12 +111,12 @@ class Drill:
         fifths = [0] * PARTS
         made, missed = 0, 0
         while made < kills or sum(outcomes.values()) < made:
-            part = min(range(PARTS), key=lambda one: (fifths[one], self.rng.random()))
+            part = min(range(PARTS), key=lambda number: (fifths[number], self.rng.random()))
             with Child(self.name, self.folder) as child:
                 start = self._started(child)
                 if sum(outcomes.values()) < made:  # there was a kill before
-                    outcomes[self._judged(start)] += 1
-                    print(f"{self.name}: kill {made} of {kills}: {start.said}", file=sys.stderr, flush=True)
+                    outcomes[self._checked(start)] += 1
+                    print(f"{self.name}: kill {made} of {kills}: {start.description}", file=sys.stderr, flush=True)
                 if made == kills or start.failure is not None:
                     self._mend(start)
                     continue
@@ -124,7 +125,7 @@ class Drill:
             fifths[part] += hit
         return {
             "kills": made,
-            **{one: outcomes[one] for one in ("goes on", "falls back", "errs", "fails")},
+            **{outcome: outcomes[outcome] for outcome in OUTCOMES},
             "seconds": round(statistics.median(self.lengths), 3),
             "fifths": " ".join(map(str, fifths)),
             "between_two_saves": missed,
@@ -137,23 +138,23 @@ class Drill:
                 return Start(int(words[1]), words[2])
             if words[0] == "failed":
                 return Start(0, "", " ".join(words[1:]))
-        return Start(0, "", "ended without a word")
+        return Start(0, "", "ended silently")
 
-    def _judged(self, start: Start) -> str:
-        found = self._outcome(start)
-        if found != "goes on":
-            self.examples.setdefault(found, f"{start.said} (step {self.done} was done)")
-        return found
+    def _checked(self, start: Start) -> str:
+        outcome = self._outcome(start)
+        if outcome != RESUMES:
+            self.examples.setdefault(outcome, f"{start.description} (step {self.done} was done)")
+        return outcome
 
     def _outcome(self, start: Start) -> str:
         if start.failure is not None:
             return "fails"
         if start.step == 0 or start.state != self.states.get(start.step):
             return "errs"
-        return "goes on" if start.step >= self.done else "falls back"
+        return RESUMES if start.step >= self.done else "falls back"
 
     def _mend(self, start: Start) -> None:
-        """What a person does whose run doesn't start: deletes the newest checkpoint."""
+        """Delete the newest checkpoint, as a user would, if the run didn't start."""
         if start.failure is None:
             return
         left = saves_in(self.folder)
@@ -164,7 +165,7 @@ class Drill:
         self.done = 0  # what this kill has cost is counted
 
     def _kill(self, child: Child, part: int) -> bool:
-        """Lets some saves pass, waits for one to write, and for a moment in it; whether the kill fell into it."""
+        """Kill during this part of a later save; return whether the kill hit the save."""
         passing = self.rng.randrange(1, 3) if self.lengths else 6
         began = 0.0
         for words in child.events():
@@ -191,12 +192,12 @@ class Drill:
 
 @dataclass(frozen=True)
 class Start:
-    """How an attempt begins.
+    """The start of an attempt.
 
     Attributes:
-        step: that it goes on from; 0 if it begins anew.
-        state: hash of what it goes on with.
-        failure: why it doesn't begin; None if it does.
+        step: The step from which it resumes; 0 if it starts from the beginning.
+        state: Hash of the state with which it resumes.
+        failure: Why it doesn't start; None if it does.
     """
 
     step: int
@@ -204,12 +205,12 @@ class Start:
     failure: str | None = None
 
     @property
-    def said(self) -> str:
-        return f"goes on from step {self.step}" if self.failure is None else self.failure
+    def description(self) -> str:
+        return f"resumes from step {self.step}" if self.failure is None else self.failure
 
 
 class Child:
-    """One attempt, in a process of its own that tells what it does in a file."""
+    """An attempt in its own process, which writes its events to a file."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._events = folder / "events"
@@ -230,7 +231,7 @@ class Child:
         self._process.join()
 
     def events(self) -> Iterator[list[str]]:
-        """As they come; ends when the process does."""
+        """Yield events as they are written, until the process ends."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             alive = self._process.is_alive()
@@ -241,7 +242,7 @@ class Child:
         raise SystemExit("an attempt hangs")
 
     def rest(self) -> Iterator[list[str]]:
-        """Those that have come since."""
+        """Yield the events that have been written since the last call."""
         with self._events.open("rb") as file:
             file.seek(self._read)
             while (line := file.readline()).endswith(b"\n"):
@@ -250,16 +251,16 @@ class Child:
 
 
 def saves_in(folder: Path) -> list[Path]:
-    """What looks like a checkpoint of any contestant."""
+    """Return the files that look like a checkpoint of any contestant."""
     name = re.compile(r"(step[-=]|checkpoint[-_])\d+|last.*\.ckpt")
     return [path for path in (folder / "saves").rglob("*") if name.match(path.name)]
 
 
-# --- what all contestants have ------------------------------------------------------------------------------------
+# --- shared by contestants ---------------------------------------------------------------------------------------
 
 
-class Tell:
-    """An attempt's word to the drill."""
+class Events:
+    """Writes an attempt's events for the drill."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -275,18 +276,18 @@ class Tell:
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for name, tensor in sorted(state.items()):
-        found.update(name.encode())
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     moments = {
         f"{index}.{name}": value
-        for index, one in enumerate(model.parameters())
-        for name, value in optimizer.state.get(one, {}).items()
+        for index, parameter in enumerate(model.parameters())
+        for name, value in optimizer.state.get(parameter, {}).items()
     }
     return {**model.state_dict(), **moments}
 
@@ -306,23 +307,23 @@ class Noise(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def _be(name: str, folder: str, events: str) -> None:
-    """The body of an attempt."""
+    """Run an attempt."""
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     torch.set_num_threads(1)
-    tell = Tell(events)
+    events = Events(events)
     os.chdir(folder)
     try:
-        CONTESTANTS[name](Path(folder) / "saves", tell)
+        CONTESTANTS[name](Path(folder) / "saves", events)
     except BaseException as error:
-        tell("failed", type(error).__name__, error)
+        events("failed", type(error).__name__, error)
 
 
 # --- contestants --------------------------------------------------------------------------------------------------
 
 
-def lockstep_(folder: Path, tell: Tell) -> None:
+def lockstep_(folder: Path, events: Events) -> None:
     import lockstep
 
     config = {
@@ -333,18 +334,18 @@ def lockstep_(folder: Path, tell: Tell) -> None:
         "checkpoint": {"keep_last": 2},
         "run": {"steps": ENDLESS},
     }
-    given: dict[str, Any] = {"model": make_model(), "train_dataset": Pairs(), "objective": nn.MSELoss(reduction="sum")}
-    with lockstep.session(config, **given) as session:
+    loss = nn.MSELoss(reduction="sum")
+    with lockstep.session(config, model=make_model(), train_dataset=Pairs(), objective=loss) as session:
         checkpoints = session.checkpoints(folder)
-        tell("resumed", checkpoints.resumed_from or 0, fingerprint(session.state().tensors))
+        events("resumed", checkpoints.resumed_from or 0, fingerprint(session.state().tensors))
         under_way: int | None = None
         for report in session:
             if under_way is not None and (folder / f"step-{under_way:08d}").exists():
-                tell.end(under_way)
+                events.end(under_way)
                 under_way = None
             if under_way is None:
                 under_way = report.step
-                tell.begin(report.step, session.state().tensors)
+                events.begin(report.step, session.state().tensors)
                 checkpoints.save()
 
 
@@ -362,23 +363,23 @@ class ForTrainer(nn.Module):
         return {"loss": F.mse_loss(self.body(x), labels)}
 
 
-def hf_trainer(folder: Path, tell: Tell) -> None:
+def hf_trainer(folder: Path, events: Events) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
-    class Telling(TrainerCallback):
-        said = False
+    class Reporting(TrainerCallback):
+        has_reported = False
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not self.said:
-                tell("resumed", state.global_step, fingerprint(now()))
-                self.said = True
+            if not self.has_reported:
+                events("resumed", state.global_step, fingerprint(now()))
+                self.has_reported = True
 
     class Saving(Trainer):
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-            tell.begin(self.state.global_step, now())
+            events.begin(self.state.global_step, now())
             super()._save_checkpoint(*args, **kwargs)
-            tell.end(self.state.global_step)
+            events.end(self.state.global_step)
 
     def now() -> dict[str, Tensor]:
         return state_of(trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer))
@@ -388,12 +389,12 @@ def hf_trainer(folder: Path, tell: Tell) -> None:
         save_strategy="steps", save_steps=1, save_total_limit=2, logging_strategy="no", report_to=[], use_cpu=True,
         disable_tqdm=True, ignore_data_skip=True, dataloader_num_workers=0,
     )  # fmt: skip
-    trainer = Saving(ForTrainer(), arguments, train_dataset=Noise(), callbacks=[Telling()])
+    trainer = Saving(ForTrainer(), arguments, train_dataset=Noise(), callbacks=[Reporting()])
     there = folder.is_dir() and get_last_checkpoint(str(folder)) is not None
     trainer.train(resume_from_checkpoint=there or None)
 
 
-def accelerate_(folder: Path, tell: Tell) -> None:
+def accelerate_(folder: Path, events: Events) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
@@ -408,27 +409,27 @@ def accelerate_(folder: Path, tell: Tell) -> None:
 
     naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=naming)
-    bare = make_model()
+    module = make_model()
     model, optimizer, batches = accelerator.prepare(
-        bare, torch.optim.AdamW(bare.parameters(), lr=1e-4), torch.utils.data.DataLoader(Noise(), batch_size=BATCH)
+        module, torch.optim.AdamW(module.parameters(), lr=1e-4), torch.utils.data.DataLoader(Noise(), batch_size=BATCH)
     )
     steps = Steps()
     accelerator.register_for_checkpointing(steps)
     if list(folder.glob("checkpoints/checkpoint_*")):
         accelerator.load_state()
         accelerator.project_configuration.iteration = steps.done
-    tell("resumed", steps.done, fingerprint(state_of(bare, optimizer.optimizer)))
+    events("resumed", steps.done, fingerprint(state_of(module, optimizer.optimizer)))
     for batch in batches:
         accelerator.backward(F.mse_loss(model(batch["x"]), batch["labels"]))
         optimizer.step()
         optimizer.zero_grad()
         steps.done += 1
-        tell.begin(steps.done, state_of(bare, optimizer.optimizer))
+        events.begin(steps.done, state_of(module, optimizer.optimizer))
         accelerator.save_state()
-        tell.end(steps.done)
+        events.end(steps.done)
 
 
-def lightning_(folder: Path, tell: Tell) -> None:
+def lightning_(folder: Path, events: Events) -> None:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -444,13 +445,13 @@ def lightning_(folder: Path, tell: Tell) -> None:
             return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
         def on_train_start(self) -> None:
-            tell("resumed", self.global_step, fingerprint(now()))
+            events("resumed", self.global_step, fingerprint(now()))
 
     class Saving(ModelCheckpoint):
         def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            tell.begin(trainer.global_step, now())
+            events.begin(trainer.global_step, now())
             super().on_train_batch_end(trainer, *args, **kwargs)
-            tell.end(trainer.global_step)
+            events.end(trainer.global_step)
 
     def now() -> dict[str, Tensor]:
         return state_of(module, module.optimizers(use_pl_optimizer=False))  # type: ignore[arg-type]
@@ -469,7 +470,7 @@ def lightning_(folder: Path, tell: Tell) -> None:
     trainer.fit(module, batches, ckpt_path=newest)
 
 
-CONTESTANTS: Mapping[str, Callable[[Path, Tell], None]] = {
+CONTESTANTS: Mapping[str, Callable[[Path, Events], None]] = {
     "Lockstep": lockstep_,
     "HF Trainer": hf_trainer,
     "Accelerate": accelerate_,

@@ -1,11 +1,11 @@
-"""What becomes of a run that is asked to stop while it starts: `python drills/signal_drill.py`.
+"""Sends stop signals to runs that are starting, and checks how they end: `python drills/signal_drill.py`.
 
     command starts ---- 5 ms ---- 5 ms ---- 5 ms ---- ... ---- first update ---- ...
                           a signal at one of these moments, to the launcher or to its process group
 
-Each trial is a start of its own, with one signal. It must end by itself, all of its processes with it, with exit code
-130 and one sentence (75 once there was an update to save), without a traceback. What Python does with a signal before
-it runs the first line of Lockstep is counted apart.
+Each trial starts a run and sends one signal. The run must end by itself, with all of its processes, with exit code 130
+and one sentence (75 once there was an update to save), without a traceback. Signals that arrive before Python runs the
+first line of Lockstep are counted separately.
 
 Prints a table, writes results/signal_drill.json, and fails (exit code 1) if a trial failed.
 """
@@ -48,8 +48,10 @@ RUN = (
 
 @dataclass(frozen=True)
 class Trial:
-    """Attributes:
-    after: seconds from the start of the command to the signal.
+    """A start with one signal.
+
+    Attributes:
+        after: Seconds from the start of the command to the signal.
     """
 
     name: str
@@ -60,10 +62,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Attributes:
-    kind: `stopped`, `saved`, `before Lockstep`, or `failed`.
-    seconds: from the signal to the end of the command.
-    why: it failed.
+    """The result of a trial.
+
+    Attributes:
+        kind: `stopped`, `saved`, `before Lockstep`, or `failed`.
+        seconds: Time from the signal to the end of the command.
+        why: Why it failed.
     """
 
     trial: Trial
@@ -76,23 +80,23 @@ class Outcome:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it, and so
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # would the runs, as they should
-    asked = _arguments()
-    first = _seconds_to_first_update(max(asked.ranks), asked.where)
-    trials = list(schedule(asked, first))
-    _tell(f"the first update comes after {first:.2f} s; {len(trials)} trials")
+    arguments = _arguments()
+    first = _seconds_to_first_update(max(arguments.ranks), arguments.where)
+    trials = list(schedule(arguments, first))
+    _print(f"the first update comes after {first:.2f} s; {len(trials)} trials")
     began = time.perf_counter()
-    with ThreadPoolExecutor(asked.at_once) as pool:
+    with ThreadPoolExecutor(arguments.at_once) as pool:
         outcomes = []
-        for number, outcome in enumerate(pool.map(lambda trial: attempt(trial, asked.where), trials), 1):
+        for number, outcome in enumerate(pool.map(lambda trial: attempt(trial, arguments.where), trials), 1):
             outcomes.append(outcome)
             if outcome.kind == "failed" or number % 50 == 0:
-                _tell(f"{number}: {outcome.trial} {outcome.kind} {outcome.code} {outcome.why}")
-    found = {"command": _command(asked), "machine": machine(), **summary(outcomes, first)}
-    found["seconds"] = round(time.perf_counter() - began, 1)
-    asked.results.mkdir(parents=True, exist_ok=True)
-    (asked.results / "signal_drill.json").write_text(json.dumps(found, indent=2) + "\n")
-    print(table(found), flush=True)
-    sys.exit(1 if found["failed"] else 0)
+                _print(f"{number}: {outcome.trial} {outcome.kind} {outcome.code} {outcome.why}")
+    results = {"command": _command(arguments), "machine": machine(), **summary(outcomes, first)}
+    results["seconds"] = round(time.perf_counter() - began, 1)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / "signal_drill.json").write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results), flush=True)
+    sys.exit(1 if results["failed"] else 0)
 
 
 def _arguments() -> argparse.Namespace:
@@ -112,29 +116,31 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _command(asked: argparse.Namespace) -> str:
-    words = [f"--times {asked.times}", f"--every {asked.every:g}", f"--until {asked.until:g}"]
-    words.append(f"--ranks {','.join(map(str, asked.ranks))}")
-    return f"python drills/signal_drill.py {' '.join(words)} --signals {','.join(asked.signals)}"
+def _command(arguments: argparse.Namespace) -> str:
+    words = [f"--times {arguments.times}", f"--every {arguments.every:g}", f"--until {arguments.until:g}"]
+    words.append(f"--ranks {','.join(map(str, arguments.ranks))}")
+    return f"python drills/signal_drill.py {' '.join(words)} --signals {','.join(arguments.signals)}"
 
 
-def schedule(asked: argparse.Namespace, first: float) -> Iterator[Trial]:
-    """Moments are multiples of `every`, from the very start to `until`. Rows take turns, so
-    that together they come close to every moment."""
-    moments = int(asked.until * first * 1000 / asked.every)
-    rows = list(itertools.product(asked.signals, asked.ranks, TARGETS))
-    for number in range(asked.times * len(rows)):
+def schedule(arguments: argparse.Namespace, first: float) -> Iterator[Trial]:
+    """Yield trials at multiples of `every`, from the start to `until`.
+
+    Rows take turns, so that together they come close to every moment.
+    """
+    moments = int(arguments.until * first * 1000 / arguments.every)
+    rows = list(itertools.product(arguments.signals, arguments.ranks, TARGETS))
+    for number in range(arguments.times * len(rows)):
         name, ranks, target = rows[number % len(rows)]
-        moment = round(number * moments / (asked.times * len(rows)))
-        yield Trial(name, ranks, target, moment * asked.every / 1000)
+        moment = round(number * moments / (arguments.times * len(rows)))
+        yield Trial(name, ranks, target, moment * arguments.every / 1000)
 
 
 def _started(ranks: int, folder: Path) -> subprocess.Popen[bytes]:
     program = str(Path(sys.executable).with_name("lockstep"))
-    with (folder / "said").open("w") as said:
+    with (folder / "output").open("w") as output:
         return subprocess.Popen(
             [program, "train", *RUN, f"--ranks={ranks}", f"--run.folder={folder / 'run'}"],
-            stdout=said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder, start_new_session=True,
+            stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder, start_new_session=True,
         )  # fmt: skip
 
 
@@ -145,12 +151,12 @@ def _seconds_to_first_update(ranks: int, where: Path | None) -> float:
             process = _started(ranks, Path(folder))
             metrics = Path(folder, "run", "metrics.jsonl")
             while not (metrics.exists() and metrics.stat().st_size):
-                assert process.poll() is None, Path(folder, "said").read_text()
+                assert process.poll() is None, Path(folder, "output").read_text()
                 time.sleep(0.002)
-            found = time.monotonic() - began
+            seconds = time.monotonic() - began
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return found
+            return seconds
 
     return statistics.median(once() for _ in range(3))
 
@@ -167,37 +173,37 @@ def attempt(trial: Trial, where: Path | None) -> Outcome:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-            return Outcome(trial, "failed", code, PATIENCE, f"hangs: {_said(folder)}")
+            return Outcome(trial, "failed", code, PATIENCE, f"hangs: {_output(folder)}")
         seconds = time.monotonic() - sent
-        kind, why = judged(trial, code, _said(folder))
+        kind, why = outcome_of(trial, code, _output(folder))
         if left := list(processes_of_group(process.pid)):
             time.sleep(1.0)  # the kernel is ending them
             if left := list(processes_of_group(process.pid)):
                 kind, why = "failed", f"leaves processes {left}"
                 os.killpg(process.pid, signal.SIGKILL)
         if kind == "stopped" and (folder / "run").exists() and not (folder / "run" / "config.yaml").exists():
-            kind, why = "failed", f"leaves a run folder that nobody began: {os.listdir(folder / 'run')}"
+            kind, why = "failed", f"leaves a run folder without a run: {os.listdir(folder / 'run')}"
         return Outcome(trial, kind, code, seconds, why)
 
 
-def _said(folder: Path) -> str:
-    return (folder / "said").read_text(errors="replace")
+def _output(folder: Path) -> str:
+    return (folder / "output").read_text(errors="replace")
 
 
-def judged(trial: Trial, code: int, said: str) -> tuple[str, str]:
-    """What became of it, and what is wrong with that."""
+def outcome_of(trial: Trial, code: int, output: str) -> tuple[str, str]:
+    """Return the kind of the outcome, and what is wrong with it."""
     number = signal.Signals[trial.name]
-    if "lockstep" not in said and (code == -number or (number == signal.SIGINT and code in (1, -number))):
+    if "lockstep" not in output and (code == -number or (number == signal.SIGINT and code in (1, -number))):
         return "before Lockstep", ""
-    if "Traceback" in said or "Exception ignored" in said:
-        return "failed", f"shows a traceback: {said[-2000:]}"
-    if code == 75 and "and saved" in said:
+    if "Traceback" in output or "Exception ignored" in output:
+        return "failed", f"shows a traceback: {output[-2000:]}"
+    if code == 75 and "and saved" in output:
         return "saved", ""
-    sentences = re.findall(rf"^lockstep: stopped by {trial.name}$", said, re.MULTILINE)
+    sentences = re.findall(rf"^lockstep: stopped by {trial.name}$", output, re.MULTILINE)
     if code != 130:
-        return "failed", f"exit code {code}: {said[-2000:]}"
+        return "failed", f"exit code {code}: {output[-2000:]}"
     if len(sentences) != 1:
-        return "failed", f"{len(sentences)} sentences: {said[-2000:]}"
+        return "failed", f"{len(sentences)} sentences: {output[-2000:]}"
     return "stopped", ""
 
 
@@ -219,26 +225,26 @@ def summary(outcomes: Sequence[Outcome], first: float) -> dict[str, Any]:
     return {"first_update": round(first, 2), "rows": rows, "failed": failed}
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Any]) -> str:
     lines = [
         "| signal | ranks | sent to | trials | stopped, 130 | saved, 75 | before Lockstep ran | failed | longest, s |",
         "|---|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for row in found["rows"]:
+    for row in results["rows"]:
         lines.append(
             f"| {row['signal']} | {row['ranks']} | {row['target']} | {row['trials']} | {row['stopped']} | "
             f"{row['saved']} | {row['before Lockstep']} | {row['failed']} | {row['longest']:.2f} |"
         )
-    early = max(row["before_until"] for row in found["rows"])
+    early = max(row["before_until"] for row in results["rows"])
     lines.append("")
     lines.append(
-        f"The first update came after {found['first_update']:.2f} s. Python itself answered signals up to "
+        f"The first update came after {results['first_update']:.2f} s. Python itself answered signals up to "
         f"{1000 * early:.0f} ms after the command, before it ran the first line of Lockstep."
     )
     return "\n".join(lines)
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 

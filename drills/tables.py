@@ -13,8 +13,8 @@ import versions_drill
 
 HERE = Path(__file__).parent
 TABLES = {
-    "kill_drill_runs": lambda found: _as_said(kill_drill.runs_table(found)),
-    "kill_drill_saves": lambda found: _as_said(kill_drill.saves_table(found)),
+    "kill_drill_runs": lambda results: _as_code(kill_drill.runs_table(results)),
+    "kill_drill_saves": lambda results: _as_code(kill_drill.saves_table(results)),
     "signal_drill": signal_drill.table,
     "versions": versions_drill.table,
     "peers_drill": peers_drill.table,
@@ -27,15 +27,15 @@ def main() -> None:
         path = HERE / "results" / f"{name}.json"
         if not path.exists():
             continue
-        found = json.loads(path.read_text())
-        machine = ", ".join(f"{what} {value}" for what, value in found["machine"].items())
-        written = f"{table(found)}\n\n`{found['command']}`: {machine}."
+        results = json.loads(path.read_text())
+        machine = ", ".join(f"{what} {value}" for what, value in results["machine"].items())
+        written = f"{table(results)}\n\n`{results['command']}`: {machine}."
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text = re.sub(pattern, lambda at, written=written: f"{at[1]}{written}\n{at[2]}", text, flags=re.DOTALL)
     (HERE / "README.md").write_text(text)
 
 
-def _as_said(table: str) -> str:
+def _as_code(table: str) -> str:
     return f"```\n{table.strip()}\n```"
 
 

@@ -137,8 +137,8 @@ def install(sdist: Path, folder: Path, version: str, torch: str | None, venvs: S
 def matching(venvs: Sequence[Path], version: str, torch: str | None) -> Path | None:
     """Return the venv of this Python with this torch; if torch is None, with any but the pinned one."""
     for venv in venvs:
-        python, found = json.loads(run([venv / "bin" / "python", "-c", FACTS], ROOT))
-        pinned = found.partition("+")[0] == pinned_torch()
+        python, version_of_torch = json.loads(run([venv / "bin" / "python", "-c", FACTS], ROOT))
+        pinned = version_of_torch.partition("+")[0] == pinned_torch()
         if pinned == bool(torch) and (not torch or python.startswith(f"{version}.")):
             return venv
     return None

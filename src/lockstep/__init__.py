@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.user_collectives import gather as gather
     from lockstep.distributed.user_collectives import print_once as print_once
     from lockstep.interop.importing import import_config as import_config
-    from lockstep.launch.torchrun import exit_with as exit_with
+    from lockstep.launch.outcome import exit_with as exit_with
     from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
     from lockstep.proof.api import verify as verify
@@ -82,7 +82,7 @@ _HOMES = {
     "broadcast": "lockstep.distributed.user_collectives",
     "checkpoint_activations": "lockstep.training.activation_checkpointing",
     "count_parameters": "lockstep.models.build",
-    "exit_with": "lockstep.launch.torchrun",
+    "exit_with": "lockstep.launch.outcome",
     "gather": "lockstep.distributed.user_collectives",
     "import_config": "lockstep.interop.importing",
     "positions": "lockstep.distributed.forward_mode",

@@ -1,6 +1,6 @@
-"""The program: `lockstep`, and `python -m lockstep`, so that torchrun and its kin can start it.
+"""The program: `lockstep`, and `python -m lockstep`, so that torchrun and other launchers can start it.
 
-Signals are handled before anything else is imported.
+Signal handlers are installed before anything else is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def command() -> NoReturn:
-    """Ends this process with the exit code of the verb."""
+    """Run the verb and end this process with its exit code."""
     _refuse_other_systems()
     from lockstep.core.closed_streams import open_closed_streams
     from lockstep.core.stopping import stop_at_once

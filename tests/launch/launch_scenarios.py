@@ -31,7 +31,7 @@ def acts(
     section_ = Launch(**(section or {}))
     entry = partial(play, list(script))
     folder = Path(logs) if logs else None
-    return sum(launch(entry, len(script), section_, folder, ahead=ahead).show() for _ in range(repeat))
+    return sum(launch(entry, len(script), section_, folder, preload=ahead).show() for _ in range(repeat))
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:

@@ -31,16 +31,16 @@ def _end(kind: EndKind, time: float = 0.0, text: str = "") -> End:
     [
         (ConfigError("lr is 0"), EndKind.MESSAGE, 2),
         (RunFailed("no disk"), EndKind.MESSAGE, 1),
-        (CollectiveTimeout("for rank 1"), EndKind.WAITED, 1),
+        (CollectiveTimeout("for rank 1"), EndKind.TIMED_OUT, 1),
         (Stopped("time is up"), EndKind.STOPPED, 130),
         (Paused("time is up"), EndKind.PAUSED, 75),
         (KeyboardInterrupt(), EndKind.STOPPED, 130),
-        (SystemExit(), EndKind.LEFT, 0),
-        (SystemExit(4), EndKind.LEFT, 4),
+        (SystemExit(), EndKind.EXITED, 0),
+        (SystemExit(4), EndKind.EXITED, 4),
         (SystemExit("enough"), EndKind.MESSAGE, 1),
         (ValueError("boom"), EndKind.TRACEBACK, 1),
-        (RuntimeError(GLOO), EndKind.PEER, 1),
-        (ConnectionResetError("Connection reset by peer"), EndKind.PEER, 1),
+        (RuntimeError(GLOO), EndKind.PEER_FAILED, 1),
+        (ConnectionResetError("Connection reset by peer"), EndKind.PEER_FAILED, 1),
         (ValueError("Connection closed by peer"), EndKind.TRACEBACK, 1),  # no network raises this kind
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -53,18 +53,18 @@ def test_exceptions_are_told_apart(error: BaseException, kind: EndKind, code: in
 def test_exception_raised_from_a_peers_end_is_one() -> None:
     error = ValueError("step 4 failed")
     error.__cause__ = RuntimeError(GLOO)
-    assert end_of_exception(error, 0.0, None).kind is EndKind.PEER
+    assert end_of_exception(error, 0.0, None).kind is EndKind.PEER_FAILED
 
 
 @pytest.mark.parametrize(
     ("exitcode", "kind", "text"),
     [
-        (0, EndKind.LEFT, "ended with exit code 0 before it was done"),
+        (0, EndKind.EXITED, "ended with exit code 0 before it was done"),
         (3, EndKind.CODE, "ended with exit code 3"),
         (130, EndKind.STOPPED, ""),
         (-9, EndKind.KILLED, "was killed by SIGKILL"),
         (-11, EndKind.KILLED, "was killed by SIGSEGV"),
-        (-6, EndKind.PEER, "was killed by SIGABRT"),
+        (-6, EndKind.PEER_FAILED, "was killed by SIGABRT"),
         (-99, EndKind.KILLED, "was killed by signal 99"),
     ],
 )
@@ -77,16 +77,16 @@ def test_processes_that_end_without_a_word(exitcode: int, kind: EndKind, text: s
     ("ends", "cause"),
     [
         ([_end(EndKind.DONE), _end(EndKind.DONE)], None),
-        ([_end(EndKind.PEER, 1), _end(EndKind.KILLED, 2)], 1),
-        ([_end(EndKind.PEER, 1), replace(_end(EndKind.LEFT, 2), code=0)], 1),
-        ([_end(EndKind.DONE, 1), replace(_end(EndKind.LEFT, 2), code=0)], None),
-        ([_end(EndKind.ENDED, 1), _end(EndKind.PEER, 2), _end(EndKind.TRACEBACK, 3)], 2),
+        ([_end(EndKind.PEER_FAILED, 1), _end(EndKind.KILLED, 2)], 1),
+        ([_end(EndKind.PEER_FAILED, 1), replace(_end(EndKind.EXITED, 2), code=0)], 1),
+        ([_end(EndKind.DONE, 1), replace(_end(EndKind.EXITED, 2), code=0)], None),
+        ([_end(EndKind.ENDED, 1), _end(EndKind.PEER_FAILED, 2), _end(EndKind.TRACEBACK, 3)], 2),
         ([_end(EndKind.TRACEBACK, 2), _end(EndKind.MESSAGE, 1)], 1),
-        ([_end(EndKind.PEER, 2), _end(EndKind.PEER, 1)], 1),
-        ([_end(EndKind.ENDED, 1), _end(EndKind.PEER, 2)], 1),
-        ([_end(EndKind.PEER, 1), _end(EndKind.WAITED, 2), _end(EndKind.ENDED, 3)], 1),
-        ([_end(EndKind.WAITED, 1), _end(EndKind.KILLED, 2)], 1),
-        ([_end(EndKind.PEER, 1), _end(EndKind.STOPPED, 2)], 1),
+        ([_end(EndKind.PEER_FAILED, 2), _end(EndKind.PEER_FAILED, 1)], 1),
+        ([_end(EndKind.ENDED, 1), _end(EndKind.PEER_FAILED, 2)], 1),
+        ([_end(EndKind.PEER_FAILED, 1), _end(EndKind.TIMED_OUT, 2), _end(EndKind.ENDED, 3)], 1),
+        ([_end(EndKind.TIMED_OUT, 1), _end(EndKind.KILLED, 2)], 1),
+        ([_end(EndKind.PEER_FAILED, 1), _end(EndKind.STOPPED, 2)], 1),
         ([_end(EndKind.DONE, 1), _end(EndKind.ENDED, 2)], 1),
     ],
 )
@@ -101,7 +101,7 @@ def test_message_of_all_ranks_names_none() -> None:
 
 
 def test_who_was_ended_let_the_others_wait_and_who_came_late_only_if_nobody_was() -> None:
-    waited, early, late = _end(EndKind.WAITED, 1), _end(EndKind.PEER, 1.1), _end(EndKind.PEER, 9)
+    waited, early, late = _end(EndKind.TIMED_OUT, 1), _end(EndKind.PEER_FAILED, 1.1), _end(EndKind.PEER_FAILED, 9)
     ended = _end(EndKind.ENDED, 9)
     assert describe(0, [waited, early, late], 600.0).startswith("rank 2 did not answer within 600 s (launch.timeout)")
     assert describe(0, [waited, ended, late], 600.0).startswith("rank 1 did not answer")
@@ -147,7 +147,7 @@ def test_long_tracebacks_lose_their_middle() -> None:
             Kills(None, 3),
             "by a person or a scheduler; the kernel has counted no out-of-memory kill here",
         ),
-        (Kills(None, None), Kills(None, None), "out of memory, perhaps (the kernel's log, dmesg, would say so)"),
+        (Kills(None, None), Kills(None, None), "out of memory, perhaps (the kernel's log, dmesg, would show it)"),
     ],
 )
 def test_sigkill_is_told_by_what_the_kernel_has_counted(before: Kills, now: Kills, expected: str) -> None:

@@ -22,7 +22,7 @@ from lockstep.core.json_output import json_only
 from lockstep.core.out_of_memory import bytes_asked, ran_out
 from lockstep.core.stopping import stop_at_once
 from lockstep.core.terminal import echo
-from lockstep.launch.torchrun import tell_torchrun
+from lockstep.launch.outcome import report_to_torchrun
 
 VERBS = {
     "init": ("init", "write a first config, with comments"),
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_.code if isinstance(exit_.code, int) else 1
     except Failure as failure:
         _flush(sys.stdout)  # what was printed comes before what went wrong
-        tell_torchrun(failure)
+        report_to_torchrun(failure)
         _say(_introduced(failure))
         return failure.exit_code
     except ModuleNotFoundError as error:

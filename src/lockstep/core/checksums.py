@@ -8,11 +8,12 @@ A file that is not listed is not checked: most files that are read come from oth
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
+
+from lockstep.core.files import write_atomically
 
 LIST = "XXH128SUMS"
 _CHUNK = 16 * 2**20  # bytes
@@ -67,16 +68,7 @@ def _read(folder: Path) -> dict[str, str]:
 
 
 def _write(folder: Path, hashes: dict[str, str]) -> None:
-    target = folder / LIST
-    if not hashes:
-        target.unlink()
-        return
-    partial = folder / f".{LIST}.{os.getpid()}"
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(f"{value}  {name}\n" for name, value in sorted(hashes.items()))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    if hashes:
+        write_atomically(folder / LIST, "".join(f"{value}  {name}\n" for name, value in sorted(hashes.items())))
+    else:
+        (folder / LIST).unlink()

@@ -1,4 +1,4 @@
-"""Reads small files, flushes files, and appends to files that may be deleted, moved or replaced while a run lasts.
+"""Reads and writes small files, and appends to files that may be deleted, moved or replaced during a run.
 
 path --> inode 1 <-- handle      normal
 path     inode 1 <-- handle      deleted or moved: `reopened` writes all that the handle leads to into a new file
@@ -44,6 +44,22 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it always has the whole old text or the whole new one. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        temporary.unlink(missing_ok=True)  # of an earlier process with this id, or of another user
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(handle)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def append_to(path: Path) -> int:

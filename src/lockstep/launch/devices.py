@@ -1,7 +1,7 @@
-"""The GPUs and cores of this machine, counted without using them.
+"""Counts the GPUs and cores of this machine.
 
-A process that has made a CUDA context can't be forked, and asking the CUDA runtime how many GPUs there are makes one.
-So the driver's management library (NVML) is asked, as nvidia-smi does.
+A process that has created a CUDA context can't be forked, and counting GPUs with the CUDA runtime creates one. So they
+are counted with the driver's management library (NVML), as nvidia-smi does.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from lockstep.core.errors import ConfigError, Problem
 
 
 def choose_ranks(launch: Launch) -> int:
-    """Return the number of ranks to start on this machine: as configured, or one a GPU, or one without GPUs."""
+    """Return the number of ranks to start on this machine: as configured, or one per GPU, or one without GPUs."""
     if launch.ranks != "auto":
         return launch.ranks
     return 1 if launch.device == "cpu" else max(1, count_gpus())
 
 
 def check_ranks(ranks: int, launch: Launch) -> str | None:
-    """Return a warning about N ranks on this machine, if there is one.
+    """Return a warning about `ranks` ranks on this machine, if there is one.
 
     Raises:
-        ConfigError: nccl, and fewer GPUs than ranks (two ranks can't share a GPU under nccl).
+        ConfigError: There are fewer GPUs than ranks under nccl, where two ranks can't share one.
     """
     if ranks < 1:
         raise ConfigError(Problem("", "launch.ranks", f"{ranks} ranks can't run; the least is 1"))
     if launch.backend == "nccl" and ranks > (gpus := count_gpus()):
         remedy = f"start {gpus} rank{'s' * (gpus > 1)}, or use gloo" if gpus else "use gloo"
-        there = f"there {'is' if gpus == 1 else 'are'} {gpus}"
-        why = f"nccl needs a GPU for each of the {ranks} ranks, and {there}; {remedy}"
-        raise ConfigError(Problem("", "launch.backend", why))
+        number = f"there {'is' if gpus == 1 else 'are'} {gpus}"
+        message = f"nccl needs a GPU for each of the {ranks} ranks, and {number}; {remedy}"
+        raise ConfigError(Problem("", "launch.backend", message))
     cores = count_cores()
     if ranks > cores:
         return f"{ranks} ranks share {cores} core{'s' * (cores > 1)}: they take turns, and each is slower"
@@ -42,10 +42,7 @@ def check_ranks(ranks: int, launch: Launch) -> str | None:
 
 
 def count_gpus(environ: Mapping[str, str] | None = None) -> int:
-    """Return the number of NVIDIA GPUs that a rank started from here could use; 0 if torch is built without CUDA.
-
-    Makes no CUDA context.
-    """
+    """Return the number of NVIDIA GPUs that a rank started from here could use; 0 if torch is built without CUDA."""
     import torch
 
     if torch.version.cuda is None:
@@ -54,7 +51,7 @@ def count_gpus(environ: Mapping[str, str] | None = None) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str], present: int) -> int:
-    """Return how many of `present` GPUs CUDA_VISIBLE_DEVICES leaves: indices or UUIDs, up to the first invalid one."""
+    """Return how many of `present` GPUs CUDA_VISIBLE_DEVICES selects: indices or UUIDs up to the first invalid one."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return present

@@ -1,13 +1,13 @@
-"""The ranks of one launch, from the outside: started, watched, ended.
+"""The processes of one launch's ranks: started, watched and ended by the launcher.
 
     start --> watch --------------------------------------------------------------> an End for each rank
-                |- all return                      -> done
-                |- one fails       the others may fail of it, then SIGTERM, then SIGKILL
-                |- asked to stop   SIGTERM once; they have `patience` seconds; then, or if asked again, SIGKILL
-                |                  one dies of it: it had nothing to save, and the others can't without it: SIGKILL
-                |- asked to save   SIGUSR2
+                |- all return          -> done
+                |- one fails           the others may fail because of it, then SIGTERM, then SIGKILL
+                |- stop requested      SIGTERM once; SIGKILL after `patience` seconds, or at the second request, or
+                |                      if one dies of SIGTERM: the others can't save without it
+                |- save requested      SIGUSR2
 
-Nothing polls: the launcher sleeps until a rank reports, a process ends, a signal comes or a deadline passes.
+Nothing polls: the launcher sleeps until a rank reports, a process ends, a signal arrives or a deadline passes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from types import FrameType
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
 from lockstep.launch.ends import End, EndKind, end_of_process
 
-_SETTLE = 1.0  # seconds for the other ranks to say how they fail, once one has
-_SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank still unwinding
-_SETTLE_WAITED = 0.1  # of what a collective may take: who began to wait later has waited in vain later
-_GRACE = 5.0  # seconds between SIGTERM and SIGKILL, when the run has failed anyway
-_SAME_REQUEST = 0.5  # seconds: signals as close as that are one (timeout(1), and shells, send to process and group)
+_SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one has
+_SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank that is still unwinding
+_SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wait later times out later
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
+_SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 
 
 class SignalRequests:
-    """The requests that signals made of the launcher; readable (`fileno`) when there are new ones.
+    """The requests that signals have made to the launcher; `fileno` is readable when there are new ones.
 
     Attributes:
-        stops: how often somebody has asked the run to stop.
-        saves: how often somebody has asked it to save and continue.
-        last_stop: the signal that asked for a stop last.
+        stops: Number of requests to stop the run.
+        saves: Number of requests to save and continue.
+        last_stop: The last signal that requested a stop.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class SignalRequests:
         return self._read
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Handle a stop signal."""
         now = time.monotonic()
         if now - self._stopped_at >= _SAME_REQUEST:
             self._stopped_at = now
@@ -65,7 +65,7 @@ class SignalRequests:
         self._wake()
 
     def save(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Handle a save signal."""
         self.saves += 1
         self._wake()
 
@@ -79,58 +79,66 @@ class SignalRequests:
         os.close(self._write)
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is full of news already
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the launcher wakes anyway
             os.write(self._write, b"!")
 
 
 @dataclass
-class Member:
-    """A rank's process, and what is known of it."""
+class RankProcess:
+    """A rank's process, what it has reported, and how it ended."""
 
     process: BaseProcess
     channel: Connection
     reported: End | None = None
     ended: End | None = None
-    _asked: bool = field(default=False, init=False)
-    _ended_by_us: bool = field(default=False, init=False)
-    _silent: bool = field(default=False, init=False)
+    _signaled: bool = field(default=False, init=False)  # with a stop signal, on request
+    _ended_by_launcher: bool = field(default=False, init=False)
+    _channel_closed: bool = field(default=False, init=False)
     _handle: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # A pidfd tells of the end of this one process; multiprocessing's sentinel also waits for its children.
+        # A pidfd becomes readable when this process ends; multiprocessing's sentinel also waits for its children.
         assert self.process.pid is not None
         self._handle = os.pidfd_open(self.process.pid) if sys.platform == "linux" else self.process.sentinel
 
-    def news(self) -> list[int | Connection]:
-        """Return the descriptors that become readable when the rank has news."""
-        return [self._handle] if self._silent or self.reported else [self._handle, self.channel]
+    def readable(self) -> list[int | Connection]:
+        """Return the descriptors that become readable when the rank reports or ends."""
+        return [self._handle] if self._channel_closed or self.reported else [self._handle, self.channel]
 
-    def look(self) -> None:
-        exitcode = self.process.exitcode  # first: what it said before it ended is in the channel
-        self._listen()
-        if exitcode is not None:
-            self.ended = self._conclude(exitcode)
+    def update(self) -> None:
+        """Receive the rank's report, and note how it ended."""
+        exitcode = self.process.exitcode  # first: the channel then has all that it reported before
+        if not self.reported and not self._channel_closed and self.channel.poll():
+            try:
+                end: End = self.channel.recv()
+                by_launcher = (self._signaled or self._ended_by_launcher) and end.kind is EndKind.STOPPED
+                self.reported = _by_launcher(end) if by_launcher else end
+            except (EOFError, OSError):
+                self._channel_closed = True
+        if exitcode is None:
+            return
+        if self.reported is not None and (self.reported.kind is not EndKind.DONE or exitcode == 0):
+            self.ended = self.reported
+            return
+        end = end_of_process(exitcode, time.monotonic())
+        self.ended = _by_launcher(end) if self._ended_by_launcher and exitcode < 0 else end
 
-    def ask(self, number: signal.Signals) -> None:
-        """Passes on what somebody has asked for."""
-        self._asked |= number in STOP_SIGNALS
+    def forward(self, number: signal.Signals) -> None:
+        """Forward a requested signal to the rank."""
+        self._signaled |= number in STOP_SIGNALS
         self._send(number)
 
     def end(self, number: signal.Signals) -> None:
-        """End the rank; its end is then the launcher's doing."""
-        if not self._ended_by_us:
-            self._ended_by_us = True
-            self.release()  # announced: it then tells how it was failing, if it was
+        """End the rank, and count its end as caused by the launcher."""
+        if not self._ended_by_launcher:
+            self._ended_by_launcher = True
+            self.release()  # announces the signal: the rank then reports how it was failing, if it was
         self._send(number)
 
     def release(self) -> None:
         """Let the rank exit: no other rank needs it."""
         with contextlib.suppress(OSError):
             self.channel.send(None)
-
-    def _send(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, number)
 
     def close(self) -> None:
         self.process.join()
@@ -139,113 +147,96 @@ class Member:
         if sys.platform == "linux":
             os.close(self._handle)
 
-    def _listen(self) -> None:
-        if self.reported or self._silent or not self.channel.poll():
-            return
-        try:
-            end: End = self.channel.recv()
-        except (EOFError, OSError):
-            self._silent = True
-            return
-        ours = self._asked or self._ended_by_us
-        self.reported = _our_doing(end) if ours and end.kind is EndKind.STOPPED else end
-
-    def _conclude(self, exitcode: int) -> End:
-        if self.reported is not None and (self.reported.kind is not EndKind.DONE or exitcode == 0):
-            return self.reported
-        end = end_of_process(exitcode, time.monotonic())
-        return _our_doing(end) if self._ended_by_us and exitcode < 0 else end
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, number)
 
 
 @dataclass
 class _Deadlines:
-    """The time at which the ranks still running are ended (seconds, CLOCK_MONOTONIC)."""
+    """The times at which the ranks still running are ended (seconds, CLOCK_MONOTONIC)."""
 
     terminate: float = math.inf
     kill: float = math.inf
     terminated: bool = False
 
     def timeout(self) -> float | None:
-        """Seconds until the next one; None if there is none."""
+        """Return the seconds until the next one; None if there is none."""
         nearest = min(self.terminate, self.kill)
         return None if nearest == math.inf else max(0.0, nearest - time.monotonic())
 
 
-def watch(members: Sequence[Member], requests: SignalRequests, patience: float) -> list[End]:
-    """Waits until all have ended, and sees to it that they do. Returns how, by rank."""
+def watch(members: Sequence[RankProcess], requests: SignalRequests, patience: float) -> list[End]:
+    """Wait until all ranks have ended, and end them when they must; return how they ended, by rank."""
     deadlines = _Deadlines()
     stops = saves = 0
     while living := [member for member in members if member.ended is None]:
         if living == [members[0]]:
             members[0].release()
-        news = [thing for member in living for thing in member.news()]
-        multiprocessing.connection.wait([*news, requests.fileno()], deadlines.timeout())
+        readable = [handle for member in living for handle in member.readable()]
+        multiprocessing.connection.wait([*readable, requests.fileno()], deadlines.timeout())
         requests.drain()
         for member in living:
-            member.look()
+            member.update()
         if requests.saves > saves:
             saves = requests.saves
             for member in living:
-                member.ask(SAVE_SIGNAL)
+                member.forward(SAVE_SIGNAL)
         if requests.stops > stops:
             stops = requests.stops
             _stop(stops, living, deadlines, patience)
-        _foresee(members, deadlines, patience)
+        _set_deadlines(members, deadlines, patience)
         _enforce(living, deadlines)
     return [member.ended for member in members if member.ended is not None]
 
 
-def _stop(count: int, living: Sequence[Member], deadlines: _Deadlines, patience: float) -> None:
-    """The first request goes to the ranks, once; the second ends them."""
+def _stop(count: int, living: Sequence[RankProcess], deadlines: _Deadlines, patience: float) -> None:
+    """Forward the first request to the ranks; kill them at the second."""
     if count > 1:
         deadlines.kill = 0.0
         return
     for member in living:
-        member.ask(signal.SIGTERM)
+        member.forward(signal.SIGTERM)
     deadlines.kill = min(deadlines.kill, time.monotonic() + patience)
 
 
-def _foresee(members: Sequence[Member], deadlines: _Deadlines, patience: float) -> None:
-    """A rank that has gone, other than by being done, takes the others with it."""
+def _set_deadlines(members: Sequence[RankProcess], deadlines: _Deadlines, patience: float) -> None:
+    """Set when the other ranks are ended because one has ended without being done."""
     if deadlines.terminated:
         return
-    heard = [end for member in members if (end := member.ended or member.reported)]
-    kinds = [EndKind.DONE if end.kind is EndKind.LEFT and end.code == 0 else end.kind for end in heard]
+    ends = [end for member in members if (end := member.ended or member.reported)]
+    kinds = [EndKind.DONE if end.kind is EndKind.EXITED and end.code == 0 else end.kind for end in ends]
     if EndKind.INTERRUPTED in kinds:
         deadlines.kill = min(deadlines.kill, time.monotonic() + _SETTLE)
-    deadlines.terminate = min(deadlines.terminate, time.monotonic() + _wait_for(kinds, len(members), patience))
+    deadlines.terminate = min(deadlines.terminate, time.monotonic() + _settle_time(kinds, len(members), patience))
 
 
-def _wait_for(heard: Sequence[EndKind], ranks: int, patience: float) -> float:
-    """Seconds for the ranks that have not been heard yet."""
-    kinds = set(heard)
-    if kinds & {EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.LEFT, EndKind.KILLED}:
+def _settle_time(kinds: Sequence[EndKind], ranks: int, patience: float) -> float:
+    """Return the seconds that the ranks without a report have left."""
+    if {EndKind.MESSAGE, EndKind.TRACEBACK, EndKind.CODE, EndKind.EXITED, EndKind.KILLED}.intersection(kinds):
         return _SETTLE
-    if EndKind.WAITED in kinds and len(heard) < ranks - 1:
-        return max(_SETTLE_PEER, _SETTLE_WAITED * patience)
-    if kinds & {EndKind.WAITED, EndKind.PEER}:
+    if EndKind.TIMED_OUT in kinds and len(kinds) < ranks - 1:
+        return max(_SETTLE_PEER, _SETTLE_TIMEOUT * patience)
+    if EndKind.TIMED_OUT in kinds or EndKind.PEER_FAILED in kinds:
         return _SETTLE_PEER
-    if kinds & {EndKind.STOPPED, EndKind.PAUSED}:  # an orderly stop; some have more to write than others
+    if EndKind.STOPPED in kinds or EndKind.PAUSED in kinds:  # an orderly stop; some have more to write than others
         return patience
     return math.inf
 
 
-def _enforce(living: Sequence[Member], deadlines: _Deadlines) -> None:
+def _enforce(living: Sequence[RankProcess], deadlines: _Deadlines) -> None:
     now = time.monotonic()
+    running = [member for member in living if member.ended is None]
     if now >= deadlines.kill:
-        _signal_all(living, signal.SIGKILL)
+        for member in running:
+            member.end(signal.SIGKILL)
         deadlines.terminate = deadlines.kill = math.inf
     elif now >= deadlines.terminate:
-        _signal_all(living, signal.SIGTERM)
+        for member in running:
+            member.end(signal.SIGTERM)
         deadlines.terminated = True
         deadlines.terminate, deadlines.kill = math.inf, min(deadlines.kill, now + _GRACE)
 
 
-def _signal_all(living: Sequence[Member], number: signal.Signals) -> None:
-    for member in living:
-        if member.ended is None:
-            member.end(number)
-
-
-def _our_doing(end: End) -> End:
+def _by_launcher(end: End) -> End:
     return End(EndKind.ENDED, end.code, "", end.time)

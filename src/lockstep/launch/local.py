@@ -3,19 +3,19 @@
     command --> imports torch, once --> forks rank 0, 1, ... --> entry() in each --> the run's exit code
                 about 0.95 s            milliseconds             0 done, 1 failed, 2 config, 130 stopped
 
-A rank forked from a process that has imported torch (and what else all ranks need), and done nothing with it, need not
-import it again. Where forking isn't safe (threads are running, CUDA is in use, no Linux), or `launch.environment` has
-what a process reads as it starts (LD_PRELOAD), ranks start as fresh interpreters. One rank needs
+A rank forked from a process that has imported torch (and other modules that all ranks need), and has not used it, need
+not import it again. Where forking isn't safe (threads are running, CUDA is in use, no Linux), or `launch.environment`
+sets a variable that a process reads as it starts (LD_PRELOAD), ranks start as fresh interpreters. A single rank needs
 no process: it runs in this one, with the same environment, log and exit codes.
 
-Why not torch's own engine, `torch.distributed.elastic.multiprocessing.start_processes`? It is as fast when it forks,
-and `elastic_launch` nearly so. But of two ranks in an all-reduce, one killed by SIGKILL, it named the other's broken
-connection as the failure every time; a rank that ended by KeyboardInterrupt counted as done and left the run waiting
-for ever; and a tee takes rank 0's terminal away. Exit codes and first causes are what people see of a launcher, so they
-are kept here (`group`, `ends`). An elastic agent's place is above: it would start `rank.run_rank` on each node.
+Why not torch's own `torch.distributed.elastic.multiprocessing.start_processes`? It is as fast when it forks, and
+`elastic_launch` nearly so. But when one of two ranks in an all-reduce was killed by SIGKILL, it reported the other's
+broken connection as the failure every time; a rank that ended by KeyboardInterrupt counted as done, and the run waited
+forever; and its tee takes rank 0's terminal away. Exit codes and first causes are what users see of a launcher, so
+Lockstep has its own (`group`, `ends`). An elastic agent would be a layer above, and start `rank.run_rank` on each node.
 
-Ranks of one machine meet on loopback. The launcher itself binds the store's port and hands the listening socket to
-rank 0 (see `core.ranks`): no other launch can take the port in between, and no other machine can reach the store.
+Ranks of one machine use loopback. The launcher itself binds the store's port and passes the listening socket to rank 0
+(see `core.ranks`): no other launch can take the port in between, and no other machine can reach the store.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.config.schema import Launch
@@ -44,7 +44,7 @@ from lockstep.core.stopping import blocked_signals, handled_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, EndKind, describe, first_cause
-from lockstep.launch.group import Member, SignalRequests, watch
+from lockstep.launch.group import RankProcess, SignalRequests, watch
 from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_environment
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import RankTask, append_end, run_entry, run_rank, signals_stop
@@ -55,8 +55,19 @@ _GUARD = (
     "the script starts ranks as it is imported, and its ranks, which are fresh interpreters, import it: put the call "
     'under `if __name__ == "__main__":`'
 )
-_LONGEST_REASON = 300
-_OF_A_STOP = (EndKind.INTERRUPTED, EndKind.PEER, EndKind.ENDED)  # ranks that stop break what binds them
+_MAX_REASON_LENGTH = 300  # characters
+_CAUSED_BY_STOP = (EndKind.INTERRUPTED, EndKind.PEER_FAILED, EndKind.ENDED)  # ranks that stop break their connections
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """The arguments of a launch, as of `launch`."""
+
+    entry: Callable[[], int]
+    ranks: int
+    section: Launch
+    logs: Path | None
+    forks: bool
 
 
 def launch(
@@ -65,27 +76,27 @@ def launch(
     launch: Launch,
     logs: Path | None,
     *,
-    apart: bool = False,
-    ahead: Sequence[str] = (),
+    own_process: bool = False,
+    preload: Sequence[str] = (),
     remedy: str = "",
 ) -> LaunchResult:
     """Run `entry` on `ranks` ranks of this machine; `.show()` prints why it failed and returns the run's exit code.
 
-    Each rank finds itself in `RankEnvironment.read(os.environ)`. The first rank to fail is named with its
-    traceback, or with its message if it raised a `Failure`, whose exit code is then the run's; the others are ended.
+    Each rank gets its own `RankEnvironment.read(os.environ)`. The first rank to fail is named with its traceback, or
+    with its message if it raised a `Failure`, whose exit code is then the run's; the others are ended.
 
     Args:
-        entry: returns the rank's exit code. Must be importable by name if ranks can't be forked.
-        ranks: on this machine.
-        launch: `port`, `environment`; `timeout`: seconds an orderly stop may take, for a collective may take as long.
-        logs: folder for rank-N.log. Rank 0 also prints to the terminal, the others only to their files, and their
+        entry: Returns the rank's exit code. Must be importable by name if ranks can't be forked.
+        ranks: Number of ranks on this machine.
+        launch: `port`, `environment`, and `timeout`: seconds that an orderly stop may take, as long as a collective.
+        logs: Folder for rank-N.log. Rank 0 also prints to the terminal, the others only to their files, and their
             warnings are shown at the end. None: all ranks print to the terminal.
-        apart: one rank, too, gets a process of its own, so that this one stays fit to fork others.
-        ahead: modules that every rank is going to import; importing them must start no threads and touch no GPU.
-        remedy: what to change if a rank is killed because memory ran out: one or more sentences.
+        own_process: Whether a single rank also gets a process, so that this one can still fork others.
+        preload: Modules that every rank imports; importing them must start no threads and use no GPU.
+        remedy: Sentences that state what to change if a rank is killed because memory ran out.
 
     Raises:
-        ConfigError: if the ranks can't be started as asked; nothing has been started then.
+        ConfigError: The ranks can't be started as configured; none has been started.
     """
     refuse_unsettable(launch.environment)
     note = check_ranks(ranks, launch)
@@ -94,22 +105,28 @@ def launch(
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
     fresh = bool(read_at_start(launch.environment))
-    if ranks == 1 and not apart and not fresh:
+    if ranks == 1 and not own_process and not fresh:
         return _run_here(entry, launch, logs)
-    with _without_garbage_collection():
+    collects = gc.isenabled()
+    gc.disable()  # imports are 10 % faster without garbage collection
+    try:
         importlib.import_module("torch")
-        for name in ahead:
+        for name in preload:
             with contextlib.suppress(ImportError):  # a rank that needs it reports that
                 importlib.import_module(name)
-    return _run_ranks(entry, ranks, launch, logs, remedy, last=not apart, forks=not fresh and may_fork())
+    finally:
+        if collects:
+            gc.enable()
+    forks = not fresh and may_fork()
+    return _run_ranks(_Launch(entry, ranks, launch, logs, forks), remedy, last=not own_process)
 
 
 def may_fork() -> bool:
-    """Return whether a forked copy of this process can compute: no other threads, no CUDA.
+    """Return whether a forked copy of this process can compute: it has no other threads, and CUDA is not in use.
 
-    OpenBLAS (numpy) keeps threads that it ends in a fork handler, and starts again when it needs them; libgomp's
-    (torch, after its first parallel loop) do not survive, and a child that computes waits for them for ever. A child
-    that does nothing makes the former end and shows the latter.
+    OpenBLAS (numpy) has threads that it ends in a fork handler and starts again when it needs them. libgomp's threads
+    (torch's, after its first parallel loop) do not survive a fork, and a child that computes waits for them forever. A
+    child that does nothing ends the former and reveals the latter.
     """
     torch = sys.modules.get("torch")
     uses_cuda = torch is not None and bool(torch.cuda.is_initialized())
@@ -123,154 +140,116 @@ def may_fork() -> bool:
     return _native_threads() == 1
 
 
-def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> LaunchResult:
-    variables = {**RankEnvironment(master_port=launch.port).variables(), LAUNCHER: str(os.getpid())}
-    log = streams.log_path(logs, 0) if logs else None
-    with set_environment({**variables, **launch.environment}), streams.doubled(log), signals_stop():
-        ends = [run_entry(entry)]
-        if log is not None:
-            append_end(log, ends[0])
-        return _conclude(ends, launch, None)
-
-
-def _run_ranks(
-    entry: Callable[[], int], ranks: int, launch: Launch, logs: Path | None, remedy: str, *, last: bool, forks: bool
-) -> LaunchResult:
-    logged = streams.sizes(logs, ranks) if logs else []
-    members: list[Member] = []
-    killed_before = kernel_kills()
-    with contextlib.closing(SignalRequests()) as requests, handled_signals(requests.stop, requests.save, last=last):
-        try:
-            with blocked_signals(forks=forks), _listener(launch.port, ranks) as listener, _frozen_heap():
-                _start(entry, ranks, launch, logs, listener, members, forks)
-            ends = watch(members, requests, launch.timeout)
-        finally:
-            for member in members:
-                if member.ended is None:
-                    member.end(signal.SIGKILL)
-                member.close()
-        sigkill = why_killed(killed_before, kernel_kills(), remedy)
-        if not forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
-            raise ConfigError(_GUARD)
-        result = _conclude(ends, launch, requests, sigkill)
-        if logs is not None and result.code == 0:
-            for remark in streams.remarks(logs, logged):
-                print_on_stderr(remark)
-        return replace(result, logs=logs) if result.code == 1 and logs is not None and logs.is_dir() else result
-
-
-def _conclude(ends: list[End], launch: Launch, requests: SignalRequests | None, sigkill: str = "") -> LaunchResult:
-    """Return the result of the run."""
-    cause = first_cause(ends)
-    if cause is None:
-        return LaunchResult(0)
-    end = ends[cause]
-    if requests is not None and requests.last_stop is not None and end.kind in _OF_A_STOP:
-        at_once = "at once by a second signal, " if requests.stops > 1 else "by "
-        return LaunchResult(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
-    text = describe(cause, ends, launch.timeout, sigkill)
-    is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER) and "\n" in text
-    return LaunchResult(end.code or 1, text, is_traceback, end.problems if text == end.text else ())
-
-
 def refuse_import_of_script() -> None:
-    """Raise ConfigError while the script is imported by a rank: ranks that can't be forked import the script, so it
-    must not start them again.
+    """Raise ConfigError while a fresh interpreter imports the script, which must not start ranks again.
 
-    Raises:
-        ConfigError: another process that the script has started, such as a data worker, imports it.
+    A rank of Lockstep's launcher exits instead, and the launcher reports why.
     """
     # multiprocessing's own sign that the main module is being imported, by which it refuses to start processes
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     if started_by_lockstep(os.environ):
-        os._exit(_UNGUARDED)  # the launcher says why, once
+        os._exit(_UNGUARDED)
     raise ConfigError(_GUARD)
 
 
-def _start(
-    entry: Callable[[], int],
-    ranks: int,
-    launch: Launch,
-    logs: Path | None,
-    listener: socket.socket,
-    members: list[Member],
-    forks: bool,
-) -> None:
+def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> LaunchResult:
+    variables = {**RankEnvironment(master_port=launch.port).variables(), LAUNCHER: str(os.getpid())}
+    log = streams.log_path(logs, 0) if logs else None
+    with set_environment({**variables, **launch.environment}), streams.doubled(log), signals_stop():
+        end = run_entry(entry)
+        if log is not None:
+            append_end(log, end)
+        return _result([end], launch.timeout, None)
+
+
+def _run_ranks(job: _Launch, remedy: str, *, last: bool) -> LaunchResult:
+    logs, timeout = job.logs, job.section.timeout
+    old_sizes = streams.sizes(logs, job.ranks) if logs else []
+    members: list[RankProcess] = []
+    kills_before = kernel_kills()
+    with contextlib.closing(SignalRequests()) as requests, handled_signals(requests.stop, requests.save, last=last):
+        try:
+            with blocked_signals(forks=job.forks), _listener(job) as listener:
+                gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
+                try:
+                    _start(job, listener, members)
+                finally:
+                    gc.unfreeze()
+            ends = watch(members, requests, timeout)
+        finally:
+            for member in members:
+                if member.ended is None:
+                    member.end(signal.SIGKILL)
+                member.close()
+        if not job.forks and any(end.kind is EndKind.CODE and end.code == _UNGUARDED for end in ends):
+            raise ConfigError(_GUARD)
+        result = _result(ends, timeout, requests, why_killed(kills_before, kernel_kills(), remedy))
+        if logs is not None and result.code == 0:
+            for remark in streams.remarks(logs, old_sizes):
+                print_on_stderr(remark)
+        return replace(result, logs=logs) if result.code == 1 and logs is not None and logs.is_dir() else result
+
+
+def _result(ends: list[End], timeout: float, requests: SignalRequests | None, sigkill: str = "") -> LaunchResult:
+    cause = first_cause(ends)
+    if cause is None:
+        return LaunchResult(0)
+    end = ends[cause]
+    if requests is not None and requests.last_stop is not None and end.kind in _CAUSED_BY_STOP:
+        at_once = "at once by a second signal, " if requests.stops > 1 else "by "
+        return LaunchResult(Stopped.exit_code, f"stopped {at_once}{requests.last_stop.name}")
+    text = describe(cause, ends, timeout, sigkill)
+    is_traceback = end.kind in (EndKind.TRACEBACK, EndKind.PEER_FAILED) and "\n" in text
+    return LaunchResult(end.code or 1, text, is_traceback, end.problems if text == end.text else ())
+
+
+def _start(job: _Launch, listener: socket.socket, members: list[RankProcess]) -> None:
     """Start the ranks and append them to `members`, so that the caller can end them if one can't be started."""
-    context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork") if job.forks else multiprocessing.get_context("spawn")
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each forked rank would print it again
-    for rank in range(ranks):
-        log = streams.log_path(logs, rank) if logs else None
-        task = RankTask(rank, os.getpid(), forks, log, listener if rank == 0 else None)
-        ours, theirs = context.Pipe()
-        process = context.Process(target=run_rank, args=(entry, task, theirs), name=f"rank-{rank}")
-        with (
-            set_environment(_variables(rank, ranks, listener, launch.environment)),
-            safe_interpreters(),
-            _explained(),
-        ):
-            process.start()
-        theirs.close()
-        members.append(Member(process, ours))
-
-
-def _variables(rank: int, ranks: int, listener: socket.socket, configured: Mapping[str, str]) -> dict[str, str]:
-    port = listener.getsockname()[1]
-    ours = RankEnvironment(rank, ranks, rank, ranks, _LOOPBACK, port).variables()
-    ours[LAUNCHER] = str(os.getpid())
+    ranks, port = job.ranks, listener.getsockname()[1]
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-    return {**share, **configured, **ours}
+    for rank in range(ranks):
+        log = streams.log_path(job.logs, rank) if job.logs else None
+        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None)
+        channel, rank_channel = context.Pipe()
+        process = context.Process(target=run_rank, args=(job.entry, task, rank_channel), name=f"rank-{rank}")
+        identity = RankEnvironment(rank, ranks, rank, ranks, _LOOPBACK, port).variables()
+        variables = {**share, **job.section.environment, **identity, LAUNCHER: str(os.getpid())}
+        with set_environment(variables), safe_interpreters(), _pickling_explained():
+            process.start()
+        rank_channel.close()
+        members.append(RankProcess(process, channel))
 
 
-@contextlib.contextmanager
-def _listener(port: int, ranks: int) -> Iterator[socket.socket]:
-    """Yield a socket that listens on loopback, on `port` or on any free one."""
+def _listener(job: _Launch) -> socket.socket:
+    """Return a socket that listens on loopback, on the configured port or on any free one.
+
+    The caller closes it once rank 0 has it: if that rank dies, its peers' connections must break.
+    """
+    port = job.section.port
     try:
-        server = socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * ranks))
+        return socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.ranks))
     except OSError as error:
         message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
         raise ConfigError(Problem("", "launch.port", message)) from None
-    with server:  # closed here once rank 0 holds it: if that rank dies, its peers' connections must break
-        yield server
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Raise ConfigError where a fresh interpreter can't get the entry by its name."""
+def _pickling_explained() -> Iterator[None]:
+    """Raise ConfigError if the entry can't be pickled for a fresh interpreter."""
     try:
         yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"what the ranks need can't be sent to them: {str(error)[:_LONGEST_REASON]}. This process has threads or "
-            "CUDA, or launch.environment is to be read at the start of a process, so its ranks are fresh interpreters. "
-            "Define functions and classes at the top of a module (no lambda), or start the ranks before the first "
-            "computation"
+            f"what the ranks need can't be sent to them: {str(error)[:_MAX_REASON_LENGTH]}. This process has threads "
+            "or CUDA, or launch.environment has a variable that is read when a process starts, so its ranks are fresh "
+            "interpreters. Define functions and classes at the top of a module (no lambda), or start the ranks before "
+            "the first computation"
         ) from error
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection during imports, which makes them 10 % faster."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Freeze garbage collection: forked ranks then never touch, and so never copy, the pages of what exists now."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _native_threads() -> int:

@@ -2,7 +2,7 @@
 
 launch.ranks, --ranks    auto, or the number that the other launcher has started on this machine
 launch.port              0, or MASTER_PORT
-launch.environment       set while the run lasts; what a process reads as it starts is refused
+launch.environment       set during the run; a variable that a process reads as it starts is refused
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import LAUNCHER, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
 
-# By the dynamic linker, the C library, the interpreter, OpenMP and MKL, and torch as it is imported.
+# Variables of the dynamic linker, the C library, the interpreter, OpenMP, MKL, and torch's import.
 _READ_AT_START = re.compile(
     r"LD_|DYLD_|PYTHON(?!PATH)|MALLOC_|GLIBC_|OMP_(?!NUM_THREADS)|KMP_|GOMP_|MKL_|TORCH_LOGS|TORCH_TRACE"
 )
@@ -28,7 +28,7 @@ def read_at_start(variables: Mapping[str, str]) -> list[str]:
 
 
 def refuse_unsettable(variables: Mapping[str, str]) -> None:
-    """Raises ConfigError for variables of `launch.environment` that nobody can set for ranks alone."""
+    """Raise ConfigError for variables of `launch.environment` that can't be set only for the ranks."""
     own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER}
     problems = [
         Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
@@ -36,8 +36,8 @@ def refuse_unsettable(variables: Mapping[str, str]) -> None:
         if name in own
     ]
     if "PYTHONPATH" in variables:
-        why = "ranks look for modules where the process does that starts them; export it before you start that"
-        problems.append(Problem("", "launch.environment.PYTHONPATH", why))
+        message = "ranks look for modules where the process does that starts them; export it before you start that"
+        problems.append(Problem("", "launch.environment.PYTHONPATH", message))
     if problems:
         raise ConfigError(problems)
 
@@ -47,13 +47,16 @@ def launch_environment(launch: Launch) -> Iterator[None]:
     """Apply `launch` to this process while the block runs. Under Lockstep's launcher it is applied already.
 
     Raises:
-        ConfigError: with all that the launcher, or the program, that has started this process contradicts.
+        ConfigError: The launcher, or the program, that has started this process contradicts it.
     """
     if started_by_lockstep(os.environ):
         yield
         return
     refuse_unsettable(launch.environment)
-    problems = _contradictions(launch)
+    reason = "is read when a process starts, and Lockstep hasn't started this one; export it before you start the ranks"
+    problems = [Problem("", f"launch.environment.{name}", reason) for name in read_at_start(launch.environment)]
+    ranks = None if launch.ranks == "auto" else _other_number(launch.ranks, "launch.ranks")
+    problems = [problem for problem in (ranks, _other_port(launch.port), *problems) if problem is not None]
     if problems:
         raise ConfigError(problems)
     with set_environment(launch.environment):
@@ -76,36 +79,25 @@ def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def refuse_rank_count(ranks: int, key: str = "launch.ranks") -> None:
-    """Raises ConfigError if another launcher has started another number of ranks on this machine."""
+    """Raise ConfigError if another launcher has started another number of ranks on this machine."""
     problem = _other_number(ranks, key)
     if problem is not None:
         raise ConfigError(problem)
 
 
-def _contradictions(launch: Launch) -> list[Problem]:
-    problems = [
-        Problem(
-            "",
-            f"launch.environment.{name}",
-            "is read when a process starts, and Lockstep hasn't started this one; export it before you start the ranks",
-        )
-        for name in read_at_start(launch.environment)
-    ]
-    ranks = None if launch.ranks == "auto" else _other_number(launch.ranks, "launch.ranks")
-    return [problem for problem in (ranks, _other_port(launch.port), *problems) if problem is not None]
-
-
 def _other_number(ranks: int, key: str) -> Problem | None:
     if not names_a_rank(os.environ):
-        why = f"{ranks} ranks, and this process is one alone: pass ranks={ranks} to lockstep.train, or write auto"
-        return Problem("", key, why) if ranks != 1 else None
+        message = f"{ranks} ranks, and this process is one alone: pass ranks={ranks} to lockstep.train, or write auto"
+        return Problem("", key, message) if ranks != 1 else None
     here = RankEnvironment.read(os.environ).local_world_size
     if ranks == here:
         return None
-    why = (
-        f"{ranks}, but the launcher of this process has started {here} on this machine; write {here} or auto, or start"
+    return Problem(
+        "",
+        key,
+        f"{ranks}, but the launcher of this process has started {here} on this machine; write {here} or auto, or start "
+        f"{ranks} there (torchrun --nproc-per-node {ranks})",
     )
-    return Problem("", key, f"{why} {ranks} there (torchrun --nproc-per-node {ranks})")
 
 
 def _other_port(port: int) -> Problem | None:
@@ -114,7 +106,9 @@ def _other_port(port: int) -> Problem | None:
     environment = RankEnvironment.read(os.environ)
     if environment.world_size == 1 or port == environment.master_port:
         return None
-    why = f"{port}, but the launcher of this process has its ranks meet on MASTER_PORT {environment.master_port}; leave"
     return Problem(
-        "", "launch.port", f"{why} it out, or give the port to that launcher (torchrun --master-port {port})"
+        "",
+        "launch.port",
+        f"{port}, but the launcher of this process has its ranks meet on MASTER_PORT {environment.master_port}; leave "
+        f"it out, or give the port to that launcher (torchrun --master-port {port})",
     )

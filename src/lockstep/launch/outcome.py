@@ -1,13 +1,30 @@
-"""The result of a launch: an exit code and a message for a command, an exception for a program."""
+"""The result of a launch: an exit code and a message for a command, an exception for a program.
+
+Under torchrun a failure's message is also written to TORCHELASTIC_ERROR_FILE: it is then the last line of torchrun's
+report, which otherwise ends, a screen long, with a link.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from lockstep.core.errors import ConfigError, Failure, Paused, Problem, RunFailed, Stopped, VerificationError
+from lockstep.core.errors import (
+    ConfigError,
+    Failure,
+    Paused,
+    Problem,
+    RunFailed,
+    Stopped,
+    VerificationError,
+    message_of,
+)
 from lockstep.core.terminal import echo
 
 
@@ -16,11 +33,11 @@ class LaunchResult:
     """The result of a launch.
 
     Attributes:
-        code: the exit code; 0: done.
-        text: why it isn't: a message, or a traceback behind the name of its rank.
-        is_traceback: of `text`.
-        problems: of a ConfigError that all ranks agree on.
-        logs: where each rank's output is, if a look at it helps.
+        code: The exit code; 0 if the run is done.
+        text: Why it isn't done: a message, or a traceback after the name of its rank.
+        is_traceback: Whether `text` is a traceback.
+        problems: The problems of a ConfigError that all ranks have raised.
+        logs: The folder of each rank's output, if that helps.
     """
 
     code: int
@@ -30,7 +47,7 @@ class LaunchResult:
     logs: Path | None = None
 
     def show(self) -> int:
-        """Print on stderr why it isn't done; return the exit code."""
+        """Print on stderr why the run isn't done; return the exit code."""
         if self.text:
             print_on_stderr(self.text if self.is_traceback else f"lockstep: {self.text}")
         if self.logs is not None:
@@ -38,21 +55,47 @@ class LaunchResult:
         return self.code
 
     def failure(self) -> Failure:
-        """Return what `lockstep.train` raises. A rank's traceback is shown, and its last line becomes the message."""
+        """Return the exception for `lockstep.train`. A traceback is printed, and its last line becomes the message."""
+        reason = self.text or f"the run ended with exit code {self.code}"
         if self.code == ConfigError.exit_code:
-            return ConfigError(self.problems or self.text or f"the run ended with exit code {self.code}")
+            return ConfigError(self.problems or reason)
         for kind in (Paused, Stopped, VerificationError):
             if self.code == kind.exit_code:
                 return kind(self.text or "stopped")
-        return RunFailed(f"{self._reason()}; each rank's output is in {self.logs}" if self.logs else self._reason())
-
-    def _reason(self) -> str:
-        if not self.is_traceback:
-            return self.text or f"the run ended with exit code {self.code}"
-        print_on_stderr(self.text)
-        return self.text.splitlines()[-1]
+        if self.is_traceback:
+            print_on_stderr(self.text)
+            reason = self.text.splitlines()[-1]
+        return RunFailed(f"{reason}; each rank's output is in {self.logs}" if self.logs else reason)
 
 
 def print_on_stderr(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that was closed is no reason to fail
+    with contextlib.suppress(OSError):  # a closed terminal is no reason to fail
         echo(text, file=sys.stderr, flush=True)
+
+
+def report_to_torchrun(failure: Failure) -> None:
+    """Write the failure to torchrun's error file; do nothing under other launchers."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    # as torch.distributed.elastic.multiprocessing.errors writes it, without a traceback
+    report = {"message": {"message": message_of(failure), "extraInfo": {"timestamp": str(int(time.time()))}}}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps(report), encoding="utf-8")
+
+
+def exit_with(failure: Failure) -> NoReturn:
+    """End this process with the failure's exit code, and its message on stderr without a traceback.
+
+    Under torchrun the message is also the last line of torchrun's report.
+
+        try:
+            lockstep.train(...)
+        except lockstep.Failure as failure:
+            lockstep.exit_with(failure)
+    """
+    report_to_torchrun(failure)
+    with contextlib.suppress(OSError):  # the terminal may have been closed
+        sys.stdout.flush()
+        echo(f"{Path(sys.argv[0]).name}: {message_of(failure)}", file=sys.stderr)
+    sys.exit(failure.exit_code)

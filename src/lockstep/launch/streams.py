@@ -1,10 +1,10 @@
 """The output of ranks: terminal and logs.
 
-    rank 0    sys.stdout, sys.stderr --> the terminal, as it is (isatty holds) and logs/rank-0.log
+    rank 0    sys.stdout, sys.stderr --> the terminal (isatty still holds) and logs/rank-0.log
     others    file descriptors 1, 2  --> logs/rank-N.log; their warnings and errors are shown at the end
 
-Rank 0 keeps its terminal: its streams are doubled in Python, so what C++ code prints there shows on the terminal alone,
-and so does what is drawn on `sys.__stdout__` (a progress display, which nobody wants in a log file).
+Rank 0 keeps its terminal: its streams are doubled in Python, so what C++ code prints is shown on the terminal only, and
+so is what is drawn on `sys.__stdout__` (a progress display, which doesn't belong in a log file).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -26,24 +25,30 @@ _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)"
 _REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")
 _REMARKS_SHOWN = 10
 
+_open_logs: list[_OpenLog] = []
+
 
 def log_path(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.log"
 
 
-class _Logging:
-    """A text stream as it is written to a log: without colors and cursor movements, and without secrets. A log that
-    can't be written costs its lines, not the run.
+class _LogStream:
+    """A text stream to a log, without colors, cursor movements and secrets.
+
+    Output that can't be written is lost; the run continues.
 
     Args:
-        report: called once with the reason, when the first line is lost.
+        report: Called once with the reason, when the first line is lost.
+        closes: Whether `close` closes the file descriptor.
     """
 
-    def __init__(self, log: TextIO, report: Callable[[OSError], None] = lambda error: None) -> None:
-        self._log = log
+    def __init__(self, descriptor: int, report: Callable[[OSError], None], *, closes: bool = False) -> None:
+        self._log: TextIO = open(  # noqa: SIM115  a standard stream stays open until the process ends
+            descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=closes
+        )
         self._secrets = secrets_in(os.environ)
         self._report = report
-        self._lost = False
+        self._has_lost_output = False
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self._log.write(masked(_ESCAPES.sub("", text), self._secrets)))
@@ -66,18 +71,18 @@ class _Logging:
         try:
             act()
         except OSError as error:
-            if not self._lost:
-                self._lost = True
+            if not self._has_lost_output:
+                self._has_lost_output = True
                 self._report(error)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._log, name)
 
 
-class _Doubled:
-    """A text stream whose words are also written to a log: first to the stream, then to the log."""
+class _DoubledStream:
+    """A text stream whose output is also written to a log, afterwards."""
 
-    def __init__(self, stream: TextIO, log: _Logging) -> None:
+    def __init__(self, stream: TextIO, log: _LogStream) -> None:
         self._stream = stream
         self._log = log
 
@@ -91,47 +96,41 @@ class _Doubled:
         for line in lines:
             self.write(line)
 
-    def flush(self) -> None:
-        self._stream.flush()
-
     def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)  # isatty, fileno, encoding, buffer, ...: the terminal's
+        return getattr(self._stream, name)  # flush, isatty, fileno, encoding, buffer, ...: the terminal's
 
 
 class _OpenLog:
-    """The file behind a log, which may be deleted while the run goes on.
+    """The file of a log, which may be deleted during the run.
 
     Args:
-        handles: that lead to it; each is made to lead to the file that is made again.
+        descriptors: Descriptors of the file; `reopen` makes each refer to the file that it creates.
     """
 
-    def __init__(self, path: Path, *handles: int) -> None:
+    def __init__(self, path: Path, *descriptors: int) -> None:
         self._path = path
-        self._handles = handles
+        self._descriptors = descriptors
         self._run = path.parent.parent
         self._holder = lock_holder(self._run)
 
     def reopen(self) -> None:
-        """Raises OSError."""
+        """Create the file again, with its content, if it was deleted. Raises OSError."""
         if not is_missing(self._path) or not self._path.parent.is_dir() or lock_holder(self._run) != self._holder:
-            return  # the first rank makes the folder, unless it is another run's
-        old = os.dup(self._handles[0])
+            return  # the first rank creates the folder, unless it is another run's
+        old = os.dup(self._descriptors[0])
         try:
             new = reopened(self._path, old)
             end = os.fstat(new).st_size
-            for handle in self._handles:
-                os.dup2(new, handle, inheritable=handle in (1, 2))
+            for descriptor in self._descriptors:
+                os.dup2(new, descriptor, inheritable=descriptor in (1, 2))
             copy_rest(old, new, end)  # what was printed meanwhile
             os.close(new)
         finally:
             os.close(old)
 
 
-_open_logs: list[_OpenLog] = []
-
-
 def reopen() -> None:
-    """Recreate this process's log with its contents if it was deleted. Callable from any thread."""
+    """Recreate this process's log with its content if it was deleted. Callable from any thread."""
     for log in list(_open_logs):
         with suppress(OSError):
             log.reopen()
@@ -139,44 +138,48 @@ def reopen() -> None:
 
 @contextmanager
 def doubled(path: Path | None) -> Iterator[None]:
-    """Write rank 0's output to its terminal and append it to `path`."""
-    log = _opened(path, sys.stderr) if path is not None else None
+    """Write rank 0's output to its terminal and append it to `path`; to the terminal only if `path` is None."""
+    before = sys.stdout, sys.stderr
+
+    def report(error: OSError) -> None:
+        with suppress(OSError, ValueError):
+            before[1].write(_cannot_write(path, error))
+            before[1].flush()
+
+    try:
+        log = None if path is None else _LogStream(append_to(path), report, closes=True)
+    except OSError as error:
+        report(error)
+        log = None
     if path is None or log is None:
         yield
         return
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, _Doubled(stream, log)) for stream in before)
-    kept = _OpenLog(path, log.fileno())
-    _open_logs.append(kept)
+    sys.stdout, sys.stderr = (cast(TextIO, _DoubledStream(stream, log)) for stream in before)
+    open_log = _OpenLog(path, log.fileno())
+    _open_logs.append(open_log)
     try:
         yield
     finally:
-        _open_logs.remove(kept)
+        _open_logs.remove(open_log)
         sys.stdout, sys.stderr = before
         log.close()
 
 
-def _opened(path: Path, terminal: TextIO) -> _Logging | None:
-    def report(error: OSError) -> None:
-        with suppress(OSError, ValueError):
-            terminal.write(_lost(path, error))
-            terminal.flush()
-
-    try:
-        return _Logging(open(append_to(path), "w", buffering=1, encoding="utf-8", errors="backslashreplace"), report)
-    except OSError as error:
-        report(error)
-        return None
-
-
 def redirect(path: Path) -> None:
-    """Append all that this process prints from now on to `path`, output of C++ code included. If it can't be written,
-    that is reported once on the terminal, and output is lost."""
+    """Append all that this process prints from now on to `path`, including output of C++ code.
+
+    If the log can't be written, output is lost, and that is reported once on the terminal.
+    """
     terminal = os.dup(2)
+
+    def report(error: OSError) -> None:
+        with suppress(OSError):
+            os.write(terminal, _cannot_write(path, error).encode())
+
     try:
         file = append_to(path)
     except OSError as error:
-        _report_on(terminal, path, error)
+        report(error)
         file = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -184,23 +187,18 @@ def redirect(path: Path) -> None:
         os.dup2(file, descriptor)
     os.close(file)
     _open_logs[:] = [_OpenLog(path, 1, 2)]
-    # the old ones may be buffered, or not on 1 and 2 at all
-    report = partial(_report_on, terminal, path)
-    sys.stdout, sys.stderr = (cast(TextIO, _Logging(_line_stream(descriptor), report)) for descriptor in (1, 2))
+    # the old streams may be buffered, or not on 1 and 2 at all
+    sys.stdout, sys.stderr = (cast(TextIO, _LogStream(descriptor, report)) for descriptor in (1, 2))
 
 
-def _report_on(terminal: int, path: Path, error: OSError) -> None:
-    with suppress(OSError):
-        os.write(terminal, _lost(path, error).encode())
-
-
-def _lost(path: Path, error: OSError) -> str:
+def _cannot_write(path: Path | None, error: OSError) -> str:
     return f"lockstep: {path} can't be written: {error.strerror or error}; the run continues without this log\n"
 
 
 def sizes(logs: Path, ranks: int) -> list[int]:
-    """Return the bytes of every rank's log, which an earlier run may have left."""
-    return [_size(log_path(logs, rank)) for rank in range(ranks)]
+    """Return the bytes of every rank's log, which an earlier run may have written."""
+    paths = [log_path(logs, rank) for rank in range(ranks)]
+    return [path.stat().st_size if path.exists() else 0 for path in paths]
 
 
 def remarks(logs: Path, before: list[int]) -> list[str]:
@@ -213,15 +211,6 @@ def remarks(logs: Path, before: list[int]) -> list[str]:
         lines += [f"rank {rank}: {line}" for line in dict.fromkeys(new)]
     more = len(lines) - _REMARKS_SHOWN
     return lines[:_REMARKS_SHOWN] + ([f"... and {more} more, in {logs}"] if more > 0 else [])
-
-
-def _line_stream(descriptor: int) -> TextIO:
-    # Not a `with`: these are the process's streams until it ends.
-    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _lines(path: Path, start: int) -> Iterator[str]:

@@ -109,7 +109,7 @@ def _run_mode(mode: str, config: Config, given: UserObjects, ranks: int, steps: 
     file = folder / f"{mode}.json"
     try:
         entry = partial(_be_a_rank, mode, config, given, steps, file)
-        code = launch(entry, ranks, config.launch, None, apart=True, ahead=imports_ahead(config)).show()
+        code = launch(entry, ranks, config.launch, None, own_process=True, preload=imports_ahead(config)).show()
     except ConfigError as refusal:
         return ModeMeasurement(mode, why=f"refused: {refusal}")
     if code in (Stopped.exit_code, Paused.exit_code):

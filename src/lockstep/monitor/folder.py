@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, is_missing, is_same_file, read_bounded, write_atomically
 from lockstep.core.local_paths import local_path
 from lockstep.monitor import history
 
@@ -298,22 +298,6 @@ def recipe_of(path: str | os.PathLike[str]) -> str:
     except (OSError, ValueError, AttributeError):
         recipe = None
     return recipe if isinstance(recipe, str) else Path(path).absolute().name
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it has the old text or the new, never a part. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        temporary.unlink(missing_ok=True)  # left by a process of the same number, or put there by somebody
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def refuse_escaping_links(run: Path) -> None:

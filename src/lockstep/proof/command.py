@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
+from lockstep.core.files import write_atomically
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
-from lockstep.monitor.folder import write_atomically
 from lockstep.proof.api import compare_strategies
 from lockstep.proof.html import VerificationPage, compose
 from lockstep.proof.rows import HEAD, Row, cells, explanation, line

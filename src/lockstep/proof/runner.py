@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Failure, Paused, RunFailed, Stopped
+from lockstep.core.files import write_atomically
 from lockstep.core.stopping import undo_on_stop
 from lockstep.launch.local import launch
-from lockstep.monitor.folder import write_atomically
 from lockstep.proof.cases import Case, VerificationPlan
 from lockstep.proof.rows import Row, not_run, row_of
 from lockstep.proof.tolerances import TOLERANCES
@@ -90,7 +90,7 @@ def run_plan(
     with _temporary_folder() as folder:
         entry = partial(record_references, plan.references, objects, folder, steps)
         config = next(iter(plan.references.values()))
-        code = launch(entry, 1, config.launch, None, apart=True, ahead=imports_ahead(config)).show()
+        code = launch(entry, 1, config.launch, None, own_process=True, preload=imports_ahead(config)).show()
         _raise_if_stopped(code)
         if code:
             reason = folder / _REASON
@@ -151,7 +151,7 @@ def _launch_ranks(job: VerificationJob) -> int:
     logs = job.folder / f"{_LOGS}{first.number}"
     try:
         entry, ahead = partial(_run_on_rank, job), imports_ahead(first.config)
-        return launch(entry, first.ranks, first.config.launch, logs, apart=True, ahead=ahead).show()
+        return launch(entry, first.ranks, first.config.launch, logs, own_process=True, preload=ahead).show()
     except ConfigError as refusal:
         for case in job.cases:
             job.save(case, not_run(case, "refused", str(refusal)))

@@ -15,8 +15,9 @@ import numpy as np
 
 from lockstep import __version__
 from lockstep.core.errors import RunFailed
+from lockstep.core.files import write_atomically
 from lockstep.core.secrets import hidden_setting, without_secrets
-from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links, write_atomically
+from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
 from lockstep.report import facts
 from lockstep.report.charts import draw
 from lockstep.report.curves import MAX_LOGGED, charts

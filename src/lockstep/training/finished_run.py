@@ -66,7 +66,7 @@ def evaluate_run(
             code = entry()
         else:
             number = choose_ranks(config.launch)
-            code = launch(entry, number, config.launch, None, ahead=imports_ahead(config)).show()
+            code = launch(entry, number, config.launch, None, preload=imports_ahead(config)).show()
         return code, json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 

@@ -218,7 +218,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResu
         try:
             entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
             remedy = advice(setting_of(job.config, number), "forward")
-            result = launch(entry, number, job.config.launch, folder.logs, ahead=ahead, remedy=remedy)
+            result = launch(entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy)
         finally:
             leave()
     return folder.path, result
