@@ -234,12 +234,12 @@ REFUSALS = {
     "a buffer that counts": (
         points(model={"kind": "custom", "target": "kit.drawing:Counting"}),
         "run.determinism: invariant, but the model's forward changes forwards, which is part of its state: each rank "
-        "would change its own, by its own samples; take deterministic, or a model without running state",
+        "would change its own, by its own samples; set deterministic, or use a model without running state",
     ),
     "a buffer that is another one": (
         points(model={"kind": "custom", "target": "kit.drawing:Replacing"}),
         "run.determinism: invariant, but the model's forward changes forwards, which is part of its state: each rank "
-        "would change its own, by its own samples; take deterministic, or a model without running state",
+        "would change its own, by its own samples; set deterministic, or use a model without running state",
     ),
     "an objective that doesn't decompose": (
         points(objective={"kind": "custom", "target": "kit.drawing:Contrast"}),

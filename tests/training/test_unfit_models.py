@@ -71,7 +71,7 @@ def test_it_is_refused_in_a_sentence(given: dict[str, Any], sections: dict[str, 
 
 def test_an_optimizer_that_knows_no_divided_parameters_is_refused_under_fsdp() -> None:
     for message in in_world(2, _under_rprop, small.config(parallel={"strategy": "fsdp"})):
-        assert message.startswith("parallel.strategy: fsdp gives an optimizer that was handed over divided parameters")
+        assert message.startswith("parallel.strategy: fsdp passes sharded parameters (DTensors) to a custom optimizer")
         assert message.endswith("Name one in optim.name, or take parallel.strategy: ddp")
 
 

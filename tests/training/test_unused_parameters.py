@@ -126,9 +126,9 @@ def test_selective_checkpointing_around_units_is_refused() -> None:
     with pytest.raises(ConfigError) as refused, lockstep.session(selective(wrap=["Step"])):
         pass
     assert str(refused.value) == (
-        "memory.activation_checkpointing.mode: selective, but blocks.0.experts.0 lies in blocks.0 and is gathered "
-        "apart from it, and again when blocks.0 is computed again, which torch's selective checkpointing can't follow; "
-        "take mode: full, parallel.fsdp.wrap: blocks, or parallel.fsdp.sharding_strategy: SHARD_GRAD_OP"
+        "memory.activation_checkpointing.mode: selective, but blocks.0.experts.0 is in blocks.0 and is gathered "
+        "apart from it, and again when blocks.0 is computed again, which torch's selective checkpointing doesn't "
+        "support; set mode: full, parallel.fsdp.wrap: blocks, or parallel.fsdp.sharding_strategy: SHARD_GRAD_OP"
     )
 
 

@@ -1,17 +1,17 @@
 """The order in which a rank issues the collectives of a forward and backward, compared with other ranks' order.
 
                         is compared with                             messages
-    first such pass     what all others do at the same point         one of 8 bytes for each collective
-    later ones          what this rank did in the first              none
+    first such pass     all other ranks at the same point            one of 8 bytes for each collective
+    later ones          this rank's first pass                       none
     one that differs    others, over the store: all do the same      none that waits for a rank in a collective
 
-A collective is a number here, the same on all ranks. It is compared before it is issued: no rank waits in one that
+Each collective has a number, the same on all ranks. It is compared before it is issued: no rank waits in one that
 others never join, and none is mistaken for another of the same size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
@@ -24,8 +24,6 @@ from lockstep.distributed.collectives import group_or_all
 END = 0
 """The number for the end of a forward or a pass."""
 
-_KEY = "parallel.ddp.find_unused_parameters"
-_EVALUATION = "evaluation"
 _OTHERS_WAIT = timedelta(seconds=5)
 """How long to wait for others: the collective before has brought all ranks to nearly the same point."""
 
@@ -37,15 +35,13 @@ class NumberExchange:
         group: None: all ranks.
 
     Attributes:
-        ranks: Their numbers among all.
+        ranks: The global ranks of the group's members.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group_or_all(group)
         self._device = device
-        self.ranks: list[int] = (
-            dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-        )
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
 
     def exchange(self, number: int) -> list[int]:
         """Return each rank's number."""
@@ -59,43 +55,39 @@ class CollectiveOrder:
     """Raises ConfigError on a collective that other ranks don't issue at the same point, before it is issued.
 
     Args:
-        strategy: Keeps the keys in the store apart from another strategy's.
+        strategy: Separates the keys in the store from another strategy's.
         describe: Returns what a rank did, of a number ("gathered blocks.1").
         remedy: The remedy that the refusal names.
+
+    Attributes:
+        in_pass: Whether a pass has begun and not ended.
     """
 
     def __init__(self, strategy: str, ranks: NumberExchange, describe: Callable[[int], str], remedy: str) -> None:
+        self.in_pass = False
         self._exchange = ranks
         self._describe_number = describe
         self._remedy = remedy
         self._known: dict[str, list[int]] = {}
-        self._kind: str | None = None
+        self._kind = ""
         self._now: list[int] = []
         self._learns = False
         self._passes = 0
         self._strategy = strategy
         self._prefix = ""
 
-    @property
-    def in_pass(self) -> bool:
-        """True while a pass has begun and not ended."""
-        return self._kind is not None
-
-    def begin(self, kind: str) -> None:
-        """Begin a pass; those of one kind issue the same collectives."""
-        self._kind, self._now, self._passes = kind, [], self._passes + 1
-        self._learns = kind not in self._known
-        if not self._prefix:  # no rank ends, and the store with it, before all have been in the first collective
-            self._prefix = _own_prefix(self._strategy, self._exchange.ranks[0])
+    def begin(self, *, last: bool) -> None:
+        """Begin a forward and backward; the last of an update may issue other collectives than the ones before."""
+        self._begin("last" if last else "accumulated")
 
     def begin_forward(self) -> None:
         """Begin a forward of the whole model; without gradients it is a pass by itself."""
-        if self._kind is None and not torch.is_grad_enabled():
-            self.begin(_EVALUATION)
+        if not self.in_pass and not torch.is_grad_enabled():
+            self._begin("evaluation")
 
     def end_forward(self) -> None:
         """End a forward of the whole model."""
-        if self._kind == _EVALUATION:
+        if self.in_pass and self._kind == "evaluation":
             self.end()
         else:
             self.see(END)
@@ -103,60 +95,65 @@ class CollectiveOrder:
     def end(self) -> None:
         """End a pass."""
         self.see(END)
-        if self._learns and self._kind is not None:
+        if self._learns and self.in_pass:
             self._known[self._kind] = self._now
-        self._kind = None
+        self.in_pass = False
 
     def see(self, number: int) -> None:
         """Compare a collective that is about to be issued, or the end."""
-        if self._kind is None:  # a forward outside of training and evaluation
+        if not self.in_pass:  # a forward outside of training and evaluation
             return
         if not self._learns:
             known, index = self._known[self._kind], len(self._now)
-            if index >= len(known) or known[index] != number:
+            expected = known[index] if index < len(known) else END
+            if index >= len(known) or expected != number:
                 if not self._all_differ_alike(number):
-                    raise self._changed(known[index] if index < len(known) else END, number)
+                    raise self._refusal(
+                        f"rank {dist.get_rank()} {self._describe(number)} where in its first such pass it "
+                        f"{self._describe(expected)}, as other ranks still do"
+                    )
                 self._learns = True
         if self._learns:
             self._compare(self._exchange.exchange(number))
         self._now.append(number)
 
-    def _compare(self, numbers: Sequence[int]) -> None:
-        other = next((index for index, number in enumerate(numbers) if number != numbers[0]), None)
-        if other is None:
-            return
-        first, second = self._describe(numbers[0]), self._describe(numbers[other])
-        ranks = self._exchange.ranks
-        raise self._refusal(f"rank {ranks[0]} {first} where rank {ranks[other]} {second}")
+    def _begin(self, kind: str) -> None:
+        self.in_pass, self._kind, self._now = True, kind, []
+        self._passes += 1
+        self._learns = kind not in self._known
+        if not self._prefix:  # now, since the store can't end before all ranks have been in the first collective
+            prefix = f"lockstep/{self._strategy} order/{self._exchange.ranks[0]}"
+            sessions = dist.distributed_c10d._get_default_store().add(f"{prefix}/sessions of {dist.get_rank()}", 1)
+            self._prefix = f"{prefix}/session {sessions}"  # no earlier session of these ranks has used it
 
-    def _changed(self, known: int, number: int) -> ConfigError:
-        return self._refusal(
-            f"rank {dist.get_rank()} {self._describe(number)} where in its first such pass it {self._describe(known)}, "
-            "as other ranks still do"
-        )
+    def _compare(self, numbers: list[int]) -> None:
+        other = next((index for index, number in enumerate(numbers) if number != numbers[0]), None)
+        if other is not None:
+            first, second = self._describe(numbers[0]), self._describe(numbers[other])
+            ranks = self._exchange.ranks
+            raise self._refusal(f"rank {ranks[0]} {first} where rank {ranks[other]} {second}")
 
     def _describe(self, number: int) -> str:
         return "was done" if number == END else self._describe_number(number)
 
     def _refusal(self, what: str) -> ConfigError:
-        return ConfigError(Problem("", _KEY, f"false, but samples decide which modules run: {what}. {self._remedy}"))
+        why = f"false, but samples decide which modules run: {what}. {self._remedy}"
+        return ConfigError(Problem("", "parallel.ddp.find_unused_parameters", why))
 
     def _all_differ_alike(self, number: int) -> bool:
-        """Return whether all ranks leave the known order at this point in the same way, which is no fault. Ranks that
-        keep to it are in a collective, and post nothing."""
+        """Return whether all ranks leave the known order here in the same way, which is allowed."""
         store = dist.distributed_c10d._get_default_store()
         point = f"{self._prefix}/{self._passes}/{len(self._now)}"
         keys = [f"{point}/{rank}" for rank in self._exchange.ranks]
         store.set(f"{point}/{dist.get_rank()}", str(number))
         try:
             store.wait(keys, _OTHERS_WAIT)
-        except RuntimeError:  # torch's DistStoreError: they haven't come
+        except RuntimeError:  # torch's DistStoreError: ranks that keep the order post nothing
             return False
         return all(store.get(key) == str(number).encode() for key in keys)
 
 
-def _own_prefix(strategy: str, first: int) -> str:
-    """Return a prefix of keys in the store that no earlier session of these ranks has used."""
-    prefix = f"lockstep/{strategy} order/{first}"
-    sessions = dist.distributed_c10d._get_default_store().add(f"{prefix}/sessions of {dist.get_rank()}", 1)
-    return f"{prefix}/session {sessions}"
+def allow_unused(unused_remedy: str) -> str:
+    """Return the remedy that lets ranks leave modules out; see `ShardingContext.unused_remedy`."""
+    sentence = f"{unused_remedy}write true, which lets ranks leave modules out"
+    return f"{sentence[0].upper()}{sentence[1:]}"

@@ -1,6 +1,6 @@
 """The builder of a strategy: its arguments and its result.
 
-    Builder.shard(context)    divides the parameters before they have memory, if the strategy does
+    Builder.shard(context)    shards the parameters before they have memory, if the strategy does
     Builder.build(context)    -> Sharding: the gradient step and the model state, on the rank's device
 
 A strategy names its builder as "module:NAME"; all builders have these signatures.
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from lockstep.config.schema import Config
     from lockstep.core.protocols import GradientStep, Optimizer
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
+    from lockstep.optim.optimizers import Elementwise
     from lockstep.plan.plan import Plan
     from lockstep.sharding.model_state import ModelState
     from lockstep.sharding.partition import ModelPartition
@@ -28,36 +28,17 @@ SquaredNorm = Callable[[Sequence["Tensor"]], "Tensor"]
 """Sum of the squares of all elements of all tensors, 0-dim."""
 
 
-class ElementwiseOptimizer(Protocol):
-    """A torch optimizer for a strategy that flattens all parameters and makes the step itself.
-
-    Attributes:
-        optimizer: The torch optimizer.
-        entries: Names of the state that it keeps for each element, such as exp_avg; zero at first.
-        counts: Whether it counts updates (`step`).
-    """
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def entries(self) -> Sequence[str]: ...
-
-    @property
-    def counts(self) -> bool: ...
-
-
 class OptimizerFactory(Protocol):
-    """The optimizer of the run, for the parameters that a strategy gives it."""
+    """Makes the optimizer of the run for the parameters that a strategy passes to it."""
 
     @property
     def is_custom(self) -> bool:
-        """True if it is a user's, of which nothing is known: it may look at the shapes of parameters."""
+        """True for a user's optimizer, which may depend on the shapes of parameters."""
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """Return the optimizer of these parameters."""
 
-    def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> ElementwiseOptimizer:
+    def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
         """Return an optimizer that may see the parameters flattened, or raise ConfigError."""
 
 
@@ -66,12 +47,11 @@ class ShardingContext:
     """The arguments of a builder.
 
     Attributes:
-        model: This rank's part of the model. For `shard` it may lie on the meta device; for `build` it has its values,
-            and lies on `world.device`.
+        model: This rank's part of the model. For `shard` it may be on the meta device; for `build` it has its values,
+            and is on `world.device`.
         blocks: Names of the repeated layers that this rank holds.
         selective: Names of the modules that selective activation checkpointing computes again.
         partition: Which rank holds which parts of the model.
-        optimizer: Makes the optimizer.
         unused_remedy: What has to change before `find_unused_parameters` can be set ("leave x out and "); may be empty.
     """
 
@@ -89,11 +69,11 @@ class ShardingContext:
 
 
 class Sharding(NamedTuple):
-    """A strategy at work on this rank.
+    """A strategy in use on this rank.
 
     Attributes:
-        loss_sum: Returns the update's sum of losses over all ranks, 0-dim, once the gradient is reduced, where the
-            strategy adds it up in an order of its own; None: the vote adds it up.
+        loss_sum: Returns the update's sum of losses over all ranks, 0-dim, once the gradient is reduced, if the
+            strategy adds it in an order of its own; None: the vote adds it.
         updates_in_backward: Whether parameters change while the backward runs.
         rounds_to_fp16: Whether gradients pass through fp16 outside of autocast, so that they need a loss scale.
     """
@@ -105,8 +85,9 @@ class Sharding(NamedTuple):
     rounds_to_fp16: bool = False
 
     def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradient summed over ranks, whole, on the CPU, of each parameter that has one, once the last
-        `sync_context` is closed. To be exhausted, by all ranks together.
+        """Yield each parameter's gradient summed over ranks, whole, on the CPU, once the last `sync_context` is closed.
+
+        To be exhausted, by all ranks together.
 
         Args:
             wanted: False on a rank that only takes part in the gathering: it yields nothing.
@@ -119,8 +100,8 @@ class Builder:
     """The part of a strategy that needs torch.
 
     Attributes:
-        build: Returns the strategy at work.
-        shard: Divides the parameters in place before they have memory; None: they are whole when they get it.
+        build: Returns the strategy in use.
+        shard: Shards the parameters in place before they have memory; None: they are whole when they get it.
     """
 
     build: Callable[[ShardingContext], Sharding]

@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process over its GPUs. The model lies on the first; the others get copies for each forward.
+"""nn.DataParallel: one process over its GPUs. The model is on the first; the others get copies for each forward.
 
 GPU 0   model, gradient, optimizer    outputs are gathered here, so the loss is the single process's
 GPU 1   a copy for each forward

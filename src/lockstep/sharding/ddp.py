@@ -59,6 +59,10 @@ class DDPStep(GradientStep):
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
+        arguments = inspect.signature(DistributedDataParallel.__init__).parameters
+        sync = (
+            "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
+        )  # until torch 2.12
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -66,7 +70,7 @@ class DDPStep(GradientStep):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             bucket_cap_mb=options.bucket_mb,
-            **_buffer_option(sync_buffers),  # type: ignore[arg-type]
+            **{sync: sync_buffers},  # type: ignore[arg-type]
         )
         self.module = self._ddp
         self._after_discard = _compress(self._ddp, options, world.backend)
@@ -78,7 +82,7 @@ class DDPStep(GradientStep):
         self._reduces = last
         if last or self._learns_graph:
             # A static graph is learned in the first backward, which must reduce (torch 2.13 asserts it). Gradients
-            # that are reduced already are the same on all ranks: the mean that comes with the last leaves them be.
+            # that are reduced already are the same on all ranks, so their mean in the last backward changes nothing.
             self._learns_graph = False
             return NO_SYNC
         return self._ddp.no_sync()
@@ -94,13 +98,13 @@ class DDPStep(GradientStep):
     def _refuse_unreduced(self) -> None:
         """Raise ConfigError if this rank's backward left out parameters whose reduction other ranks wait for."""
         try:
-            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch says so in the next forward, after the hang
+            self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch does in the next forward, after the hang
         except RuntimeError as error:
-            indices = _WITHOUT_GRADIENT.search(str(error))
             trained = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
-            names = (
-                [trained[int(index)] for index in indices[1].split()] if indices else self.parameters_without_gradient()
-            )
+            if indices := _WITHOUT_GRADIENT.search(str(error)):
+                names = [trained[int(index)] for index in indices[1].split()]
+            else:
+                names = self.parameters_without_gradient()
             where = f"in the last micro-batch of an update on rank {dist.get_rank()}, and others may wait for it"
             raise unused_parameters(names or trained, where=where, remedy=self._unused_remedy) from error
 
@@ -117,12 +121,12 @@ class DDPStep(GradientStep):
             self._after_discard()
 
     def close(self) -> None:
-        # A DDP module that outlives its group keeps the group: see the process group's `close`
+        # A DDP module that outlives its group keeps the group: see `RankGroup.close`
         self._ddp = self.module = cast("DistributedDataParallel", None)
 
 
 def build(context: ShardingContext) -> Sharding:
-    """Return DDP's sharding; of a divided model, which DDP doesn't take, that of its replicas."""
+    """Return DDP's sharding; `replicas`' for a partitioned or tensor-parallel model, which DDP doesn't take."""
     if context.plan.mesh.pieces > 1:
         from lockstep.sharding import replicas  # DTensors take 0.5 s to import
 
@@ -136,26 +140,19 @@ def build(context: ShardingContext) -> Sharding:
 BUILDER = Builder(build)
 
 
-def _buffer_option(sync: bool) -> dict[str, bool]:
-    """Return DDP's argument for forwards that start from the first rank's buffers, which torch 2.13 renamed."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sync}
-
-
 def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Callable[[], None] | None:
-    """Register the requested compression; return what must be called when an update is discarded, if anything."""
+    """Register the requested compression; return a function to call when an update is discarded, if one is needed."""
     if options.compression == "none":
         return None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if options.compression == "fp16":
-        module.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        return None
-    if options.compression == "bf16":
-        if backend == "gloo":
-            message = "gloo has no bf16 all-reduce; fp16 and powersgd run on it, bf16 on nccl"
-            raise ConfigError(Problem("", "parallel.ddp.compression", message))
-        module.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    if options.compression == "bf16" and backend == "gloo":
+        message = "gloo has no bf16 all-reduce; fp16 and powersgd run on it, bf16 on nccl"
+        raise ConfigError(Problem("", "parallel.ddp.compression", message))
+    if options.compression != "powersgd":
+        is_fp16 = options.compression == "fp16"
+        hook = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.bf16_compress_hook
+        module.register_comm_hook(None, hook)
         return None
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
@@ -165,7 +162,7 @@ def _compress(module: DistributedDataParallel, options: DDP, backend: str) -> Ca
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def reset() -> None:
-        """Clear what PowerSGD remembers: of a gradient that was not finite it would corrupt all later ones."""
+        """Clear PowerSGD's memory, in which a gradient that was not finite would corrupt all later ones."""
         state.error_dict.clear()
         state.p_memory_dict.clear()
         state.q_memory_dict.clear()

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: each rank updates a stretch of all parameters, laid end to end; higher stages hold less of the rest.
+"""DeepSpeed ZeRO: each rank updates a range of the flattened parameters; higher stages hold less of the rest.
 
     parameters of a group    [ a a a a | b b b b b b | c c ]       one after the other, whatever their shapes
     rank 0 updates            a a a a   b b                        fp32 master values, moments (stage 1)
@@ -7,12 +7,11 @@
                  backward        vote                        update
     gradients --> averaged  -->  norm of this rank's part --> divided, then engine.step(), or cleared
 
-Stage 3 divides every parameter by itself, so that each rank has a stretch of each. DeepSpeed reduces, holds and
-updates; it doesn't scale the loss, clip, follow a schedule, or skip an update: that is the session's, under every
-strategy.
+Stage 3 shards every parameter by itself, so that each rank has a range of each. DeepSpeed reduces, holds and updates;
+the session scales the loss, clips, follows the schedule and skips updates, as under every strategy.
 
-What is used of DeepSpeed beyond its documented API is in this file, `deepspeed_shards` and `deepspeed_order`;
-`tests/training/test_deepspeed.py` fails if one of these names goes.
+All uses of DeepSpeed beyond its documented API are in this file, `deepspeed_shards` and `deepspeed_order`;
+`tests/training/test_deepspeed.py` fails if one of these names is removed.
 """
 
 from __future__ import annotations
@@ -34,10 +33,16 @@ from lockstep.core.protocols import GradientStep
 from lockstep.distributed.shard_boxes import FlatShard
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
-from lockstep.sharding.deepspeed_order import DeepSpeedOrder
+from lockstep.sharding.deepspeed_order import deepspeed_order
 from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
 from lockstep.sharding.model_state import ModelState
-from lockstep.sharding.single import NO_SYNC, named_gradients, present_gradients, trainable_parameters
+from lockstep.sharding.single import (
+    NO_SYNC,
+    named_gradients,
+    present_gradients,
+    refuse_other_than_fp32,
+    trainable_parameters,
+)
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
@@ -54,7 +59,7 @@ def build(context: ShardingContext) -> Sharding:
     buffers = SyncedBuffers(model)
     if context.config.parallel.deepspeed.zero_stage == 0:
         optimizer = context.optimizer(model.named_parameters())
-        unused = torch.optim.SGD(trainable_parameters(model))  # DeepSpeed insists on one
+        unused = torch.optim.SGD(trainable_parameters(model))  # DeepSpeed requires one
         engine = initialize_engine(model, unused, config, device)
         step = DeepSpeedReplicaStep(context, engine, optimizer, buffers)
         return Sharding(step, ModelState(model, optimizer, buffers=buffers))
@@ -78,18 +83,23 @@ BUILDER = Builder(build)
 def initialize_engine(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: torch.device
 ) -> Any:
-    """Return DeepSpeed's engine around the model, which is divided in place.
+    """Return DeepSpeed's engine around the model, which is sharded in place.
 
     Args:
-        config: As `deepspeed.initialize` takes it.
+        config: The `config` argument of `deepspeed.initialize`.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or can't do this with this config.
+        ConfigError: DeepSpeed is not installed, or refuses the model or the config.
     """
     deepspeed = _import(device)
-    _refuse_parameters(model)
+    refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "deepspeed keeps parameters")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:  # parameters are sent as bytes, and torch can't view a 0-dim tensor as bytes
+            why = f"deepspeed can't send a parameter of shape [] to other ranks, and {name} is one"
+            raise ConfigError(Problem("", "parallel.strategy", f"{why}; give it the shape [1], or take fsdp or ddp"))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed insists on it
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed requires it
+    refusals = (AssertionError, ValueError, NotImplementedError, deepspeed.runtime.zero.utils.ZeRORuntimeException)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -100,39 +110,22 @@ def initialize_engine(
                 config=dict(config),
                 dist_init_required=False,
             )
-    except (
-        AssertionError,
-        ValueError,
-        NotImplementedError,
-        deepspeed.runtime.zero.utils.ZeRORuntimeException,
-    ) as error:
+    except refusals as error:
         raise ConfigError(Problem("", "parallel.deepspeed", f"DeepSpeed refuses: {error}")) from error
     return engine
 
 
-def _refuse_parameters(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32:
-            message = f"deepspeed keeps parameters in fp32, and {name} is {str(parameter.dtype).removeprefix('torch.')}"
-            raise ConfigError(Problem("", "parallel.strategy", f"{message}; convert the model with .float()"))
-        if parameter.dim() == 0:  # it sends parameters as bytes, and torch views no number as bytes
-            message = f"deepspeed can't send a parameter of shape [] to other ranks, and {name} is one"
-            raise ConfigError(
-                Problem("", "parallel.strategy", f"{message}; give it the shape [1], or take fsdp or ddp")
-            )
-
-
 def _import(device: torch.device) -> Any:
-    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed calls them by their old names
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed uses their old names
         warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
     if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when it is imported
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import deepspeed
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # what matters is reported by us
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled first
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # Lockstep reports what matters
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled now
     except ImportError as error:
         message = f"deepspeed is not installed ({error}); {pip_install('deepspeed')}"
         raise ConfigError(Problem("", "parallel.strategy", message)) from error
@@ -179,8 +172,10 @@ class DeepSpeedReplicaStep(GradientStep):
 
 
 class ZeroStep(GradientStep):
-    """The step of stages 1, 2 and 3. An update, kept or discarded, makes the host of a GPU wait: DeepSpeed's step is
-    the host's decision."""
+    """The step of stages 1, 2 and 3.
+
+    An update, kept or discarded, makes the host of a GPU wait: the host decides whether DeepSpeed's step is made.
+    """
 
     def __init__(self, context: ShardingContext, engine: Any, optimizer: ZeroOptimizer, buffers: SyncedBuffers) -> None:
         self.module = context.model
@@ -192,13 +187,13 @@ class ZeroStep(GradientStep):
         self._squared_norm = context.squared_norm
         self._buffers = buffers
         self._reached = ReachedParameters(context.model)
-        self._order = DeepSpeedOrder(
+        self._order = deepspeed_order(
             self._zero, optimizer.stage, context.model, context.world.device, context.unused_remedy
         )
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._engine.set_gradient_accumulation_boundary(last)
-        self._zero.clear_backward_seen_flag()  # a forward begins: as the engine's own does
+        self._zero.clear_backward_seen_flag()  # as the engine's own forward does
         self._buffers.before_forward(last)
         self._order.begin(last=last)
         return NO_SYNC
@@ -229,7 +224,7 @@ class ZeroStep(GradientStep):
             self._step(rate, divisor / self._ranks)
         else:
             self._discard()
-        if self._optimizer.stage == 3:  # else a parameter that the next update doesn't use has this one's gradient
+        if self._optimizer.stage == 3:  # else a parameter that the next update doesn't use keeps this gradient
             self._zero.grad_partitions_flat_buffer.zero_()
 
     def _step(self, rate: float, divisor: float | Tensor) -> None:
@@ -243,7 +238,7 @@ class ZeroStep(GradientStep):
             raise RunFailed("DeepSpeed has skipped an update that all ranks had voted to keep")
 
     def _discard(self) -> None:
-        """Clear the gradients, and that there was a backward. `engine.micro_steps` counts steps that were made."""
+        """Clear the gradients and the traces of the backward. `engine.micro_steps` counts the steps that were made."""
         zero = self._zero
         if self._optimizer.stage == 3:
             zero._pre_step()
@@ -265,15 +260,15 @@ class ZeroStep(GradientStep):
 
 
 def _backward(engine: Any, loss: Tensor, seed: Tensor) -> None:
-    """Run the backward with the hook that the engine's own forward, which would turn autocast off, puts on its
-    outputs: here it is on the loss."""
+    """Run the engine's backward."""
     scaled: Any = loss * seed
+    # The engine's own forward, which would turn autocast off, registers this hook on its outputs
     scaled.register_hook(lambda grad: engine._backward_prologue())
     engine.backward(scaled, scale_wrt_gas=False)
 
 
 def _release(engine: Any) -> None:
-    """Drop the process groups that DeepSpeed remembers, which aren't the next session's."""
+    """Release the process groups that DeepSpeed keeps process-wide; the next session has others."""
     import deepspeed.comm.comm
     from deepspeed.utils import groups
 

@@ -6,101 +6,98 @@
 DeepSpeed concatenates the gradients that a rank has, and sends them: with one missing, lengths differ, or gradients of
 one parameter are added to those of another. See `collective_order` for when ranks compare.
 
-What is used of DeepSpeed here is private to it: where a bucket of gradients is, and what sends it.
+The names of DeepSpeed that are used here are private to it: where a bucket of gradients is, and what sends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.sharding.collective_order import CollectiveOrder, NumberExchange
+from lockstep.sharding.collective_order import CollectiveOrder, NumberExchange, allow_unused
 
 _SENT = 1
 _REDUCE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 
-class DeepSpeedOrder:
-    """Refuses a collective that other ranks don't issue at the same point, before it is issued.
+def deepspeed_order(
+    zero: Any, stage: int, model: nn.Module, device: torch.device, unused_remedy: str
+) -> CollectiveOrder:
+    """Return an order that refuses a collective that other ranks don't issue at the same point, before it is issued.
 
     Args:
         zero: DeepSpeed's optimizer around the model.
         unused_remedy: See `ShardingContext.unused_remedy`.
     """
+    parameters = [name for name, _ in model.named_parameters()]
+    modules = [name for name, _ in model.named_modules()]
+    parameter_index = {id(parameter): index for index, parameter in enumerate(model.parameters())}
 
-    def __init__(self, zero: Any, stage: int, model: nn.Module, device: torch.device, unused_remedy: str) -> None:
-        self._parameters = [name for name, _ in model.named_parameters()]
-        self._modules = [name for name, _ in model.named_modules()]
-        self._parameter_index = {id(parameter): index for index, parameter in enumerate(model.parameters())}
-        self._module_index = {id(parameter): index for index, parameter in enumerate(model.modules())}
-        remedy = f"{unused_remedy}write true"
-        self._order = CollectiveOrder(
-            "deepspeed",
-            NumberExchange(None, device),
-            self._describe,
-            "Under deepspeed all ranks must use the same parameters in the same order. "
-            f"{remedy[0].upper()}{remedy[1:]}, which lets ranks leave modules out; so does fsdp",
-        )
-        if stage < 3:
-            self._watch_reductions(zero)
-            return
-        self._watch_reductions_of_stage_3(zero)
-        self._watch_gathers(zero.parameter_offload.get_param_coordinator(), model)
-
-    def begin(self, *, last: bool) -> None:
-        """Begin a micro-batch; `last`: of the update."""
-        self._order.begin("last" if last else "accumulated")
-
-    def end(self) -> None:
-        """End the backward of a micro-batch."""
-        self._order.end()
-
-    def _watch_reductions(self, zero: Any) -> None:
-        plain = zero.reduce_ipg_grads
-
-        def reduce_ipg_grads(comm_dtype: torch.dtype | None = None) -> None:
-            for dtype in sorted(zero.ipg_buckets, key=str) if comm_dtype is None else [comm_dtype]:
-                self._see_sent(zero.bit16_groups[group][at] for group, at, _ in zero.ipg_buckets[dtype].params)
-            plain(comm_dtype=comm_dtype)
-
-        zero.reduce_ipg_grads = reduce_ipg_grads
-
-    def _watch_reductions_of_stage_3(self, zero: Any) -> None:
-        plain = getattr(zero, _REDUCE_OF_STAGE_3)
-
-        def reduce_and_partition(dtype: torch.dtype) -> None:
-            self._see_sent(iter(zero.ipg_buckets[dtype].params))
-            plain(dtype)
-
-        setattr(zero, _REDUCE_OF_STAGE_3, reduce_and_partition)
-
-    def _watch_gathers(self, coordinator: Any, model: nn.Module) -> None:
-        """Compare each module's gather: DeepSpeed decides by them what it prefetches."""
-        plain = coordinator.fetch_sub_module
-
-        def fetch_sub_module(current_submodule: nn.Module, forward: bool) -> None:
-            index = self._module_index.get(id(current_submodule))
-            if index is not None:
-                self._order.see(3 * index + (2 if forward else 3))
-            plain(current_submodule, forward)
-
-        coordinator.fetch_sub_module = fetch_sub_module
-        model.register_forward_pre_hook(lambda *_: self._order.begin_forward(), prepend=True)  # before the gather
-        model.register_forward_hook(lambda *_: self._order.end_forward())
-
-    def _see_sent(self, parameters: Iterator[Any]) -> None:
-        for parameter in parameters:
-            self._order.see(3 * self._parameter_index[id(parameter)] + 4)
-        self._order.see(_SENT)
-
-    def _describe(self, number: int) -> str:
+    def describe(number: int) -> str:
         if number == _SENT:
             return "sent no more"
         index, kind = divmod(number - 2, 3)
         if kind == 2:
-            return f"sent the gradient of {self._parameters[index]}"
-        module = self._modules[index] or "the model"
+            return f"sent the gradient of {parameters[index]}"
+        module = modules[index] or "the model"
         return f"gathered {module}" if kind == 0 else f"gathered {module} for the backward"
+
+    remedy = f"in the same order. {allow_unused(unused_remedy)}; so does fsdp"
+    order = CollectiveOrder(
+        "deepspeed",
+        NumberExchange(None, device),
+        describe,
+        f"Under deepspeed all ranks must use the same parameters {remedy}",
+    )
+
+    def see_sent(sent: Iterable[Any]) -> None:
+        for parameter in sent:
+            order.see(3 * parameter_index[id(parameter)] + 4)
+        order.see(_SENT)
+
+    if stage == 3:
+        _watch_reductions_of_stage_3(zero, see_sent)
+        _watch_gathers(zero.parameter_offload.get_param_coordinator(), model, order)
+    else:
+        _watch_reductions(zero, see_sent)
+    return order
+
+
+def _watch_reductions(zero: Any, see_sent: Callable[[Iterable[Any]], None]) -> None:
+    original = zero.reduce_ipg_grads
+
+    def reduce_ipg_grads(comm_dtype: torch.dtype | None = None) -> None:
+        for dtype in sorted(zero.ipg_buckets, key=str) if comm_dtype is None else [comm_dtype]:
+            see_sent(zero.bit16_groups[group][index] for group, index, _ in zero.ipg_buckets[dtype].params)
+        original(comm_dtype=comm_dtype)
+
+    zero.reduce_ipg_grads = reduce_ipg_grads
+
+
+def _watch_reductions_of_stage_3(zero: Any, see_sent: Callable[[Iterable[Any]], None]) -> None:
+    original = getattr(zero, _REDUCE_OF_STAGE_3)
+
+    def reduce_and_partition(dtype: torch.dtype) -> None:
+        see_sent(zero.ipg_buckets[dtype].params)
+        original(dtype)
+
+    setattr(zero, _REDUCE_OF_STAGE_3, reduce_and_partition)
+
+
+def _watch_gathers(coordinator: Any, model: nn.Module, order: CollectiveOrder) -> None:
+    """Compare each module's gather: DeepSpeed decides by them what it prefetches."""
+    module_index = {id(module): index for index, module in enumerate(model.modules())}
+    original = coordinator.fetch_sub_module
+
+    def fetch_sub_module(current_submodule: nn.Module, forward: bool) -> None:
+        index = module_index.get(id(current_submodule))
+        if index is not None:
+            order.see(3 * index + (2 if forward else 3))
+        original(current_submodule, forward)
+
+    coordinator.fetch_sub_module = fetch_sub_module
+    model.register_forward_pre_hook(lambda *_: order.begin_forward(), prepend=True)  # before the gather
+    model.register_forward_hook(lambda *_: order.end_forward())

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer state by the names of parameters: which stretch of each parameter this rank holds, and where.
+"""DeepSpeed's optimizer state by the names of parameters: which range of each parameter this rank holds, and where.
 
 parameter b [2, 3]                  0 1 2 3 4 5
 this rank's shard of it                 2 3 4 5         elements 2 to 6 of b
@@ -19,11 +19,11 @@ from lockstep.distributed.shard_boxes import FlatShard
 
 
 class ZeroShard:
-    """The stretch of one parameter's elements that this rank holds.
+    """The range of one parameter's elements that this rank holds.
 
     Attributes:
         flat: Its fp32 values, those that are updated.
-        group: The flat memory that it lies in; None: the parameter is frozen.
+        group: The index of the flat memory that holds it; None: the parameter is frozen.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class ZeroShard:
         self._offset = offset
 
     def section(self, flat: Tensor) -> Tensor:
-        """Return its section of another flat memory like its own."""
+        """Return its section of a flat memory that is laid out like its own."""
         return flat.detach().reshape(-1)[self._offset : self._offset + self.flat.memory.numel()]
 
     def as_shard(self, value: Tensor) -> Any:
-        """Return optimizer state as a shard of the whole's; what isn't kept for each element, as it is."""
+        """Return optimizer state as a shard of the whole tensor's; state that isn't kept for each element unchanged."""
         return FlatShard(value, self.flat.start, self.flat.shape) if value.ndim else value
 
     def as_local(self, value: Tensor) -> Tensor:
-        """Return its elements of a whole tensor; anything else as it is."""
+        """Return its elements of a whole tensor; other tensors unchanged."""
         return self.flat.of(value) if value.shape == self.flat.shape else value
 
 
@@ -51,12 +51,11 @@ class ZeroOptimizer:
     """The optimizer inside DeepSpeed's engine, with state by the names of parameters.
 
     Args:
-        engine: DeepSpeed's, of stage 1, 2 or 3.
-        entries: What the optimizer keeps for each element (`exp_avg`, ...), zero at first.
-        counts: Whether it also counts updates (`step`).
+        engine: DeepSpeed's engine of stage 1, 2 or 3.
+        entries, counts: See `optim.optimizers.Elementwise`.
 
     Attributes:
-        flats: What this rank updates: one flat tensor for each group of parameters.
+        flats: The values that this rank updates: one flat tensor for each group of parameters.
         shards: This rank's shards by the names of parameters.
     """
 
@@ -83,18 +82,17 @@ class ZeroOptimizer:
         raise AssertionError("DeepSpeed's engine updates")
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's part of the averaged gradient; padding of a partition is zero."""
+        """Return this rank's part of the averaged gradient; it is zero at a partition's padding."""
         return [part for group in range(len(self.flats)) for part in self.gradients_of(group)]
 
     def gradients_of(self, group: int) -> list[Tensor]:
-        """Return the same of one group."""
-        offloads = self._zero.offload_optimizer if self.stage == 3 else self._zero.cpu_offload
-        if offloads:
+        """Return this rank's part of one group's averaged gradient."""
+        if self._zero.offload_optimizer if self.stage == 3 else self._zero.cpu_offload:
             return [cast("Tensor", self.flats[group].grad)]
         return list(self._zero.averaged_gradients[group])
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state by the names of parameters. Settings are the config's: there are no groups."""
+        """Return the state by the names of parameters. Settings are in the config, not in groups."""
         parameters: dict[str, dict[str, Any]] = {}
         for name, shard in self.shards.items():
             if shard.group is not None:
@@ -105,7 +103,7 @@ class ZeroOptimizer:
         return {"parameters": parameters, "groups": []}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Set the state by the names of parameters; a parameter without any has never been updated.
+        """Set the state by the names of parameters; a parameter without state has never been updated.
 
         Raises:
             RunFailed: It is another optimizer's, or parameters of one group have had different numbers of updates.
@@ -147,7 +145,7 @@ class ZeroOptimizer:
         """Make the state at once, so that it can be restored before a first update, and saved."""
         flats = {id(flat) for flat in self.flats}
         for whole in [parameter for parameter in self._torch.state if id(parameter) not in flats]:
-            del self._torch.state[whole]  # an optimizer may have made it for the parameters that were divided since
+            del self._torch.state[whole]  # made by an optimizer for the parameters before they were sharded
         for flat in self.flats:
             state = self._torch.state[flat]
             for entry in self._entries:
@@ -163,7 +161,7 @@ class ZeroOptimizer:
                 yield name, self._shard_of_group(parameter)
 
     def _shard_of_parameter(self, parameter: Any) -> ZeroShard:
-        """Stage 3: all ranks have as many elements, and the last ones perhaps padding."""
+        """Return a shard of stage 3: all ranks have the same number of elements, the last ones perhaps padding."""
         length = parameter.partition_numel()
         start = min(dist.get_rank() * length, parameter.ds_numel)
         own = min(length, parameter.ds_numel - start)
@@ -174,7 +172,7 @@ class ZeroOptimizer:
         return ZeroShard(parameter, parameter.ds_shape, group, memory, start, offset)
 
     def _shard_of_group(self, parameter: Any) -> ZeroShard:
-        """Stages 1 and 2: a parameter may lie in one partition, in several, or in none of this rank's."""
+        """Return a shard of stages 1 and 2: a parameter may be in one partition or several, or not in this rank's."""
         groups = enumerate(self._zero.bit16_groups)
         group = next(number for number, members in groups if any(member is parameter for member in members))
         mapping = parameter._hp_mapping
@@ -199,8 +197,10 @@ def _entry(entries: dict[str, Any], entry: str, name: str, shard: ZeroShard) -> 
 
 
 class ReachedParameters:
-    """The parameters that a gradient has reached in the first update: DeepSpeed takes gradients away, and gives zeros
-    to parameters that have none."""
+    """The parameters that a gradient has reached in the first update.
+
+    `.grad` doesn't show them: DeepSpeed removes gradients, and uses zeros for parameters that have none.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -212,7 +212,7 @@ class ReachedParameters:
         ]
 
     def missing(self) -> list[str]:
-        """Return the names of the parameters that none has reached."""
+        """Return the names of the parameters that no gradient has reached."""
         return [name for key, name in self._names.items() if key not in self._seen]
 
     def stop(self) -> None:

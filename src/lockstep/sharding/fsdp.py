@@ -1,12 +1,12 @@
 """Fully sharded data parallelism (FSDP2): each rank holds a part of every parameter, its gradient and its moments.
 
               at rest      forward, backward of a block             update
-    rank 0    rows 0-3     rows 0-7 -> gradient of rows 0-7 --.     rows 0-3, by an optimizer that knows these alone
+    rank 0    rows 0-3     rows 0-7 -> gradient of rows 0-7 --.     rows 0-3, by an optimizer of these alone
     rank 1    rows 4-7     rows 0-7 -> gradient of rows 0-7 --+-->  rows 4-7
                            gathered    reduced, each its part
 
 The optimizer works on this rank's parts as plain tensors: an elementwise rule makes the same update, with the kernels
-of the single process. To the outside, parameters and moments are DTensors, which know where their part lies.
+of the single process. Elsewhere parameters and moments are DTensors, which know their place in the whole.
 """
 
 from __future__ import annotations
@@ -25,43 +25,54 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import GradientStep
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext
-from lockstep.sharding.fsdp_order import FixedOrder, NegotiatedOrder, SameOrder
+from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
 from lockstep.sharding.fsdp_units import reshard_all
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import ParameterShard, parameter_shards
-from lockstep.sharding.single import NO_SYNC, named_gradients, without_gradient
+from lockstep.sharding.single import NO_SYNC, named_gradients, refuse_other_than_fp32, without_gradient
 from lockstep.sharding.wrapping import units
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import FSDP, FSDPPrecision
+    from lockstep.config.schema import FSDP
     from lockstep.core.protocols import Optimizer
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.plan.mesh import Mesh
+    from lockstep.sharding.collective_order import CollectiveOrder
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard(context: ShardingContext) -> None:
-    """Divide the model in place; its parameters lie on the CPU, on the device, or without values on the meta device.
+    """Shard the model in place; its parameters are on the CPU, on the device, or without values on the meta device.
 
     Raises:
-        ConfigError: FSDP2 can't divide this model.
+        ConfigError: FSDP2 can't shard this model.
     """
     model, options = context.model, context.config.parallel.fsdp
-    _refuse_parameters(model)
+    precision = options.mixed_precision
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            why = f"fsdp can't divide {name}, a single number; make its shape [1]"
+            raise ConfigError(Problem("", "parallel.strategy", why))
+    refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "fsdp keeps parameters")
     names = units(model, options, context.blocks)
     _refuse_selective_around(context.selective, names, options)
     arguments: dict[str, Any] = {
         "mesh": _device_mesh(context.position, options, context.world.device),
         "reshard_after_forward": options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
-        "mp_policy": _precision(options.mixed_precision),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_DTYPES[precision.param_dtype],
+            reduce_dtype=_DTYPES[precision.reduce_dtype],
+            output_dtype=_DTYPES[precision.output_dtype],
+            cast_forward_inputs=precision.cast_forward_inputs,
+        ),
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
-    _cast_buffers(model, options.mixed_precision)
+    _cast_buffers(model, _DTYPES[precision.buffer_dtype])
     modules = dict(model.named_modules())
-    for name in reversed(names):  # what lies inside another unit comes first
+    for name in reversed(names):  # inner units come first
         fully_shard(modules[name], **arguments)
-    fully_shard(model, **{**arguments, "reshard_after_forward": False})  # the backward begins with what it holds
+    fully_shard(model, **{**arguments, "reshard_after_forward": False})  # the backward needs it at once
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)  # a loss is divided once, by the count of the whole update
         module.set_force_sum_reduction_for_comms(True)
@@ -72,10 +83,10 @@ def shard(context: ShardingContext) -> None:
 
 
 def build(context: ShardingContext) -> Sharding:
-    """Return FSDP's sharding of a model that `shard` has divided."""
+    """Return FSDP's sharding of a model that `shard` has sharded."""
     model, custom = context.model, context.optimizer.is_custom
     shards = parameter_shards(model, keeps_dtensors=custom)
-    # A user's optimizer may look at shapes: it gets the DTensors
+    # A user's optimizer may depend on shapes: it gets the DTensors
     optimizer = context.optimizer((shard.name, shard.whole if custom else shard.local) for shard in shards)
     buffers = SyncedBuffers(model, context.position.data_parallel_group)
     step = FSDPStep(context, shards, optimizer, buffers)
@@ -94,7 +105,7 @@ BUILDER = Builder(build, shard)
 
 
 class FSDPStep(GradientStep):
-    """The step of ranks among which parameters are divided."""
+    """The step of ranks over which parameters are sharded."""
 
     def __init__(
         self, context: ShardingContext, shards: Sequence[ParameterShard], optimizer: Optimizer, buffers: SyncedBuffers
@@ -114,29 +125,29 @@ class FSDPStep(GradientStep):
         self._shards = shards
         self._custom = context.optimizer.is_custom
         self._optimizer = optimizer
-        self._order = _same_order(context)
+        self._order = _collective_order(context)
         eager: Callable[..., Any] = torch.compiler.disable  # traced into a compiled model, messages lose their order
         model.register_forward_pre_hook(eager(self._begin_forward), prepend=True)  # before the gather
         model.register_forward_hook(eager(self._end_forward))
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         reduces = last or self._each_micro_batch
-        if reduces != self._reduces:  # it walks through all modules
+        if reduces != self._reduces:  # the call visits all modules
             self._root.set_requires_gradient_sync(reduces)
             self._reduces = reduces
         self._buffers.before_forward(last)
         self._is_last = self._must_reduce_shared = last
         if self._order is not None:
-            self._order.begin(reduces=reduces)
+            self._order.begin(last=reduces)
         return NO_SYNC
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         loss.backward(seed)  # type: ignore[no-untyped-call]
         if self._order is None:
             return
-        self._order.end_backward()
-        if self._is_last:
-            self._order.end_update(self._shards)
+        self._order.end()
+        if self._is_last and isinstance(self._order, NegotiatedOrder):
+            self._order.clear_unused(self._shards)
 
     def parameters_without_gradient(self) -> list[str]:
         return without_gradient(self.module)
@@ -156,7 +167,7 @@ class FSDPStep(GradientStep):
             divisor, keep = float(divisor), bool(keep)
         if not self._custom:
             for shard in self._shards:
-                shard.hand_over()
+                shard.move_gradient()
         try:
             self._optimizer.update(rate, divisor, keep)
         except (RuntimeError, NotImplementedError) as error:
@@ -169,7 +180,7 @@ class FSDPStep(GradientStep):
             self._order.begin_forward()
 
     def _end_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """Give back what is still gathered, which nothing else does without a backward."""
+        """Free what is still gathered, as the backward would."""
         if self._order is not None:
             self._order.end_forward()
         if not torch.is_grad_enabled():
@@ -177,7 +188,7 @@ class FSDPStep(GradientStep):
                 unit.reshard()
 
     def _reduce_shared(self) -> None:
-        """Sum what stages share, once an update; at the same point on every rank."""
+        """Sum the gradients of parameters that stages share, once an update; at the same point on every rank."""
         if not self._must_reduce_shared:
             return
         self._must_reduce_shared = False
@@ -186,28 +197,17 @@ class FSDPStep(GradientStep):
         )
 
 
-def _same_order(context: ShardingContext) -> SameOrder | None:
-    """Return what keeps the ranks' collectives in one order; None: a pipeline's schedule does. All ranks together."""
+def _collective_order(context: ShardingContext) -> CollectiveOrder | NegotiatedOrder | None:
+    """Return the order of the ranks' collectives; None: a pipeline's schedule has it. All ranks together."""
     group = context.position.data_parallel_group
     if context.plan.mesh.pipeline > 1:
         return None
     if context.config.parallel.ddp.find_unused_parameters:
         return NegotiatedOrder(context.model, group)
-    return FixedOrder(context.model, group, context.world.device, context.unused_remedy)
+    return fixed_order(context.model, group, context.world.device, context.unused_remedy)
 
 
 # --- sharding -----------------------------------------------------------------------------------------------------
-
-
-def _refuse_parameters(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise ConfigError(
-                Problem("", "parallel.strategy", f"fsdp can't divide {name}, a single number; make its shape [1]")
-            )
-        if parameter.dtype != torch.float32:
-            message = f"fsdp keeps parameters in fp32, and {name} is {str(parameter.dtype).removeprefix('torch.')}"
-            raise ConfigError(Problem("", "parallel.strategy", f"{message}; convert the model with .float()"))
 
 
 def _refuse_selective_around(selective: Sequence[str], names: Sequence[str], options: FSDP) -> None:
@@ -220,8 +220,8 @@ def _refuse_selective_around(selective: Sequence[str], names: Sequence[str], opt
     if gathered_once is None or inner is None:
         return
     why = (
-        f"selective, but {inner} lies in {block} and is gathered apart from it, and again when {block} is computed "
-        "again, which torch's selective checkpointing can't follow; take mode: full, parallel.fsdp.wrap: blocks, or "
+        f"selective, but {inner} is in {block} and is gathered apart from it, and again when {block} is computed "
+        "again, which torch's selective checkpointing doesn't support; set mode: full, parallel.fsdp.wrap: blocks, or "
         f"parallel.fsdp.sharding_strategy: {gathered_once}"
     )
     raise ConfigError(Problem("", "memory.activation_checkpointing.mode", why))
@@ -232,25 +232,15 @@ def _mesh(position: MeshPosition, options: FSDP) -> Mesh:
 
 
 def _device_mesh(position: MeshPosition, options: FSDP, device: torch.device) -> DeviceMesh:
-    mesh, whole = _mesh(position, options), position.device_mesh
+    mesh = _mesh(position, options)
     axes = ("shard",) if mesh.data == 1 else ("data", "shard")
-    if whole is not None:
-        return whole[axes]
+    if position.device_mesh is not None:
+        return position.device_mesh[axes]
     return init_device_mesh(device.type, tuple(getattr(mesh, axis) for axis in axes), mesh_dim_names=axes)
 
 
-def _precision(options: FSDPPrecision) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(
-        param_dtype=_DTYPES[options.param_dtype],
-        reduce_dtype=_DTYPES[options.reduce_dtype],
-        output_dtype=_DTYPES[options.output_dtype],
-        cast_forward_inputs=options.cast_forward_inputs,
-    )
-
-
-def _cast_buffers(model: nn.Module, options: FSDPPrecision) -> None:
-    """Convert buffers, which FSDP2 leaves as they are."""
-    dtype = _DTYPES[options.buffer_dtype]
+def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Convert buffers, which FSDP2 doesn't do; None: to nothing else."""
     if dtype is None:
         return
     for module in model.modules():
@@ -265,7 +255,7 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
 
 def _cannot_step(error: Exception) -> ConfigError:
     message = (
-        f"fsdp gives an optimizer that was handed over divided parameters (DTensors), and its step "
-        f"can't work on them: {str(error).splitlines()[0]} Name one in optim.name, or take parallel.strategy: ddp"
+        "fsdp passes sharded parameters (DTensors) to a custom optimizer, and its step doesn't support them: "
+        f"{str(error).splitlines()[0]} Name an optimizer in optim.name, or set parallel.strategy: ddp"
     )
     return ConfigError(Problem("", "parallel.strategy", message))

@@ -1,15 +1,15 @@
 """FSDP2's units: the modules that are gathered and reduced one at a time, and the collectives that each issues.
 
-    module blocks.1 --> FSDPUnit 2 "blocks.1" --> before a gather:     observer.gather(unit)
-                                              --> before a reduction:  observer.reduce(unit, parameters with a gradient)
+    module blocks.1 --> FSDPUnit 2 "blocks.1" --> before a gather:     on_gather(unit)
+                                              --> before a reduction:  on_reduce(unit, parameters with a gradient)
 
-How torch does it is private to torch, and known in this file alone.
+This file alone uses what is private to torch's implementation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,31 +21,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-class UnitObserver(Protocol):
-    """Observes each collective before this rank takes part in it."""
-
-    def gather(self, unit: FSDPUnit) -> None:
-        """A gather of the unit's parameters comes next."""
-
-    def reduce(self, unit: FSDPUnit, used: Sequence[Tensor]) -> None:
-        """A reduction of the unit's gradients comes next.
-
-        Args:
-            used: The trained parameters that have a gradient; empty: this rank has nothing to send.
-        """
-
-
 class FSDPUnit:
     """One group of parameters that FSDP2 gathers and reduces together.
 
-    Attributes:
+    Args:
         name: The name of its module; empty: the root's own parameters.
         number: Its position in the model.
     """
 
     def __init__(self, name: str, number: int, group: Any) -> None:
-        self.name = name
         self.number = number
+        self._name = name
         self._group = group
         self._gather = group._all_gather_comm
 
@@ -55,18 +41,27 @@ class FSDPUnit:
         return [param.sharded_param for param in self._trained]
 
     def __str__(self) -> str:
-        return self.name or "what lies in no unit of its own"
+        return self._name or "the modules outside of all units"
 
-    def watch(self, module: FSDPModule, observer: UnitObserver) -> None:
-        """Announce this unit's collectives to `observer` from now on."""
-        module.set_custom_all_gather(cast("Any", _AnnouncedGather(self._gather, lambda: observer.gather(self))))
-        plain = self._group.post_backward
+    def watch(
+        self,
+        module: FSDPModule,
+        on_gather: Callable[[FSDPUnit], None],
+        on_reduce: Callable[[FSDPUnit, Sequence[Tensor]], None],
+    ) -> None:
+        """Call back before each of this unit's collectives.
+
+        Args:
+            on_reduce: Gets the trained parameters that have a gradient; if there are none, this rank sends nothing.
+        """
+        module.set_custom_all_gather(cast("Any", _AnnouncedGather(self._gather, lambda: on_gather(self))))
+        original = self._group.post_backward
 
         def post_backward(*unused: Any) -> None:
             if self._group.reduce_grads:
-                observer.reduce(self, [param.sharded_param for param in self._trained if _has_gradient(param)])
-            if all(hasattr(param, "_unsharded_param") for param in self._group.fsdp_params):
-                plain(*unused)  # of what was never gathered torch 2.13 asks for gradients nevertheless
+                on_reduce(self, [param.sharded_param for param in self._trained if _has_gradient(param)])
+            if all(map(_was_gathered, self._group.fsdp_params)):
+                original(*unused)  # torch 2.13 would read gradients of parameters that were never gathered
 
         self._group.post_backward = post_backward
 
@@ -87,7 +82,7 @@ class FSDPUnit:
 
     @torch.no_grad()
     def reduce_for_others(self) -> None:
-        """Take part in a reduction to which this rank has nothing to add; keep its share of the sum."""
+        """Take part in a reduction with zeros; keep this rank's share of the sum."""
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
@@ -114,7 +109,7 @@ class FSDPUnit:
             None,
             group.force_sum_reduction_for_comms,
         )
-        group.device_handle.current_stream().wait_event(reduced[3])  # what was sent may be let go
+        group.device_handle.current_stream().wait_event(reduced[3])  # after it the zeros may be freed
         for param in self._trained:
             if param.grad_offload_event is not None:
                 param.grad_offload_event.synchronize()
@@ -136,16 +131,16 @@ def units_of(model: nn.Module) -> dict[FSDPUnit, FSDPModule]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free the whole parameters that a forward or backward has gathered and, since it failed, not given back."""
+    """Free the whole parameters that a failed forward or backward has gathered and not freed."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in _groups(module):
                 group._to_sharded()
 
 
-def refuse_without_zeros(units: Sequence[FSDPModule]) -> None:
+def refuse_without_zeros() -> None:
     """Raise ConfigError if this torch can't send zeros for a parameter without a gradient."""
-    if not all(hasattr(param, "set_reduce_scatter_unused_params") for param in units):
+    if getattr(FSDPModule, "set_reduce_scatter_unused_params", None) is None:
         message = f"true needs torch 2.13 under fsdp, and this is {torch.__version__}"
         raise ConfigError(Problem("", "parallel.ddp.find_unused_parameters", message))
 
@@ -156,10 +151,14 @@ def _groups(module: FSDPModule) -> list[Any]:
     return [] if group is None else [group]
 
 
+def _was_gathered(param: Any) -> bool:
+    return "_unsharded_param" in vars(param)
+
+
 def _has_gradient(param: Any) -> bool:
-    if not hasattr(param, "_unsharded_param"):
-        return False
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+    return _was_gathered(param) and (
+        param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+    )
 
 
 class _AnnouncedGather:

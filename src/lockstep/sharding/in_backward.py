@@ -2,8 +2,8 @@
 
     backward   head's gradient -> head updated, gradient freed -> block 3's gradient -> block 3 updated -> ...
 
-What needs all gradients before the first update is impossible: clipping by the global norm, a second micro-batch, a
-reduction over ranks, and discarding. A gradient that isn't finite has been applied before it is seen, and ends the run.
+Nothing is possible that needs all gradients before the first update: clipping by the global norm, a second micro-batch,
+a reduction over ranks, and discarding. A gradient that isn't finite is applied before it is seen, and ends the run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ if TYPE_CHECKING:
 
 
 class StepInBackward(GradientStep):
-    """The step of a process that updates while the backward runs.
-
-    Args:
-        optimizer: The optimizer of all parameters; it is called while one of them alone has a gradient.
-    """
+    """The step of a process that updates while the backward runs."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm) -> None:
         self.module = model
-        self._optimizer = optimizer
+        self._optimizer = optimizer  # of all parameters, called while one of them has a gradient
         self._squared_norm = squared_norm
         self._rate = 0.0
         self._squares: dict[nn.Parameter, Tensor] = {}
@@ -68,12 +64,8 @@ class StepInBackward(GradientStep):
         return iter(())  # they are freed
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """Do nothing: the backward has updated.
-
-        Raises:
-            RunFailed: The update should have been discarded. On a GPU the host waits to learn it.
-        """
-        if not bool(keep):
+        """Do nothing, since the backward has updated; raise RunFailed if the update should have been discarded."""
+        if not bool(keep):  # on a GPU the host waits to learn it
             raise RunFailed(
                 "a gradient is not finite, and under optim.in_backward it has been applied: the parameters are "
                 "corrupt. Resume from the last checkpoint with optim.in_backward: false, which discards such updates"

@@ -1,4 +1,4 @@
-"""Replicas whose gradients are summed in one order, so that the sum has the same bits on any number of ranks.
+"""Replicas whose gradients are summed in one order, so that the sum is bitwise identical on any number of ranks.
 
     rank 0   backward  backward  backward         rank 1   backward  backward      each into a buffer of its own:
                 0         1         2                         3         4          gradient | which there are | loss
@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import iadd
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +25,16 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import GradientStep
 from lockstep.plan.batch import Share, share_of
 from lockstep.plan.summation import FixedSum, Node, nodes_of, total
+from lockstep.sharding.buffers import buffer_owners, current_buffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
 from lockstep.sharding.model_state import ModelState
-from lockstep.sharding.single import named_gradients, present_gradients, trainable_parameters, without_gradient
+from lockstep.sharding.single import (
+    named_gradients,
+    present_gradients,
+    refuse_other_than_fp32,
+    trainable_parameters,
+    without_gradient,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,12 +43,12 @@ if TYPE_CHECKING:
 
 
 class InvariantStep(GradientStep):
-    """The step of ranks whose sum of gradients has the same bits on any number of ranks.
+    """The step of ranks whose sum of gradients is bitwise identical on any number of ranks.
 
     Args:
         axis: The data axis.
         share_of: Returns this rank's micro-batches of an update of N samples.
-        slice_bytes: How much of the gradient all ranks exchange at a time.
+        slice_bytes: Size of the part of the gradient that ranks exchange at a time.
 
     Raises:
         ConfigError: Parameters have another precision than fp32.
@@ -55,15 +63,16 @@ class InvariantStep(GradientStep):
         share_of: Callable[[int], Share],
         slice_bytes: int,
     ) -> None:
-        _refuse_other_precisions(model)
+        trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+        refuse_other_than_fp32(trained, "run.determinism", "invariant adds gradients")
         self.module = model
         self._optimizer = optimizer
         self._squared_norm = squared_norm
         self._axis = axis
         self._share_of = share_of
         self._parameters = trainable_parameters(model)
-        self._slots = _saved_slots(model)
-        self._buffers = _FlatGradients(self._parameters, axis.size)
+        self._buffer_owners = buffer_owners(model)
+        self._free: list[_FlatGradient] = []  # memory of earlier terms
         self._width = max(1, slice_bytes // 4 // axis.size)
         self._share = Share(0, 0, 0)
         self._terms = FixedSum[_FlatGradient](0, self._add)
@@ -86,23 +95,25 @@ class InvariantStep(GradientStep):
 
     @contextmanager
     def sync_context(self, last: bool) -> Iterator[None]:
-        before = [slot.now for slot in self._slots]
+        before = current_buffers(self._buffer_owners)
+        versions = [buffer._version for buffer in before]
         yield
-        changed = [
-            slot.name
-            for slot, (tensor, version) in zip(self._slots, before, strict=True)
-            if slot.differs(tensor, version)
-        ]
+        pairs = zip(self._buffer_owners, before, versions, current_buffers(self._buffer_owners), strict=True)
+        changed = [name for name, old, version, new in pairs if new is not old or new._version != version]
         if changed:
-            raise _changes_in_forward(changed)
+            message = (
+                f"invariant, but the model's forward changes {', '.join(changed)}, which is part of its state: each "
+                "rank would change its own, by its own samples; set deterministic, or use a model without running state"
+            )
+            raise ConfigError(Problem("", "run.determinism", message))
         if last:
             self._reduce()
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        if self._next == self._share.stop:  # filler, which comes after a rank's other micro-batches, is no term
+        if self._next == self._share.stop:  # padding samples, after a rank's other micro-batches, are no term
             return
         loss.backward(seed)  # type: ignore[no-untyped-call]
-        term = self._buffers.take()
+        term = self._buffer()
         self._missing &= term.fill(self._parameters, loss.detach())
         self._terms.put(Node(0, self._next), term)
         self._next += 1
@@ -129,13 +140,16 @@ class InvariantStep(GradientStep):
 
     def _add(self, left: _FlatGradient, right: _FlatGradient) -> _FlatGradient:
         left.flat.add_(right.flat)
-        self._buffers.give_back(right)
+        self._free.append(right)
         return left
 
+    def _buffer(self) -> _FlatGradient:
+        return self._free.pop() if self._free else _FlatGradient(self._parameters, self._axis.size)
+
     def _reduce(self) -> None:
-        """Add this rank's nodes to the others'; give the parameters their views of the whole sum."""
+        """Add this rank's nodes to the others'; set the parameters' gradients to views of the whole sum."""
         held = self._terms.values
-        whole = held[0] if held else self._buffers.take()
+        whole = held[0] if held else self._buffer()
         own = [buffer.flat for buffer in held]
         terms, ranks = self._share.terms, self._axis.size
         shares = [share_of(terms, rank, ranks) for rank in range(ranks)]
@@ -145,19 +159,17 @@ class InvariantStep(GradientStep):
         for start in range(0, whole.flat.numel(), self._width * ranks):
             part = slice(start, start + self._width * ranks)
             values = self._axis.exchange(_rows([flat[part] for flat in own], whole.flat[part], ranks), numbers)
-            self._axis.concatenate(
-                total(in_order, values, terms, lambda left, right: left.add_(right)), whole.flat[part]
-            )
-        for buffer in held[1:]:
-            self._buffers.give_back(buffer)
+            self._axis.concatenate(total(in_order, values, terms, iadd), whole.flat[part])
+        self._free.extend(held[1:])
         self._terms = FixedSum(terms, self._add)
         self._whole = whole
-        whole.hand_out(self._parameters, self._missing)
+        whole.set_gradients(self._parameters, self._missing)
 
     def _release(self) -> None:
         """Free the buffers of the last update, or of one that was interrupted."""
-        for buffer in (*self._terms.values, *([] if self._whole is None else [self._whole])):
-            self._buffers.give_back(buffer)
+        self._free.extend(self._terms.values)
+        if self._whole is not None:
+            self._free.append(self._whole)
         self._terms = FixedSum(self._share.terms, self._add)
         self._whole = None
 
@@ -175,32 +187,8 @@ def build(context: ShardingContext) -> Sharding:
 BUILDER = Builder(build)
 
 
-class _Slot:
-    """The place where a module keeps a buffer that belongs to the model's state."""
-
-    def __init__(self, name: str, buffers: dict[str, Tensor | None], key: str) -> None:
-        self.name = name
-        self._buffers = buffers
-        self._key = key
-
-    @property
-    def now(self) -> tuple[Tensor | None, int]:
-        """The buffer, and how often it was written to."""
-        tensor = self._buffers[self._key]
-        return tensor, 0 if tensor is None else tensor._version
-
-    def differs(self, tensor: Tensor | None, version: int) -> bool:
-        current, count = self.now
-        return current is not tensor or count != version
-
-
 class _FlatGradient:
-    """A contiguous gradient, then a 1 for each parameter that has one, then the sum of losses.
-
-    Attributes:
-        flat: All of it.
-        views: The parameters' parts, in their shapes and strides.
-    """
+    """A contiguous gradient, then a 1 for each parameter that has one, then the sum of losses; padded."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
         sizes = [parameter.numel() for parameter in parameters]
@@ -208,54 +196,39 @@ class _FlatGradient:
         length = elements + len(sizes) + 1
         self.flat = torch.zeros(-(-length // ranks) * ranks, device=parameters[0].device)
         parts = self.flat[:elements].split(sizes)  # type: ignore[no-untyped-call]
-        self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        self._views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self._present = self.flat[elements : elements + len(sizes)]
         self.loss = self.flat[elements + len(sizes)]
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[nn.Parameter], loss: Tensor) -> set[int]:
-        """Move the parameters' gradients here; return the numbers of those that have none, which counts as zero."""
-        missing = {number for number, parameter in enumerate(parameters) if parameter.grad is None}
-        present = [number for number in range(len(parameters)) if number not in missing]
+        """Move the parameters' gradients here; return the indices of those that have none, which counts as zero."""
+        missing = {index for index, parameter in enumerate(parameters) if parameter.grad is None}
+        present = [view for index, view in enumerate(self._views) if index not in missing]
         if present:
-            torch._foreach_copy_([self.views[number] for number in present], present_gradients(parameters))
+            torch._foreach_copy_(present, present_gradients(parameters))
         self._present.fill_(1.0)
-        for number in missing:
-            self.views[number].zero_()
-            self._present[number] = 0.0
+        for index in missing:
+            self._views[index].zero_()
+            self._present[index] = 0.0
         self.loss.copy_(loss)
         for parameter in parameters:
             parameter.grad = None
         return missing
 
-    def hand_out(self, parameters: Sequence[nn.Parameter], missing: set[int]) -> None:
-        """Give the parameters their gradients, except those that had none in any term.
+    def set_gradients(self, parameters: Sequence[nn.Parameter], missing: set[int]) -> None:
+        """Set the gradients of the parameters, except those that had none in any term.
 
         Args:
             missing: The parameters that had none in this rank's terms; others' terms are read for these alone.
         """
         present = self._present.tolist() if missing else []
-        for number, (parameter, view) in enumerate(zip(parameters, self.views, strict=True)):
-            parameter.grad = view if number not in missing or present[number] else None
-
-
-class _FlatGradients:
-    """A pool of flat gradients."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: int) -> None:
-        self._parameters = parameters
-        self._ranks = ranks
-        self._free: list[_FlatGradient] = []
-
-    def take(self) -> _FlatGradient:
-        return self._free.pop() if self._free else _FlatGradient(self._parameters, self._ranks)
-
-    def give_back(self, buffer: _FlatGradient) -> None:
-        self._free.append(buffer)
+        for index, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
+            parameter.grad = view if index not in missing or present[index] else None
 
 
 def _like(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return the part in the parameter's strides, if that is dense: the kernels of optimizers want them alike."""
+    """Return the part in the parameter's strides, if these are dense: optimizers' kernels need equal strides."""
     size, stride = parameter.size(), parameter.stride()
     reach = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if reach == math.prod(size) and 0 not in stride:
@@ -270,28 +243,3 @@ def _rows(own: Sequence[Tensor], like: Tensor, ranks: int) -> Tensor:
     if len(own) == 1:
         return own[0].view(ranks, 1, -1)
     return torch.stack([flat.view(ranks, -1) for flat in own], dim=1)
-
-
-def _saved_slots(model: nn.Module) -> list[_Slot]:
-    saved = set(model.state_dict())
-    slots = (
-        _Slot(f"{prefix}.{key}".lstrip("."), module._buffers, key)
-        for prefix, module in model.named_modules()
-        for key in module._buffers
-    )
-    return [slot for slot in slots if slot.name in saved]
-
-
-def _changes_in_forward(names: Sequence[str]) -> ConfigError:
-    message = (
-        f"invariant, but the model's forward changes {', '.join(names)}, which is part of its state: each rank would "
-        f"change its own, by its own samples; take deterministic, or a model without running state"
-    )
-    return ConfigError(Problem("", "run.determinism", message))
-
-
-def _refuse_other_precisions(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            message = f"invariant adds gradients in fp32, and {name} is {str(parameter.dtype).removeprefix('torch.')}"
-            raise ConfigError(Problem("", "run.determinism", f"{message}; convert the model with .float()"))

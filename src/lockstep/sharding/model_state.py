@@ -4,14 +4,13 @@
     optimizer.exp_avg.layers.0.weight     state entry, then the parameter it belongs to
     values: {"optimizer": {PARAMETER: {ENTRY: number}}, "groups": [...], "tied": {NAME: NAME}}
 
-A tensor is plain where this rank holds it whole, and otherwise a DTensor or a `FlatShard`, which know their place in
-it.
+A tensor is plain if this rank holds it whole, else a DTensor or a `FlatShard`, which know their place in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,20 +24,12 @@ if TYPE_CHECKING:
 
     from lockstep.core.protocols import Optimizer
     from lockstep.sharding.buffers import SyncedBuffers
+    from lockstep.sharding.deepspeed_shards import ZeroShard
+    from lockstep.sharding.parameter_shards import ParameterShard
     from lockstep.sharding.partition import ModelPartition
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _PLAIN = (str, int, float, bool, type(None))
-
-
-class StateShard(Protocol):
-    """How optimizer state of one parameter lies on this rank."""
-
-    def as_shard(self, value: Tensor) -> Any:
-        """Return what the optimizer holds as a shard of the whole tensor."""
-
-    def as_local(self, value: Tensor) -> Tensor:
-        """Return what the optimizer holds, of a saved tensor that may be whole."""
 
 
 class ModelState:
@@ -46,16 +37,12 @@ class ModelState:
 
     Args:
         model: The module without wrappers; parameters have the model's own names.
-        optimizer: Its state is saved by the names of parameters.
         buffers: Buffers that are copied from the first rank before they are saved; None: ranks have the same ones.
         partition: Which rank holds which parts of the model; None: this rank holds the whole model.
-        shards: How optimizer state lies, by parameter; of parameters that aren't named it is whole.
-        flat: Parameters that are divided element by element, by name.
+        shards: How optimizer state is sharded, by parameter; it is whole for parameters that aren't named.
+        flat: Parameters that are sharded element by element, by name.
         before_read: Called before parameters are read.
         after_restore: Called after parameters and optimizer state have been restored.
-
-    Attributes:
-        model: The module without wrappers.
     """
 
     def __init__(
@@ -65,7 +52,7 @@ class ModelState:
         *,
         buffers: SyncedBuffers | None = None,
         partition: ModelPartition | None = None,
-        shards: Mapping[str, StateShard] | None = None,
+        shards: Mapping[str, ParameterShard] | Mapping[str, ZeroShard] | None = None,
         flat: Mapping[str, Any] | None = None,
         before_read: Callable[[], None] | None = None,
         after_restore: Callable[[], None] | None = None,
@@ -80,14 +67,14 @@ class ModelState:
         self._after_restore = after_restore
 
     def synchronize(self) -> None:
-        """Copy the first rank's buffers (running means) to all ranks, whose forwards may have changed their own. All
-        ranks together."""
+        """Copy the first rank's buffers (running means) to all ranks. All ranks together."""
         if self._buffers is not None:
             self._buffers.synchronize()
 
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and saved buffers, whole, on the CPU, under the model's own names, tied ones once under
-        their first; gathered one after the other. To be exhausted, by all ranks together.
+        """Yield parameters and saved buffers by name, whole, on the CPU, tied ones once under their first name.
+
+        They are gathered one after the other. To be exhausted, by all ranks together.
 
         Args:
             wanted: False on a rank that only takes part in the gathering: it yields nothing.
@@ -96,7 +83,7 @@ class ModelState:
 
     @torch.no_grad()
     def whole(self, pairs: Iterable[tuple[str, Tensor]], *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield named tensors of this rank, such as `GradientStep.gradients`, as `weights` does."""
+        """Yield named tensors of this rank, such as `GradientStep.gradients`, in the way of `weights`."""
         if self._partition is None or not self._partition.is_divided:
             return _gathered(pairs, wanted)
         return self._partition.whole(dict(_gathered(pairs, wanted=True)), wanted)
@@ -105,7 +92,7 @@ class ModelState:
         """Return the live state of model and optimizer. All ranks together.
 
         Raises:
-            RunFailed: Something keeps state that is neither a tensor nor plain.
+            RunFailed: The model or the optimizer keeps state that can't be saved.
         """
         if self._before_read is not None:
             self._before_read()
@@ -130,7 +117,7 @@ class ModelState:
 
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
-        """Set model and optimizer to `state`: whole tensors on the CPU, or this rank's shards of sharded ones.
+        """Set model and optimizer to `state`: whole tensors on the CPU, or this rank's shards.
 
         Raises:
             RunFailed: It belongs to another model or optimizer.
@@ -155,7 +142,7 @@ class ModelState:
             self._after_restore()
 
     def _tensors(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return parameters and saved buffers, each once under its first name; and the other names of tied ones."""
+        """Return parameters and saved buffers, each under its first name; and the other names of tied ones."""
         tensors: dict[str, Any] = {}
         tied: dict[str, str] = {}
         first_names: dict[int, str] = {}
@@ -179,7 +166,7 @@ def _gathered(pairs: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tup
 
 
 def _saved(state: TrainingState, name: str, tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a saved tensor."""
+    """Return this rank's part of a saved tensor."""
     if f"{_MODEL}{name}" not in state.tensors:
         raise RunFailed(f"the saved state has no {name}")
     value = cast("Tensor", state.tensors[f"{_MODEL}{name}"])
@@ -191,11 +178,11 @@ def _saved(state: TrainingState, name: str, tensor: Tensor) -> Tensor:
 
 
 def _plain(what: str, value: object) -> object:
-    """Return a value as JSON has it."""
+    """Return a value in a form that JSON can represent."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list | tuple):
         return [_plain(what, item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _plain(what, item) for key, item in value.items()}
-    raise RunFailed(f"{what} is a {type(value).__name__}: it can't be saved; tensors, numbers and texts can")
+    raise RunFailed(f"{what} is a {type(value).__name__}: it can't be saved; tensors, numbers and strings can")

@@ -1,16 +1,16 @@
-"""A model that is divided over ranks by stages: which rank holds which tensors, and how the whole is put together.
+"""The partition of a model over ranks: which rank holds which tensors, and how the whole model is gathered.
 
     rank 0    embedding, blocks.0        weights:   blocks.0 from rank 0, blocks.1 from rank 1, ... in the model's order
-    rank 1    blocks.1, head             state:     each its own, and empty shards for what other ranks hold
+    rank 1    blocks.1, head             state:     each its own, and empty shards of tensors that other ranks hold
 
-Names are those of the whole model on every rank. Tensors that two ranks hold, since the first and the last stage share
-them, have the sum of both gradients, and count once.
+Names are those of the whole model on every rank. A tensor that the first and the last stage share is held by two
+ranks; its gradient is the sum of both ranks', and counts once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,20 +25,12 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.distributed.mesh_position import TensorParallelGroup
 
-Named = Iterator[tuple[str, "Tensor"]]
-_OPTIMIZER = "optimizer."
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape and dtype of a tensor that some rank holds."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+_Spec = tuple[tuple[int, ...], "torch.dtype"]
+"""Shape and dtype of a tensor."""
 
 
 class ModelPartition:
-    """The division of a model over ranks.
+    """The partition of a model over ranks.
 
     Args:
         model: This rank's part.
@@ -46,8 +38,8 @@ class ModelPartition:
         axis: The ranks that hold the other stages.
         shared: Names of the parameters that the first and the last stage share.
         ends: The ranks that hold `shared`.
-        device: Where collectives run.
-        tensor_group: The ranks over which matrices are divided; None: they are whole.
+        device: The device on which collectives run.
+        tensor_group: The ranks over which matrices are sharded; None: they are whole.
     """
 
     def __init__(
@@ -82,8 +74,7 @@ class ModelPartition:
         return name not in self._shared or self._ends.rank == 0
 
     def reduce_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """Sum, in place, the gradients of what both ends hold, and of what each rank of a tensor group has an addend
-        of.
+        """Sum, in place, the gradients of parameters that both ends hold, or that are partial in the tensor group.
 
         Args:
             gradients: This rank's, by the names of parameters.
@@ -94,24 +85,23 @@ class ModelPartition:
             for name in sorted(self._tensor_group.partial & gradients.keys()):
                 self._tensor_group.axis.sum(gradients[name])
 
-    def whole(self, own: Mapping[str, Tensor], wanted: bool) -> Named:
+    def whole(self, own: Mapping[str, Tensor], wanted: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield all ranks' tensors in the order of the model. All ranks together.
 
         Args:
             own: This rank's, whole.
             wanted: Whether this rank yields them.
         """
-        own_specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in own.items()}
-        specs = cast("list[dict[str, TensorSpec]]", self._axis.gather(own_specs))
+        specs = cast("list[dict[str, _Spec]]", self._axis.gather(_specs(own)))
         for name in self._names:
-            holder = next((rank for rank, of_rank in enumerate(specs) if name in of_rank), None)
+            holder = next((rank for rank, specs_of_rank in enumerate(specs) if name in specs_of_rank), None)
             if holder is None:
                 continue
-            spec = specs[holder][name]
-            buffer = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+            shape, dtype = specs[holder][name]
+            buffer = torch.zeros(shape, dtype=dtype, device=self._device)
             if holder == self._axis.rank:
                 buffer.copy_(own[name])
-            self._axis.sum(bits(buffer))  # bits are added to zeros
+            self._axis.sum(bits(buffer))  # integers, to which zeros are added
             if wanted:
                 yield name, buffer.cpu()
 
@@ -123,33 +113,35 @@ class ModelPartition:
         """
         if not self.is_divided:
             return state
-        own_specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in state.tensors.items()}
-        everywhere = cast("list[Any]", self._axis.gather((own_specs, state.values)))
+        everywhere = cast("list[Any]", self._axis.gather((_specs(state.tensors), state.values)))
         tensors: dict[str, Any] = dict(state.tensors)
         values: dict[str, Any] = {"optimizer": {}, "groups": state.values["groups"], "tied": {}}
         if any(of_rank["groups"] != state.values["groups"] for _, of_rank in everywhere):
             raise RunFailed(
-                "the optimizer keeps something in its groups that differs between the stages of the pipeline, each of "
-                "which has seen its own gradients alone: it can't be saved, nor is this the single process's run; take "
+                "the optimizer keeps a value in its groups that differs between the stages of the pipeline, since each "
+                "has seen its own gradients alone: it can't be saved, and the run isn't the single process's; use "
                 "another strategy"
             )
         for specs, of_rank in everywhere:
-            for name, spec in specs.items():
+            for name, (shape, dtype) in specs.items():
                 if name not in tensors:
-                    tensors[name] = FlatShard(torch.empty(0, dtype=spec.dtype), 0, spec.shape)
+                    tensors[name] = FlatShard(torch.empty(0, dtype=dtype), 0, shape)
             values["optimizer"].update(of_rank["optimizer"])
             values["tied"].update(of_rank["tied"])
         return replace(state, tensors=tensors, values=values)
 
     def own_state(self, state: TrainingState) -> TrainingState:
-        """Return what of a saved state belongs to this rank's part."""
+        """Return the part of a saved state that belongs to this rank's part of the model."""
         if not self.is_divided:
             return state
-
-        def parameter(key: str) -> str:
-            kind, _, rest = key.partition(".")
-            return rest.partition(".")[2] if f"{kind}." == _OPTIMIZER else rest
-
-        tensors = {key: value for key, value in state.tensors.items() if parameter(key) in self._own}
+        tensors = {
+            key: value
+            for key, value in state.tensors.items()
+            if key.split(".", 2 if key.startswith("optimizer.") else 1)[-1] in self._own
+        }
         optimizer = {name: value for name, value in state.values["optimizer"].items() if name in self._own}
         return replace(state, tensors=tensors, values={**state.values, "optimizer": optimizer})
+
+
+def _specs(tensors: Mapping[str, Any]) -> dict[str, _Spec]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -1,5 +1,4 @@
-"""Replicas of a model that is divided into stages or matrices: gradients are summed over them once, after all
-backwards.
+"""Replicas of a partitioned or tensor-parallel model: gradients are summed over them once, after all backwards.
 
     pipeline rank 0 of replica 0    a gradient --.
     pipeline rank 0 of replica 1    a gradient --+-- sum --> optimizer     the same update in both
@@ -31,7 +30,7 @@ _BUCKET = 25 * 2**20  # bytes that are sent at a time
 
 
 class ReplicaStep(GradientStep):
-    """The step of ranks that hold one part of a divided model each, and replicas of it."""
+    """The step of ranks that each hold a replica of one part of the model."""
 
     def __init__(
         self, context: ShardingContext, shards: Sequence[ParameterShard], optimizer: Optimizer, buffers: SyncedBuffers
@@ -69,7 +68,7 @@ class ReplicaStep(GradientStep):
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         for shard in self._shards:
-            shard.hand_over()
+            shard.move_gradient()
         self._optimizer.update(rate, divisor, keep)
 
     @property
@@ -77,7 +76,7 @@ class ReplicaStep(GradientStep):
         return [shard for shard in self._shards if shard.whole.grad is not None]
 
     def _reduce(self) -> None:
-        """Sum gradients over replicas, when the whole gradient is first needed; at the same point on every rank."""
+        """Sum gradients over replicas when the sum is first needed, at the same point on every rank."""
         if self._reduced:
             return
         self._reduced = True
@@ -95,7 +94,7 @@ class ReplicaStep(GradientStep):
 
 
 def build(context: ShardingContext) -> Sharding:
-    """Return the sharding of a divided model's replicas."""
+    """Return the sharding of a partitioned or tensor-parallel model's replicas."""
     model = context.model
     shards = parameter_shards(model)
     optimizer = context.optimizer((shard.name, shard.local) for shard in shards)

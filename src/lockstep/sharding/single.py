@@ -1,16 +1,19 @@
-"""One process holds everything: the oracle, which every other strategy must reproduce.
+"""One process holds everything: the reference, which every other strategy must reproduce.
 
 model --> gradient --> optimizer
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import torch
+
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import GradientStep
+from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
 from lockstep.sharding.in_backward import StepInBackward
 from lockstep.sharding.model_state import ModelState
@@ -28,7 +31,7 @@ class LocalStep(GradientStep):
     """The step of a process that has all gradients.
 
     Args:
-        module: What a training forward calls, if it isn't the model itself.
+        module: The module that a training forward calls, if it isn't the model itself.
     """
 
     def __init__(
@@ -95,6 +98,14 @@ def named_gradients(model: nn.Module, scale: float = 1.0) -> Iterator[tuple[str,
 def without_gradient(model: nn.Module) -> list[str]:
     """Return the names of the trained parameters that have no gradient."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+
+
+def refuse_other_than_fp32(parameters: Iterable[tuple[str, nn.Parameter]], key: str, does: str) -> None:
+    """Raise ConfigError if a parameter isn't fp32; `does` completes the sentence ("fsdp keeps parameters")."""
+    for name, parameter in parameters:
+        if parameter.dtype != torch.float32:
+            why = f"{does} in fp32, and {name} is {dtype_name(parameter.dtype)}; convert the model with .float()"
+            raise ConfigError(Problem("", key, why))
 
 
 def unused_parameters(names: Sequence[str], *, where: str = "", remedy: str = "") -> ConfigError:

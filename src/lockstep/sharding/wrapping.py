@@ -9,8 +9,8 @@ Transformer                    blocks               [Attention]                 
 │   └── 1            600       blocks.1             blocks.1.attention              |
 └── head                       what is left goes with the root
 
-A parameter that several modules share must lie in one unit with all of them: FSDP2 would divide it twice, and the two
-copies would drift apart. A unit that holds one shared with the outside is merged into the unit around it.
+A parameter that several modules share must be in one unit with all of them: FSDP2 would shard it twice, and the two
+copies would diverge. A unit that shares a parameter with modules outside is merged into the unit around it.
 """
 
 from __future__ import annotations
@@ -37,23 +37,21 @@ def units(model: nn.Module, options: FSDP, blocks: Sequence[str]) -> list[str]:
         blocks: Names of the model's repeated layers.
 
     Raises:
-        ConfigError: No module is of the classes that were asked for.
+        ConfigError: The model has no module of a class that `wrap` names.
     """
     if options.wrap == "root":
         return []
     if options.wrap == "blocks":
-        wanted = list(blocks)
+        wanted = set(blocks)
     elif options.wrap == "size":
-        wanted = list(_large(model, options.min_num_params))
+        wanted = set(_large(model, options.min_num_params))
     else:
-        wanted = _of_classes(model, options.wrap)
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    modules = dict(model.named_modules())
-    return sorted((name for name in wanted if not _shares(model, modules[name])), key=order.__getitem__)
+        wanted = set(_of_classes(model, options.wrap))
+    return [name for name, module in model.named_modules() if name in wanted and not _shares(model, module)]
 
 
 def check(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError if the model has none of the classes that are to be wrapped."""
+    """Raise ConfigError if the model has no module of a class that `wrap` names."""
     units(model, config.parallel.fsdp, ())
 
 
@@ -64,14 +62,13 @@ def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
     if missing:
         near = [match for match in (closest_match(kind, known) for kind in missing) if match]
         have = f"did you mean {' and '.join(near)}?" if near else f"it has {', '.join(known[:12])}"
-        raise ConfigError(
-            Problem("", "parallel.fsdp.wrap", f"the model has no module of class {', '.join(missing)}; {have}")
-        )
+        why = f"the model has no module of class {', '.join(missing)}; {have}"
+        raise ConfigError(Problem("", "parallel.fsdp.wrap", why))
     return [name for name, kind in kinds if kind in classes]
 
 
 def _large(model: nn.Module, least: int) -> Iterator[str]:
-    """Yield modules of at least `least` parameters, those of modules that were yielded before not counted."""
+    """Yield modules of at least `least` parameters, without counting those of modules that were yielded before."""
     taken: set[int] = set()
     for name, module in reversed(list(model.named_modules())):
         if not name or isinstance(module, _NEVER):
@@ -83,7 +80,7 @@ def _large(model: nn.Module, least: int) -> Iterator[str]:
 
 
 def _shares(model: nn.Module, module: nn.Module) -> bool:
-    """Return whether one of its parameters also belongs to a module outside."""
+    """Return whether a module outside of `module` has one of its parameters."""
     inside = {id(inner) for inner in module.modules()}
     own = {id(parameter) for parameter in module.parameters()}
     return any(

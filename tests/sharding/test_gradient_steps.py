@@ -1,0 +1,117 @@
+"""What steps of several ranks pass to the optimizer: the gradient summed over ranks, divided by the divisor once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit.small import in_group
+from kit.worlds import in_world
+from torch import Tensor, nn
+
+from lockstep.config.schema import DDP
+from lockstep.core.errors import ConfigError
+from lockstep.distributed.collectives import LocalGroup, RankGroup
+from lockstep.distributed.process_group import World
+from lockstep.sharding.buffers import SyncedBuffers
+from lockstep.sharding.ddp import DDPStep
+from lockstep.sharding.replicas import _buckets
+
+ONE = torch.tensor(1.0)
+
+
+class Dividing:
+    """An optimizer that records gradient / divisor."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self.divided: list[list[float]] = []
+
+    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
+        assert self._parameter.grad is not None
+        self.divided.append((self._parameter.grad / divisor).flatten().tolist())
+        self._parameter.grad = None
+
+
+def squared_norm(tensors: Any) -> Tensor:
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+
+
+def ddp_update(micro_batches: int, divisor: float) -> dict[str, Any]:
+    """Make an update in which rank r's micro-batch i has the gradient 10 r + i + 1."""
+    with in_group():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        model = nn.Linear(1, 1, bias=False)
+        optimizer: Any = Dividing(model.weight)
+        world = World(RankGroup(dist.group.WORLD), rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
+        step = DDPStep(model, optimizer, squared_norm, DDP(), world, sync_buffers=False)
+        for index in range(micro_batches):
+            with step.sync_context(index == micro_batches - 1):
+                step.backward(step.module(torch.tensor([[10.0 * rank + index + 1]])).sum(), ONE)
+        gradients = {name: gradient.flatten().tolist() for name, gradient in step.gradients()}
+        norm = float(step.squared_norm())
+        step.update(0.1, divisor, True)
+        step.close()
+        return {"gradients": gradients, "norm": norm, "divided": optimizer.divided}
+
+
+@pytest.mark.parametrize(("micro_batches", "total"), [(1, 1.0 + 11), (2, 1.0 + 2 + 11 + 12)])
+def test_ddp_s_mean_over_ranks_becomes_a_sum_in_gradients_norm_and_update(micro_batches: int, total: float) -> None:
+    for update in in_world(2, ddp_update, micro_batches, 4.0):
+        assert update == {"gradients": {"weight": [total]}, "norm": total**2, "divided": [[total / 4]]}
+
+
+def leaving_a_layer_out() -> str:
+    with in_group():
+        rank = dist.get_rank()
+        model = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+        world = World(RankGroup(dist.group.WORLD), rank, 2, rank, 2, torch.device("cpu"), "gloo")
+        model.forward = lambda layers: sum(model[layer](torch.ones(1, 1)) for layer in layers)  # type: ignore[method-assign]
+        step = DDPStep(model, Dividing(model[0].weight), squared_norm, DDP(), world, sync_buffers=False)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as refusal, step.sync_context(True):
+            step.backward(step.module([0]).sum(), ONE)
+        return str(refusal.value)
+
+
+def test_ddp_names_the_parameters_whose_reduction_others_wait_for() -> None:
+    for rank, message in enumerate(in_world(2, leaving_a_layer_out)):
+        assert message.startswith("model: 1.weight, 1.bias: no gradient reaches them in the last micro-batch")
+        assert f"on rank {rank}, and others may wait for it" in message
+
+
+def test_buckets_have_one_dtype_a_limit_and_the_order_of_the_gradients() -> None:
+    mib = 2**20
+    sizes = [10 * mib, 10 * mib, 10 * mib, 30 * mib, 1]
+    gradients = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    wide = torch.empty(1, dtype=torch.float64, device="meta")
+    buckets = [[item.nbytes for item in bucket] for bucket in _buckets([gradients[0], wide, *gradients[1:]])]
+    assert buckets == [[10 * mib, 10 * mib], [10 * mib], [30 * mib], [1], [8]]
+
+
+def buffers_after_forwards() -> list[list[float]]:
+    """Return this rank's mean in two updates of two micro-batches, each of which adds its rank + 1 to it."""
+    with in_group():
+        model = nn.Module()
+        model.mean = nn.Buffer(torch.full((1,), 100.0 * dist.get_rank()))
+        model.table = nn.Buffer(torch.full((1,), float(dist.get_rank())), persistent=False)
+        buffers = SyncedBuffers(model)
+        means = []
+        for _ in range(2):
+            for last in (False, True):
+                buffers.before_forward(last)
+                model.mean += dist.get_rank() + 1
+                means.append(float(model.mean))
+        return [means, model.table.tolist()]
+
+
+def test_forwards_of_an_update_start_from_the_first_rank_s_buffers_once() -> None:
+    assert in_world(2, buffers_after_forwards) == [[[1, 2, 3, 4], [0]], [[2, 4, 4, 6], [1]]]
+
+
+def test_a_model_without_saved_buffers_needs_no_group() -> None:
+    buffers = SyncedBuffers(nn.Linear(2, 2))
+    buffers.before_forward(last=True)
+    assert not buffers
+    assert LocalGroup().size == 1
