@@ -1,4 +1,4 @@
-"""Other tools' configs become ours: every key is answered, and what comes out is a config."""
+"""Other tools' configs are imported: every key has an answer, and the result is a valid config."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ WHOLE = {"model.kind": "transformer", "data.train.kind": "stdlib-text"}
 
 
 def imported(tmp_path: Path, values: Any, kind: ForeignKind | None = None, ranks: int | None = 8) -> ImportedConfig:
-    file = tmp_path / "theirs.json"
+    file = tmp_path / "foreign.json"
     file.write_text(json.dumps(values))
     return import_file(file, kind, ranks)
 
 
-def standings(found: ImportedConfig) -> dict[str, str]:
-    return {one.key: one.answer.status for one in found.findings}
+def statuses(result: ImportedConfig) -> dict[str, str]:
+    return {finding.key: finding.answer.status for finding in result.findings}
 
 
-def said(tmp_path: Path, values: Any, ranks: int | None = 8) -> str:
+def error_message(tmp_path: Path, values: Any, ranks: int | None = 8) -> str:
     with pytest.raises(ConfigError) as error:
         imported(tmp_path, values, ranks=ranks)
     return str(error.value)
@@ -52,46 +52,44 @@ def said(tmp_path: Path, values: Any, ranks: int | None = 8) -> str:
 def training_arguments() -> dict[str, Any]:
     from transformers import TrainingArguments
 
-    found = json.loads(TrainingArguments(output_dir="out", use_cpu=True, report_to="none").to_json_string())
-    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= {*found, "_n_gpu"}
-    return found  # type: ignore[no-any-return]
+    arguments = json.loads(TrainingArguments(output_dir="out", use_cpu=True, report_to="none").to_json_string())
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= {*arguments, "_n_gpu"}
+    return arguments  # type: ignore[no-any-return]
 
 
 def test_every_field_of_training_arguments_has_an_answer(tmp_path: Path, training_arguments: dict[str, Any]) -> None:
-    found = imported(tmp_path, training_arguments)
-    assert found.file.kind == "trainer"
-    assert not found.unanswered
-    assert nested(found.settings)["optim"] == {
+    result = imported(tmp_path, training_arguments)
+    assert result.file.kind == "trainer"
+    assert not result.unanswered
+    assert nested(result.settings)["optim"] == {
         "lr": 5e-5, "name": "adamw", "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, "clip_norm": 1.0,
     }  # fmt: skip
-    assert found.settings["batch.global_size"] == 64
-    assert found.settings["precision.compute"] == "fp32"
-    assert found.settings["run.epochs"] == 3.0
-    assert "run.steps" not in found.settings
+    assert result.settings["batch.global_size"] == 64
+    assert result.settings["precision.compute"] == "fp32"
+    assert result.settings["run.epochs"] == 3.0
+    assert "run.steps" not in result.settings
 
 
-def test_each_field_has_an_answer_when_it_asks_for_something(
-    tmp_path: Path, training_arguments: dict[str, Any]
-) -> None:
+def test_each_field_has_an_answer_for_unusual_values(tmp_path: Path, training_arguments: dict[str, Any]) -> None:
     for name in training_arguments:
         for value in (True, 7, "cosine", ["x"], {"a_key": 1}):
             file = tmp_path / "one.json"
             file.write_text(json.dumps({"output_dir": "out", "save_steps": 5, name: value}))
-            for one in listed(read_foreign(file, "trainer"), 8):
-                assert one.answer.status != "not known" or one.key.endswith("a_key"), (one, value)
+            for finding in listed(read_foreign(file, "trainer"), 8):
+                assert finding.answer.status != "not known" or finding.key.endswith("a_key"), (finding, value)
 
 
-def test_what_trainer_leaves_to_its_defaults_comes_with_them(tmp_path: Path) -> None:
-    found = imported(tmp_path, {"output_dir": "out", "num_train_epochs": 1, "save_steps": 10, "bf16": True})
-    assert found.settings["optim.lr"] == 5e-5
-    assert found.settings["schedule.kind"] == "linear"
-    assert found.settings["batch.micro_size"] == 8
-    assert found.settings["precision.compute"] == "bf16"
-    assert standings(found)["(learning_rate)"] == "derived"
+def test_defaults_of_the_trainer_are_imported(tmp_path: Path) -> None:
+    result = imported(tmp_path, {"output_dir": "out", "num_train_epochs": 1, "save_steps": 10, "bf16": True})
+    assert result.settings["optim.lr"] == 5e-5
+    assert result.settings["schedule.kind"] == "linear"
+    assert result.settings["batch.micro_size"] == 8
+    assert result.settings["precision.compute"] == "bf16"
+    assert statuses(result)["(learning_rate)"] == "derived"
 
 
 @pytest.mark.parametrize(
-    ("words", "ours"),
+    ("words", "expected"),
     [
         ({"warmup_steps": 0.1}, {"schedule.warmup_ratio": 0.1}),
         ({"warmup_ratio": 0.1, "warmup_steps": 0}, {"schedule.warmup_ratio": 0.1}),
@@ -115,13 +113,11 @@ def test_what_trainer_leaves_to_its_defaults_comes_with_them(tmp_path: Path) -> 
         ({"train_sampling_strategy": "sequential"}, {"data.shuffle": False}),
     ],
 )  # fmt: skip
-def test_what_is_said_by_several_words_is_one_setting(
-    words: dict[str, Any], ours: dict[str, object], tmp_path: Path
-) -> None:
-    found = imported(tmp_path, {"output_dir": "out", **words}, "trainer")
-    for key, value in ours.items():
-        assert found.settings[key] == (pytest.approx(value) if isinstance(value, float) else value)
-    assert not found.unanswered
+def test_several_keys_become_one_setting(words: dict[str, Any], expected: dict[str, object], tmp_path: Path) -> None:
+    result = imported(tmp_path, {"output_dir": "out", **words}, "trainer")
+    for key, value in expected.items():
+        assert result.settings[key] == (pytest.approx(value) if isinstance(value, float) else value)
+    assert not result.unanswered
 
 
 @pytest.mark.parametrize(
@@ -130,12 +126,12 @@ def test_what_is_said_by_several_words_is_one_setting(
      {"lr_scheduler_type": "polynomial"}, {"accelerator_config": {"split_batches": True}}, {"group_by_length": True},
      {"parallelism_config": {"tp_size": 2}}, {"fsdp": "half_shard"}],
 )  # fmt: skip
-def test_what_is_not_there_is_said(words: dict[str, Any], tmp_path: Path) -> None:
-    found = imported(tmp_path, {"output_dir": "out", **words}, "trainer")
-    assert [one.key.partition(".")[0] for one in found.unanswered] == list(words)
+def test_keys_without_a_counterpart_are_listed(words: dict[str, Any], tmp_path: Path) -> None:
+    result = imported(tmp_path, {"output_dir": "out", **words}, "trainer")
+    assert [finding.key.partition(".")[0] for finding in result.unanswered] == list(words)
 
 
-NEEDS_NOTHING = {
+NOT_NEEDED = {
     "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "use_cache", "torch_empty_cache_steps",
     "logging_first_step", "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level",
     "log_level_replica", "run_name", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object",
@@ -143,21 +139,21 @@ NEEDS_NOTHING = {
     "restore_callback_states_from_checkpoint", "dataloader_in_order", "length_column_name", "ddp_broadcast_buffers",
     "do_train", "do_eval", "do_predict", "local_rank", "output_dir",
 }  # fmt: skip
-"""Fields whose reason was looked at: what they ask for holds here, or no result and nothing written is lost."""
+"""Fields whose reason was reviewed: Lockstep does what they request, or no result and no output is lost."""
 
 
-def test_a_field_that_asks_for_something_is_not_called_unneeded(
+def test_a_field_that_requests_something_is_not_called_unneeded(
     tmp_path: Path, training_arguments: dict[str, Any]
 ) -> None:
     for name, usual in training_arguments.items():
-        if name in NEEDS_NOTHING or name == "use_cpu":
+        if name in NOT_NEEDED or name == "use_cpu":
             continue
         beside = {"push_to_hub": True} if name.startswith("hub_") else {}
         asking = not usual if isinstance(usual, bool) else usual + 7 if isinstance(usual, int | float) else ["zzz"]
         file = tmp_path / "one.json"
         file.write_text(json.dumps({"output_dir": "out", "save_steps": 5, **beside, name: asking}))
-        found = {one.key: one.answer for one in listed(read_foreign(file, "trainer"), 8)}
-        assert found[name].status != "not needed", (name, asking, found[name])
+        answers = {finding.key: finding.answer for finding in listed(read_foreign(file, "trainer"), 8)}
+        assert answers[name].status != "not needed", (name, asking, answers[name])
 
 
 LIGHTNING = {
@@ -181,11 +177,11 @@ LOST_OF_LIGHTNING = [
 
 def test_each_argument_of_lightning_s_trainer_has_an_answer(tmp_path: Path) -> None:
     optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.5}}
-    found = imported(tmp_path, {"trainer": LIGHTNING, "optimizer": optimizer, "seed_everything": 7}, "yaml", None)
-    assert [one.key.removeprefix("trainer.") for one in found.unanswered] == LOST_OF_LIGHTNING
-    assert (found.settings["optim.name"], found.settings["optim.momentum"]) == ("sgd", 0.5)
-    assert (found.settings["evaluation.every"], found.settings["run.seed"]) == ("0.25 epochs", 7)
-    to_do = {one.key.removeprefix("trainer.") for one in found.findings if one.answer.status == "to do"}
+    result = imported(tmp_path, {"trainer": LIGHTNING, "optimizer": optimizer, "seed_everything": 7}, "yaml", None)
+    assert [finding.key.removeprefix("trainer.") for finding in result.unanswered] == LOST_OF_LIGHTNING
+    assert (result.settings["optim.name"], result.settings["optim.momentum"]) == ("sgd", 0.5)
+    assert (result.settings["evaluation.every"], result.settings["run.seed"]) == ("0.25 epochs", 7)
+    to_do = {finding.key.removeprefix("trainer.") for finding in result.findings if finding.answer.status == "to do"}
     assert {"num_nodes", "fast_dev_run", "limit_train_batches", "limit_val_batches", "overfit_batches"} <= to_do
 
 
@@ -195,51 +191,53 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
     for field in dataclasses.fields(config_args.ClusterConfig):
         for value in (True, 7, "x", ["x"]):
             file.write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", field.name: value}))
-            assert all(one.answer.status != "not known" for one in listed(read_foreign(file, "accelerate"), 8)), field
+            assert all(
+                finding.answer.status != "not known" for finding in listed(read_foreign(file, "accelerate"), 8)
+            ), field
 
 
 @pytest.mark.parametrize(
-    ("words", "standing", "why"),
+    ("words", "status", "why"),
     [
         ({"push_to_hub": True}, "not there", "the hub is never written to"),
         ({"hub_model_id": "me/x", "push_to_hub": True}, "not there", "the hub is never written to"),
         ({"hub_model_id": "me/x", "push_to_hub": False}, "not needed", "push_to_hub is off"),
-        ({"report_to": ["wandb", "tensorboard"]}, "not there", "not yet wandb"),
+        ({"report_to": ["wandb", "tensorboard"]}, "not there", "but not yet wandb"),
         ({"report_to": "none"}, "taken", ""),
-        ({"use_wandb": False}, "not needed", "asks for nothing"),
-        ({"use_wandb": True}, "not there", "other trackers are not there yet"),
+        ({"use_wandb": False}, "not needed", "requests nothing"),
+        ({"use_wandb": True}, "not there", "other trackers are not supported yet"),
         ({"wandb_project": "x", "use_wandb": False}, "not needed", "use_wandb is off"),
-        ({"wandb_project": "x"}, "not there", "other trackers are not there yet"),
+        ({"wandb_project": "x"}, "not there", "other trackers are not supported yet"),
         ({"wandb": {"project": "x", "enabled": False}}, "not needed", "wandb.enabled is off"),
         ({"auto_find_batch_size": True}, "not there", "isn't tried again smaller"),
         ({"model_revision": "v2"}, "not there", "the newest revision is loaded"),
-        ({"model_revision": "main"}, "not needed", "asks for nothing"),
+        ({"model_revision": "main"}, "not needed", "requests nothing"),
         ({"eval_delay": 1}, "not there", "from the first on"),
         ({"save_safetensors": False}, "not there", "as safetensors"),
-        ({"save_safetensors": True}, "not needed", "asks for nothing"),
+        ({"save_safetensors": True}, "not needed", "requests nothing"),
         ({"debug": ["underflow_overflow"]}, "not there", "isn't traced"),
         ({"bf16_full_eval": True, "bf16": True}, "not needed", "evaluation computes in precision.compute"),
         ({"bf16_full_eval": True}, "not there", "and bf16 isn't set"),
         ({"run_name": "a"}, "to do", "write run.folder: runs/a"),
-        ({"run_name": "a", "output_dir": "b"}, "not needed", "output_dir names it"),
-        ({"resume_from_checkpoint": True}, "not needed", "asks for nothing"),
+        ({"run_name": "a", "output_dir": "b"}, "not needed", "which output_dir sets"),
+        ({"resume_from_checkpoint": True}, "not needed", "requests nothing"),
         ({"resume_from_checkpoint": "out/checkpoint-5"}, "to do", "--from CHECKPOINT"),
-        ({"overwrite_output_dir": True}, "to do", "--fresh begins anew"),
+        ({"overwrite_output_dir": True}, "to do", "--fresh starts from scratch"),
         ({"nnodes": 2}, "to do", "torchrun on every machine"),
         ({"attn_implementation": "sdpa", "model_name": "gpt2"}, "taken", ""),
-        ({"attn_implementation": "sdpa"}, "to do", "beside a model of kind huggingface"),
-        ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "to do", "another word for gradient_accumulation_steps"),
+        ({"attn_implementation": "sdpa"}, "to do", "with a model of kind huggingface"),
+        ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "to do", "another name for gradient_accumulation_steps"),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}, "zero_optimization": {"stage": 1}},
          "not there", "moments are always corrected"),
         ({"val_check_interval": 8, "accumulate_grad_batches": 4}, "derived", "8 micro-batches, 4 an update"),
     ],
 )  # fmt: skip
-def test_what_is_lost_is_not_called_unneeded(words: dict[str, Any], standing: str, why: str, tmp_path: Path) -> None:
+def test_a_lost_effect_is_not_called_unneeded(words: dict[str, Any], status: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     file.write_text(json.dumps(words))
-    found = listed(read_foreign(file, "deepspeed" if "zero_optimization" in words else "yaml"), 1)
-    one = next(one.answer for one in found if one.key != "optimizer.type")
-    assert (one.status, why in one.why) == (standing, True), one
+    findings = listed(read_foreign(file, "deepspeed" if "zero_optimization" in words else "yaml"), 1)
+    finding = next(finding.answer for finding in findings if finding.key != "optimizer.type")
+    assert (finding.status, why in finding.why) == (status, True), finding
 
 
 @pytest.mark.parametrize(
@@ -253,25 +251,25 @@ def test_what_is_lost_is_not_called_unneeded(words: dict[str, Any], standing: st
         ({"zero_stage": 3, "strategy": "ddp"}, "ddp"),
     ],
 )
-def test_options_of_one_strategy_say_which(words: dict[str, Any], strategy: str | None, tmp_path: Path) -> None:
-    found = imported(tmp_path, words, "yaml")
-    assert (found.settings.get("parallel.strategy"), found.unanswered) == (strategy, ())
+def test_options_of_one_strategy_select_it(words: dict[str, Any], strategy: str | None, tmp_path: Path) -> None:
+    result = imported(tmp_path, words, "yaml")
+    assert (result.settings.get("parallel.strategy"), result.unanswered) == (strategy, ())
 
 
 def test_options_of_several_strategies_ask_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "both.json"
     file.write_text(json.dumps({"sharding_strategy": "FULL_SHARD", "zero_stage": 2}))
     assert main(["config", "import", str(file)]) == 0
-    asked = "write parallel.strategy: the file has options of fsdp and deepspeed"
-    assert f"# To do: (strategy): {asked}\n" in capsys.readouterr().out
+    question = "write parallel.strategy: the file has options of fsdp and deepspeed"
+    assert f"# To do: (strategy): {question}\n" in capsys.readouterr().out
     import_config(file)
-    assert asked in capsys.readouterr().err
+    assert question in capsys.readouterr().err
 
 
-def test_what_deepspeed_takes_may_stand_flat(tmp_path: Path) -> None:
+def test_deepspeed_keys_outside_their_section_are_imported(tmp_path: Path) -> None:
     words = {"zero_stage": 3, "offload_param": True, "reduce_bucket_size": 10, "wall_clock_breakdown": True}
-    found = imported(tmp_path, words, "yaml")
-    section: Any = nested(found.settings)["parallel"]
+    result = imported(tmp_path, words, "yaml")
+    section: Any = nested(result.settings)["parallel"]
     assert section["deepspeed"] == {
         "zero_stage": 3, "offload_param": "cpu",
         "config": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}, "wall_clock_breakdown": True},
@@ -286,38 +284,40 @@ def test_what_deepspeed_takes_may_stand_flat(tmp_path: Path) -> None:
           "deepspeed_config": {"zero_stage": 3}}, "ddp"),
     ],
 )  # fmt: skip
-def test_options_of_what_is_off_are_not_taken(file: dict[str, Any], kind: str | None, tmp_path: Path) -> None:
-    found = imported(tmp_path, file)
-    assert found.settings.get("parallel.strategy") == kind
-    assert not [key for key in found.settings if key.startswith(("parallel.fsdp", "parallel.deepspeed"))]
+def test_options_of_an_unused_strategy_are_not_taken(file: dict[str, Any], kind: str | None, tmp_path: Path) -> None:
+    result = imported(tmp_path, file)
+    assert result.settings.get("parallel.strategy") == kind
+    assert not [key for key in result.settings if key.startswith(("parallel.fsdp", "parallel.deepspeed"))]
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
-def test_every_key_that_is_known_of_deepspeed_has_an_answer(tmp_path: Path) -> None:
+def test_every_known_deepspeed_key_has_an_answer(tmp_path: Path) -> None:
     settings = {row.path: 1 for row in deepspeed_keys().values() if row.rule != "section"}
-    del settings["torch_autocast"]  # a section, of which some keys have rows
+    del settings["torch_autocast"]  # a section with rows for some of its keys
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(nested(settings)))
-    for one in listed(read_foreign(file, "deepspeed"), 1):
-        assert one.answer.status != "not known", one
+    for finding in listed(read_foreign(file, "deepspeed"), 1):
+        assert finding.answer.status != "not known", finding
 
 
-def test_a_batch_left_to_auto_is_not_asked_for_where_it_follows(tmp_path: Path) -> None:
+def test_an_auto_batch_that_follows_from_other_keys_is_not_needed(tmp_path: Path) -> None:
     words = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
-    found = standings(imported(tmp_path, words))
-    assert found["train_batch_size"] == "not needed"
-    assert found["train_micro_batch_size_per_gpu"] == "derived"
+    result = statuses(imported(tmp_path, words))
+    assert result["train_batch_size"] == "not needed"
+    assert result["train_micro_batch_size_per_gpu"] == "derived"
     del words["train_micro_batch_size_per_gpu"]
-    assert standings(imported(tmp_path, words))["train_batch_size"] == "to do"
+    assert statuses(imported(tmp_path, words))["train_batch_size"] == "to do"
 
 
 @pytest.mark.parametrize(
     ("section", "kind"),
     [({}, "trainer"), ({"lora": {"r": 8}}, "trainer"), ({"model": {"name": "gpt2"}, "data": {"path": "x"}}, "yaml")],
 )
-def test_one_foreign_section_leaves_training_arguments_ones(section: dict[str, Any], kind: str, tmp_path: Path) -> None:
+def test_training_arguments_are_recognized_with_one_further_section(
+    section: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
     file = tmp_path / "args.yaml"
     file.write_text(
         yaml.safe_dump({"output_dir": "o", "num_train_epochs": 2, "logging_steps": 5, "lr": 0.1, **section})
@@ -342,35 +342,35 @@ DEEPSPEED = {
 }
 
 
-def test_a_deepspeed_json_becomes_a_config_that_deepspeed_takes(tmp_path: Path) -> None:
+def test_an_imported_deepspeed_json_gives_the_same_deepspeed_config(tmp_path: Path) -> None:
     from lockstep.config.deepspeed import plain_config
     from lockstep.config.deepspeed_check import Derived
 
-    found = imported(tmp_path, DEEPSPEED)
-    assert (found.file.kind, found.unanswered) == ("deepspeed", ())
-    assert found.settings["optim.name"] == "adamw"
-    assert found.settings["optim.decay"] == "all"
-    assert found.settings["precision.loss_scale.initial"] == 4096
+    result = imported(tmp_path, DEEPSPEED)
+    assert (result.file.kind, result.unanswered) == ("deepspeed", ())
+    assert result.settings["optim.name"] == "adamw"
+    assert result.settings["optim.decay"] == "all"
+    assert result.settings["precision.loss_scale.initial"] == 4096
     whole = tmp_path / "whole.yaml"
-    whole.write_text(yaml.safe_dump(nested({**found.settings, **WHOLE})))
+    whole.write_text(yaml.safe_dump(nested({**result.settings, **WHOLE})))
     plain = plain_config(load([whole], environ={}).config, Derived(8, 4, 8, 1000, 1_000_000))
     assert plain["train_batch_size"] == 256
     assert plain["zero_optimization"]["overlap_comm"] is True
     assert plain["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
 
 
-def test_nothing_follows_from_the_absence_of_what_is_left_to_auto(tmp_path: Path) -> None:
+def test_auto_values_set_no_defaults(tmp_path: Path) -> None:
     open_ = {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}
     optimizer = {"type": "AdamW", "params": {"weight_decay": "auto"}}
-    found = imported(
+    result = imported(
         tmp_path, {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": optimizer} | open_
     )
-    assert [key for key in standings(found) if key.startswith("(")] == ["(scheduler)"]
-    assert not found.settings.keys() & {"optim.clip_norm", "precision.compute", "optim.weight_decay"}
+    assert [key for key in statuses(result) if key.startswith("(")] == ["(scheduler)"]
+    assert not result.settings.keys() & {"optim.clip_norm", "precision.compute", "optim.weight_decay"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "params", "ours"),
+    ("kind", "params", "expected"),
     [
         ("WarmupLR", {"warmup_num_steps": 10}, {"warmup_steps": 10, "warmup_type": "log"}),
         ("WarmupLR", {"warmup_num_steps": "auto"}, {"warmup_type": "log"}),
@@ -384,13 +384,13 @@ def test_nothing_follows_from_the_absence_of_what_is_left_to_auto(tmp_path: Path
          {"warmup_steps": 10, "warmup_type": "log", "final_ratio": 0.0001}),
     ],
 )  # fmt: skip
-def test_deepspeed_s_schedulers_come_with_what_they_leave_unsaid(
-    kind: str, params: Any, ours: dict[str, Any], tmp_path: Path
+def test_defaults_of_deepspeed_s_schedulers_are_imported(
+    kind: str, params: Any, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = imported(tmp_path, {"train_batch_size": 8, "scheduler": {"type": kind, "params": params}})
-    schedule = dict(nested(found.settings)["schedule"])  # type: ignore[call-overload]
+    result = imported(tmp_path, {"train_batch_size": 8, "scheduler": {"type": kind, "params": params}})
+    schedule = dict(nested(result.settings)["schedule"])  # type: ignore[call-overload]
     assert schedule.pop("kind") in ("constant", "linear", "cosine")
-    assert (schedule, found.unanswered) == (ours, ())
+    assert (schedule, result.unanswered) == (expected, ())
 
 
 @pytest.mark.parametrize(
@@ -404,22 +404,22 @@ def test_deepspeed_s_schedulers_come_with_what_they_leave_unsaid(
         ("WarmupCosineLR", {}, 0.5),
     ],
 )
-def test_the_peak_is_the_one_that_deepspeed_would_reach(
+def test_the_peak_is_that_of_deepspeed_s_scheduler(
     kind: str, params: dict[str, Any], peak: float, tmp_path: Path
 ) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 0.5}}
-    found = imported(tmp_path, {"optimizer": optimizer, "scheduler": {"type": kind, "params": params}}, "deepspeed")
-    assert (found.settings["optim.lr"], found.unanswered) == (peak, ())
+    result = imported(tmp_path, {"optimizer": optimizer, "scheduler": {"type": kind, "params": params}}, "deepspeed")
+    assert (result.settings["optim.lr"], result.unanswered) == (peak, ())
 
 
 @pytest.mark.parametrize("params", [{"warmup_min_lr": 1e-6}, {"warmup_type": "cubic"}])
-def test_a_scheduler_s_value_that_has_no_counterpart_is_not_there(params: dict[str, Any], tmp_path: Path) -> None:
-    found = imported(tmp_path, {"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": params}})
-    assert [one.key for one in found.unanswered] == [f"scheduler.params.{next(iter(params))}"]
+def test_a_scheduler_value_without_a_counterpart_is_listed(params: dict[str, Any], tmp_path: Path) -> None:
+    result = imported(tmp_path, {"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": params}})
+    assert [finding.key for finding in result.unanswered] == [f"scheduler.params.{next(iter(params))}"]
 
 
 @pytest.mark.parametrize(
-    ("section", "ours", "lost"),
+    ("section", "expected", "lost"),
     [
         ({"partition_activations": True, "number_checkpoints": None}, {"mode": "full"}, []),
         ({"partition_activations": False, "cpu_checkpointing": False}, None, []),
@@ -428,19 +428,19 @@ def test_a_scheduler_s_value_that_has_no_counterpart_is_not_there(params: dict[s
         ({"profile": True}, None, ["profile"]),
     ],
 )
-def test_deepspeed_s_activation_checkpointing_becomes_ours(
-    section: dict[str, Any], ours: dict[str, Any] | None, lost: list[str], tmp_path: Path
+def test_deepspeed_s_activation_checkpointing_becomes_lockstep_s(
+    section: dict[str, Any], expected: dict[str, Any] | None, lost: list[str], tmp_path: Path
 ) -> None:
-    found = imported(tmp_path, {"train_batch_size": 8, "activation_checkpointing": section})
-    memory: Any = nested(found.settings).get("memory", {})
-    assert memory.get("activation_checkpointing") == ours
-    assert [one.key.rpartition(".")[2] for one in found.unanswered] == lost
-    to_do = [one.key for one in found.findings if one.answer.status == "to do"]
+    result = imported(tmp_path, {"train_batch_size": 8, "activation_checkpointing": section})
+    memory: Any = nested(result.settings).get("memory", {})
+    assert memory.get("activation_checkpointing") == expected
+    assert [finding.key.rpartition(".")[2] for finding in result.unanswered] == lost
+    to_do = [finding.key for finding in result.findings if finding.answer.status == "to do"]
     assert to_do == ["activation_checkpointing.cpu_checkpointing"] * bool(section.get("cpu_checkpointing"))
 
 
 @pytest.mark.parametrize(
-    ("section", "ours"),
+    ("section", "expected"),
     [
         ({"enabled": True, "checkpoint_every_n_layers": 2}, {"mode": "full", "every": 2}),
         ({"checkpoint_every_n_layers": 2}, {"mode": "full", "every": 2}),
@@ -449,19 +449,19 @@ def test_deepspeed_s_activation_checkpointing_becomes_ours(
         ({"enabled": True, "checkpoint_every": 2, "preserve_rng_state": True}, {"mode": "full", "every": 2}),
     ],
 )
-def test_how_often_a_script_checkpoints_blocks_is_taken(
-    section: dict[str, Any], ours: dict[str, Any] | None, tmp_path: Path
+def test_the_interval_of_checkpointed_blocks_is_imported(
+    section: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    found = imported(tmp_path, {"activation_checkpointing": section, "epochs": 1})
-    memory: Any = nested(found.settings).get("memory", {})
-    assert (memory.get("activation_checkpointing"), found.unanswered) == (ours, ())
+    result = imported(tmp_path, {"activation_checkpointing": section, "epochs": 1})
+    memory: Any = nested(result.settings).get("memory", {})
+    assert (memory.get("activation_checkpointing"), result.unanswered) == (expected, ())
 
 
-def test_a_json_that_is_named_is_read_from_beside_the_file(tmp_path: Path) -> None:
+def test_a_deepspeed_json_is_read_from_the_folder_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
-    found = imported(tmp_path, {"output_dir": "out", "deepspeed": "ds.json"}, "trainer")
-    assert found.settings["parallel.deepspeed.zero_stage"] == 2
-    assert found.settings["parallel.deepspeed.config.zero_optimization.overlap_comm"] is True
+    result = imported(tmp_path, {"output_dir": "out", "deepspeed": "ds.json"}, "trainer")
+    assert result.settings["parallel.deepspeed.zero_stage"] == 2
+    assert result.settings["parallel.deepspeed.config.zero_optimization.overlap_comm"] is True
     missing = imported(tmp_path, {"output_dir": "out", "deepspeed": "none.json"}, "trainer")
     assert "there is no file none.json" in missing.unanswered[0].answer.why
 
@@ -495,12 +495,12 @@ distributed: {backend: gloo, world_size: 4}
 
 
 def test_a_guide_s_yaml_becomes_a_config(tmp_path: Path) -> None:
-    file, ours = tmp_path / "guide.yaml", tmp_path / "ours.yaml"
+    file, expected = tmp_path / "guide.yaml", tmp_path / "lockstep.yaml"
     file.write_text(GUIDE)
-    found = import_file(file)
-    assert (found.file.kind, found.missing, found.unanswered) == ("yaml", {}, ())
-    ours.write_text(yaml.safe_dump(nested(found.settings)))
-    config = load([ours], environ={}).config
+    result = import_file(file)
+    assert (result.file.kind, result.missing, result.unanswered) == ("yaml", {}, ())
+    expected.write_text(yaml.safe_dump(nested(result.settings)))
+    config = load([expected], environ={}).config
     assert (config.batch.global_size, config.batch.micro_size) == (32, 4)
     assert config.parallel.strategy == "fsdp"
     assert config.parallel.fsdp.sharding_strategy == "SHARD_GRAD_OP"
@@ -512,19 +512,19 @@ def test_a_guide_s_yaml_becomes_a_config(tmp_path: Path) -> None:
     assert (config.run.epochs, config.run.seed, config.run.folder) == (3, 7, "out")
 
 
-def test_accelerate_s_config_is_told_by_its_words(tmp_path: Path) -> None:
+def test_accelerate_s_config_is_recognized_by_its_keys(tmp_path: Path) -> None:
     file = tmp_path / "default_config.yaml"
     file.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2, "
         "fsdp_transformer_layer_cls_to_wrap: 'A,B'}\nmixed_precision: 'no'\nnum_machines: 2\nnum_processes: 8\n"
     )
-    found = import_file(file)
-    assert (found.file.kind, found.unanswered) == ("accelerate", ())
-    assert found.settings["parallel.fsdp.sharding_strategy"] == "SHARD_GRAD_OP"
-    assert found.settings["parallel.fsdp.wrap"] == ["A", "B"]
-    assert found.settings["launch.ranks"] == 4
-    assert found.settings["precision.compute"] == "fp32"
-    assert set(found.missing) == {"model", "data.train", "run.epochs"}
+    result = import_file(file)
+    assert (result.file.kind, result.unanswered) == ("accelerate", ())
+    assert result.settings["parallel.fsdp.sharding_strategy"] == "SHARD_GRAD_OP"
+    assert result.settings["parallel.fsdp.wrap"] == ["A", "B"]
+    assert result.settings["launch.ranks"] == 4
+    assert result.settings["precision.compute"] == "fp32"
+    assert set(result.missing) == {"model", "data.train", "run.epochs"}
 
 
 NANOGPT = """
@@ -555,9 +555,9 @@ logging: {level: INFO}
 def test_nanogpt_s_accumulation_is_that_of_all_ranks(ranks: int | None, tmp_path: Path) -> None:
     file = tmp_path / "nanogpt.yaml"
     file.write_text(NANOGPT + "gradient_accumulation_steps: 4\n")
-    found = import_file(file, ranks=ranks)
-    assert (found.settings["batch.global_size"], found.settings["batch.micro_size"]) == (48, 12)
-    why = {one.key: one.answer.why for one in found.findings}
+    result = import_file(file, ranks=ranks)
+    assert (result.settings["batch.global_size"], result.settings["batch.micro_size"]) == (48, 12)
+    why = {finding.key: finding.answer.why for finding in result.findings}
     assert "nanoGPT divides them by the ranks" in why["batch_size"]
 
 
@@ -568,65 +568,65 @@ def test_nanogpt_s_accumulation_is_that_of_all_ranks(ranks: int | None, tmp_path
         ({"batch_size": 2, "train_batch_size": 8}, {"batch_size": "of each rank", "train_batch_size": "of all ranks"}),
     ],
 )
-def test_whose_a_script_s_batch_size_is_taken_to_be_is_said(
+def test_the_scope_of_a_script_s_batch_size_is_reported(
     words: dict[str, Any], why: dict[str, str], tmp_path: Path
 ) -> None:
-    found = imported(tmp_path, words, "yaml", ranks=4)
-    assert {one.key: one.answer.why for one in found.findings} == why
+    result = imported(tmp_path, words, "yaml", ranks=4)
+    assert {finding.key: finding.answer.why for finding in result.findings} == why
 
 
-def test_words_are_answered_by_what_they_mean(tmp_path: Path) -> None:
+def test_keys_of_nanogpt_are_imported_by_their_meaning(tmp_path: Path) -> None:
     file = tmp_path / "nanogpt.yaml"
     file.write_text(NANOGPT)
-    found = import_file(file, ranks=1)
-    assert found.unanswered == ()
+    result = import_file(file, ranks=1)
+    assert result.unanswered == ()
     for key, value in {
         "schedule.kind": "cosine", "schedule.final_ratio": 0.1, "run.steps": 600, "evaluation.every": 200,
         "checkpoint.folder": "saves", "checkpoint.keep_last": 2, "checkpoint.every": "2 epochs",
     }.items():  # fmt: skip
-        assert found.settings[key] == pytest.approx(value) if isinstance(value, float) else value, key
-    assert "launch.backend" not in found.settings
-    why = {one.key: one.answer.why for one in found.findings}
+        assert result.settings[key] == pytest.approx(value) if isinstance(value, float) else value, key
+    assert "launch.backend" not in result.settings
+    why = {finding.key: finding.answer.why for finding in result.findings}
     assert why["backend"] == "follows from the device: nccl on GPUs, gloo on the CPU"
     assert why["lr_decay_iters"] == "the rate falls over the whole run"
-    assert standings(found)["eval_iters"] == "to do"
+    assert statuses(result)["eval_iters"] == "to do"
 
 
 @pytest.mark.parametrize(
-    ("words", "standing", "why"),
+    ("words", "status", "why"),
     [
         ({"lr_decay_iters": 50, "max_iters": 100}, "not there", "the whole run, which is 100 long"),
-        ({"lr_decay_iters": 50}, "to do", "write run.steps, as long"),
+        ({"lr_decay_iters": 50}, "to do", "write the same number as run.steps"),
         ({"decay_lr": False}, "taken", ""),
         ({"decay_lr": "x"}, "not there", "'x' has no counterpart; true or false"),
         ({"decay_lr": True, "lr_scheduler_type": "linear"}, "not needed", "lr_scheduler_type decides"),
         ({"init_from": "gpt2-xl"}, "to do", "pretrained: gpt2-xl"),
-        ({"bias": True, "n_layer": 2}, "not there", "transformer has none; write false"),
-        ({"bias": True, "model_name": "resnet18"}, "to do", "the named model has its shape"),
-        ({"step_size": 30}, "not there", "a rate that falls in steps is not there"),
+        ({"bias": True, "n_layer": 2}, "not there", "transformer has no biases; write false"),
+        ({"bias": True, "model_name": "resnet18"}, "to do", "the named model determines it"),
+        ({"step_size": 30}, "not there", "a schedule with steps is not supported"),
         ({"gradient_checkpointing": "often"}, "not there", "'often' has no counterpart; true or false"),
         ({"amp_dtype": "bfloat16"}, "taken", ""),
         ({"amp_dtype": "bf16", "use_amp": False}, "not needed", "automatic mixed precision is off"),
         ({"fp16": "O1"}, "not there", "'O1' is not true or false"),
         ({"eval_onyl": True}, "not known", "did you mean eval_only?"),
         ({"batch": {"global_sise": 3}}, "not known", "did you mean global_size?"),
-        ({"dir": "x"}, "not known", "no tool that Lockstep knows has it"),
+        ({"dir": "x"}, "not known", "no known tool has this key"),
     ],
 )
-def test_a_value_decides_what_a_word_comes_to(words: dict[str, Any], standing: str, why: str, tmp_path: Path) -> None:
+def test_the_value_decides_what_becomes_of_a_key(words: dict[str, Any], status: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     file.write_text(json.dumps(words))
     first = listed(read_foreign(file, "yaml"), 1)[0].answer
-    assert (first.status, why in first.why) == (standing, True), first
+    assert (first.status, why in first.why) == (status, True), first
 
 
-def test_bare_words_mean_what_readers_of_yaml_1_1_hear(tmp_path: Path) -> None:
+def test_unquoted_words_are_read_as_in_yaml_1_1(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
     file.write_text("fp16: no\nbf16: yes\ngradient_checkpointing: off\nepochs: 1\nmodel: {task: 'no'}\n")
-    found = import_file(file, "yaml", 1)
-    assert found.settings["precision.compute"] == "bf16"
-    assert "memory.activation_checkpointing.mode" not in found.settings
-    assert [one.value for one in found.file.keys][-1] == "no"
+    result = import_file(file, "yaml", 1)
+    assert result.settings["precision.compute"] == "bf16"
+    assert "memory.activation_checkpointing.mode" not in result.settings
+    assert [finding.value for finding in result.file.keys][-1] == "no"
     file.write_text("compute_environment: X\ndistributed_type: NO\ndynamo_config: {dynamo_backend: NO}\n")
     assert import_file(file).settings["parallel.strategy"] == "single"
     assert "model.compile" not in import_file(file).settings
@@ -635,45 +635,47 @@ def test_bare_words_mean_what_readers_of_yaml_1_1_hear(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["yes", 1, "true", []])
 def test_a_switch_of_deepspeed_is_true_or_false(value: object, tmp_path: Path) -> None:
     narrow = {"fp16": {"enabled": value}, "bf16": {"enabled": True}, "torch_autocast": {"enabled": value}}
-    found = imported(tmp_path, {"train_batch_size": 8, **narrow})
+    result = imported(tmp_path, {"train_batch_size": 8, **narrow})
     shown = f"{value!r} is not true or false"
-    assert [(one.key, one.answer.why) for one in found.unanswered] == [
+    assert [(finding.key, finding.answer.why) for finding in result.unanswered] == [
         ("fp16.enabled", shown), ("torch_autocast.enabled", shown)
     ]  # fmt: skip
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_sum_without_its_ranks_asks_for_them(tmp_path: Path) -> None:
-    assert "--ranks N" in said(tmp_path, {"batch_size": 4, "epochs": 1}, ranks=None)
-    assert "--ranks N" in said(tmp_path, {"output_dir": "o", "save_steps": 1}, ranks=None)
+def test_a_product_without_the_number_of_ranks_asks_for_it(tmp_path: Path) -> None:
+    assert "--ranks N" in error_message(tmp_path, {"batch_size": 4, "epochs": 1}, ranks=None)
+    assert "--ranks N" in error_message(tmp_path, {"output_dir": "o", "save_steps": 1}, ranks=None)
 
 
-def test_in_python_the_ranks_are_those_that_were_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "theirs.yaml"
+def test_import_config_uses_the_number_of_started_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "foreign.yaml"
     file.write_text("batch_size: 2\ngradient_accumulation_steps: 2\nepochs: 1\n")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match="state how many it was made for: ranks=N"):
+    with pytest.raises(ConfigError, match="specify the number of ranks: ranks=N"):
         import_config(file)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert import_config(file)["batch"] == {"global_size": 16, "micro_size": 2}
     assert import_config(file, ranks=2)["batch"] == {"global_size": 8, "micro_size": 2}
     file.write_text("batch_size: 2\nepochs: 1\nworld_size: 3\n")
     assert import_config(file)["batch"] == {"global_size": 6, "micro_size": 2}
-    with pytest.raises(ConfigError, match="is for 3 ranks, and ranks is 2; leave ranks out"):
+    with pytest.raises(ConfigError, match="is for 3 ranks, but ranks is 2; leave ranks out"):
         import_config(file, ranks=2)
 
 
-def test_a_value_that_cannot_be_is_said_at_its_place(tmp_path: Path) -> None:
-    assert "theirs.json:1:19: learning_rate: optim.lr: 'fast' is not a number" in said(
+def test_an_invalid_value_is_reported_with_its_position(tmp_path: Path) -> None:
+    assert "foreign.json:1:19: learning_rate: optim.lr: 'fast' is not a number" in error_message(
         tmp_path, {"learning_rate": "fast", "epochs": 1}
     )
 
 
-def test_what_contradicts_is_not_there(tmp_path: Path) -> None:
-    found = imported(tmp_path, {"training": {"max_length": 5, "lr": 0.1}, "optimizer": {"lr": 0.2}, "epochs": 1})
-    assert [(one.key, "keep one of the two" in one.answer.why) for one in found.unanswered] == [("optimizer.lr", True)]
+def test_contradicting_keys_are_listed(tmp_path: Path) -> None:
+    result = imported(tmp_path, {"training": {"max_length": 5, "lr": 0.1}, "optimizer": {"lr": 0.2}, "epochs": 1})
+    assert [(finding.key, "keep one of the two" in finding.answer.why) for finding in result.unanswered] == [
+        ("optimizer.lr", True)
+    ]
     product = imported(tmp_path, {"train_batch_size": 10, "micro_batch_size": 2, "gradient_accumulation_steps": 2})
     assert "2 x 2 x 8 = 32" in product.unanswered[0].answer.why
 
@@ -681,21 +683,25 @@ def test_what_contradicts_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("whole", "ranks", "why"),
     [
-        (16, 3, "16 / (2 micro-batches x 3 ranks) is no whole number of samples; ranks that divide it: 2 or 4"),
-        (16, 9, "is no whole number of samples; ranks that divide it: 8"),
+        (16, 3, "16 / (2 micro-batches x 3 ranks) is not a whole number of samples; ranks that divide it: 2 or 4"),
+        (16, 9, "is not a whole number of samples; ranks that divide it: 8"),
         (15, 3, "2 micro-batches don't divide 15, on any number of ranks"),
     ],
 )
-def test_a_batch_that_the_ranks_do_not_divide_is_not_rounded(whole: int, ranks: int, why: str, tmp_path: Path) -> None:
+def test_a_batch_that_is_not_divisible_by_the_ranks_is_refused(
+    whole: int, ranks: int, why: str, tmp_path: Path
+) -> None:
     words = {"train_batch_size": whole, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
-    found = imported(tmp_path, words, ranks=ranks)
-    assert [(one.key, why in one.answer.why) for one in found.unanswered] == [("gradient_accumulation_steps", True)]
+    result = imported(tmp_path, words, ranks=ranks)
+    assert [(finding.key, why in finding.answer.why) for finding in result.unanswered] == [
+        ("gradient_accumulation_steps", True)
+    ]
     assert imported(tmp_path, words | {"train_batch_size": 2 * ranks}, ranks=ranks).settings["batch.micro_size"] == 1
 
 
 @pytest.mark.parametrize("stray", ["seed", "zero_optimisation"])
-def test_one_stray_key_leaves_a_deepspeed_config_one(stray: str, tmp_path: Path) -> None:
-    """Its defaults are DeepSpeed's: no clipping, and a logarithmic warm-up."""
+def test_a_deepspeed_config_is_recognized_with_one_further_key(stray: str, tmp_path: Path) -> None:
+    """The defaults stay DeepSpeed's: no clipping, and a logarithmic warmup."""
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}}
     words = {"train_batch_size": 16, "bf16": {"enabled": True}, "scheduler": schedule}
     plain, strayed = imported(tmp_path, words), imported(tmp_path, {**words, stray: 7})
@@ -704,30 +710,30 @@ def test_one_stray_key_leaves_a_deepspeed_config_one(stray: str, tmp_path: Path)
     assert strayed.settings["schedule.warmup_type"] == "log"
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zero = {"zero_optimization": {"stage": 2, "offload_param": True}, "zero_optimisation": {}}
     script = {"lr": 0.1, "epochs": 2}
     (tmp_path / "ds.json").write_text(json.dumps({"scheduler": [], "steps_per_print": "often", **zero, **script}))
     words = ["config", "import", str(tmp_path / "ds.json")]
     lost = ("scheduler", "zero_optimization.offload_param", "zero_optimisation")
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert [key for key in ("steps_per_print", *lost) if f": {key}: " not in told] == []
+    output = capsys.readouterr().err
+    assert [key for key in ("steps_per_print", *lost) if f": {key}: " not in output] == []
     assert main([*words, "--lenient"]) == 2
-    told = capsys.readouterr().err
-    assert [key for key in ("steps_per_print", *lost) if f": {key}: " in told] == ["steps_per_print"]
+    output = capsys.readouterr().err
+    assert [key for key in ("steps_per_print", *lost) if f": {key}: " in output] == ["steps_per_print"]
 
 
 def test_a_pickle_is_never_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "training_args.bin"
-    file.write_bytes(pickle.dumps(_Planted(tmp_path / "ran")))
+    file.write_bytes(pickle.dumps(_TouchesFile(tmp_path / "ran")))
     assert main(["config", "import", str(file)]) == 2
     assert "to_json_string" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 
-class _Planted:
-    """Touches a file when it is unpickled."""
+class _TouchesFile:
+    """An object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -736,33 +742,31 @@ class _Planted:
         return Path.touch, (self._path,)
 
 
-def test_the_command_writes_once_and_lists_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, ours = tmp_path / "guide.yaml", tmp_path / "ours.yaml"
+def test_the_command_lists_every_key_and_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, expected = tmp_path / "guide.yaml", tmp_path / "lockstep.yaml"
     file.write_text(GUIDE + "lerning_rate: 1\n")
-    assert main(["config", "import", str(file), "--to", str(ours)]) == 2
-    told = capsys.readouterr()
-    assert "did you mean learning_rate?" in told.out
-    assert "lerning_rate would be lost" in told.err
-    assert not ours.exists()
-    assert main(["config", "import", str(file), "--to", str(ours), "--lenient"]) == 0
-    assert main(["config", "check", str(ours)]) == 0
-    assert main(["config", "import", str(file), "--to", str(ours), "--lenient"]) == 2
+    assert main(["config", "import", str(file), "--to", str(expected)]) == 2
+    output = capsys.readouterr()
+    assert "did you mean learning_rate?" in output.out
+    assert "lerning_rate would be lost" in output.err
+    assert not expected.exists()
+    assert main(["config", "import", str(file), "--to", str(expected), "--lenient"]) == 0
+    assert main(["config", "check", str(expected)]) == 0
+    assert main(["config", "import", str(file), "--to", str(expected), "--lenient"]) == 2
     assert "--force overwrites" in capsys.readouterr().err
-    assert main(["config", "import", str(file), "--to", str(ours), "--lenient", "--force"]) == 0
+    assert main(["config", "import", str(file), "--to", str(expected), "--lenient", "--force"]) == 0
 
 
-def test_what_is_missing_comes_from_overrides_or_from_a_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, ours = tmp_path / "ds.json", tmp_path / "ours.yaml"
+def test_missing_keys_come_from_overrides_or_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, expected = tmp_path / "ds.json", tmp_path / "lockstep.yaml"
     file.write_text(json.dumps(DEEPSPEED))
-    words = ["config", "import", str(file), "--ranks", "8", "--to", str(ours)]
+    words = ["config", "import", str(file), "--ranks", "8", "--to", str(expected)]
     assert main(words) == 0
     assert "to be added: model:" in capsys.readouterr().out
-    assert main(["config", "check", str(ours)]) == 2
-    assert main(["config", "check", "stdlib-lm", str(ours)]) == 0
+    assert main(["config", "check", str(expected)]) == 2
+    assert main(["config", "check", "stdlib-lm", str(expected)]) == 0
     assert main([*words, "--force", "model.kind=transformer", "data.train={kind: stdlib-text}"]) == 0
-    assert main(["config", "check", str(ours)]) == 0
+    assert main(["config", "check", str(expected)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -784,7 +788,7 @@ def test_a_wrong_override_is_named(
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{", "just words"])
-def test_a_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_mapping_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "none.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError):
@@ -793,7 +797,7 @@ def test_a_file_that_is_no_mapping_is_refused(text: str, tmp_path: Path) -> None
         import_file(tmp_path / "nowhere.yaml")
 
 
-# --- whatever is in it ------------------------------------------------------------------------------------------------
+# --- arbitrary files --------------------------------------------------------------------------------------------------
 
 WORDS = sorted({word.split(".")[-1] for word in key_rows()})
 
@@ -801,20 +805,23 @@ WORDS = sorted({word.split(".")[-1] for word in key_rows()})
 def test_every_row_has_a_rule_and_every_rule_a_row() -> None:
     assert {row.rule for row in key_rows().values()} == set(RULES)
     assert all(
-        row.ours or row.note or row.rule in ("decay length", "bias", "narrow evaluation") for row in key_rows().values()
+        row.target or row.note or row.rule in ("decay length", "bias", "narrow evaluation")
+        for row in key_rows().values()
     )
-    ours = {".".join(key) for key in shape.all_keys()}
-    sections = {key.rpartition(".")[0] for key in ours}
-    named = {row.ours for row in key_rows().values() if row.ours and not row.ours.startswith("model.architecture.")}
-    assert named <= ours | sections | {"data.evaluation"}
+    expected = {".".join(key) for key in shape.all_keys()}
+    sections = {key.rpartition(".")[0] for key in expected}
+    named = {
+        row.target for row in key_rows().values() if row.target and not row.target.startswith("model.architecture.")
+    }
+    assert named <= expected | sections | {"data.evaluation"}
 
 
 def test_every_key_has_an_answer(tmp_path: Path) -> None:
     for word in WORDS:
         file = tmp_path / "one.json"
         file.write_text(json.dumps({word: 3}))
-        for one in listed(read_foreign(file, "yaml"), 8):
-            known = one.answer.status != "not known"
+        for finding in listed(read_foreign(file, "yaml"), 8):
+            known = finding.answer.status != "not known"
             assert known or word not in key_rows(), word
 
 
@@ -852,7 +859,7 @@ VALUES = st.sampled_from(
         {},
     ]
 )
-FLAT = st.dictionaries(st.sampled_from([*WORDS, "nobodys", "Un-Known"]), VALUES, max_size=6)
+FLAT = st.dictionaries(st.sampled_from([*WORDS, "unknown", "Un-Known"]), VALUES, max_size=6)
 OWN = ["optim", "data", "parallel", "run", "model", "batch", "memory", "launch", "checkpoint", "precision", "schedule"]
 FILES = st.dictionaries(
     st.sampled_from([*WORDS, *SECTIONS, *OWN, *sorted(keys_of(""))]), VALUES | FLAT, min_size=1, max_size=8
@@ -861,35 +868,35 @@ FILES = st.dictionaries(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=FILES, kind=st.sampled_from(["yaml", "deepspeed", "trainer", "accelerate"]))
-def test_no_key_goes_unlisted(values: dict[str, Any], kind: ForeignKind, tmp_path: Path) -> None:
+def test_every_key_is_listed(values: dict[str, Any], kind: ForeignKind, tmp_path: Path) -> None:
     file = tmp_path / "any.json"
     file.write_text(json.dumps(values))
     tree, _ = read_file(file)
     assert tree is not None
-    found = listed(read_foreign(file, kind), 4)
-    assert [one.key for one in found if one.where] == [".".join(path) for path, _ in leaves(tree)]
-    assert all(one.answer.settings or one.answer.why for one in found)
-    with suppress(ConfigError):  # a config, or what is wrong with it; never anything else
+    findings = listed(read_foreign(file, kind), 4)
+    assert [finding.key for finding in findings if finding.where] == [".".join(path) for path, _ in leaves(tree)]
+    assert all(finding.answer.settings or finding.answer.why for finding in findings)
+    with suppress(ConfigError):  # a valid config or its errors, never another exception
         import_file(file, kind, 4)
 
 
 @pytest.mark.parametrize(
-    ("said", "words", "message"),
+    ("content", "words", "message"),
     [
         (
             {"num_processes": 4},
             ["--ranks", "2"],
-            "is for 4 ranks, and --ranks is 2; leave --ranks out, or correct it",
+            "is for 4 ranks, but --ranks is 2; leave --ranks out, or correct it",
         ),
         ({"bf16": True, "fp16": True}, ["--ranks", "2"], "would be lost"),
         ({"num_processes": 4}, ["--to", ".", "--force"], "is a folder; --to names the file to write"),
     ],
 )
-def test_contradictions_are_refused(said, words, message, tmp_path, monkeypatch, capsys):
+def test_contradictions_are_refused(content, words, message, tmp_path, monkeypatch, capsys):
     from lockstep.cli.main import main
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "args.json").write_text(json.dumps(said))
+    (tmp_path / "args.json").write_text(json.dumps(content))
     assert main(["config", "import", "args.json", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -898,8 +905,8 @@ def test_contradictions_are_refused(said, words, message, tmp_path, monkeypatch,
 def test_all_gpus_of_the_machine_are_ranks_auto(
     word: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in the advice where the word is an option, which was to write `launch.ranks: gpu`."""
-    file = tmp_path / "theirs.yaml"
+    """The hint for an unknown option states the same; it used to be `launch.ranks: gpu`."""
+    file = tmp_path / "foreign.yaml"
     file.write_text(f"{word}: {value}\n")
     assert main(["config", "import", str(file), "--lenient"]) == 0
     assert "ranks: auto" in capsys.readouterr().out
@@ -907,7 +914,7 @@ def test_all_gpus_of_the_machine_are_ranks_auto(
     assert "write `launch.ranks: auto`" in capsys.readouterr().err
 
 
-def test_an_override_takes_the_place_of_what_says_the_same_in_another_way(tmp_path: Path) -> None:
+def test_an_override_replaces_a_key_that_sets_the_same(tmp_path: Path) -> None:
     file = tmp_path / "args.json"
     file.write_text(json.dumps({"output_dir": "out", "num_train_epochs": 3, "warmup_steps": 5, "learning_rate": 0.1}))
     also = [Override.parse("run.steps=5"), Override.parse("schedule.warmup_ratio=0.1")]

@@ -1,4 +1,4 @@
-"""What DeepSpeed alone has saved becomes weights, to the bit; what is damaged or hostile is refused by name."""
+"""Checkpoints of DeepSpeed are imported bitwise identical; damaged or hostile ones are refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from kit import small
 from kit.worlds import in_world
 from safetensors.torch import load_file, save_file
-from zero_saves import TAG, Asked, save_all
+from zero_saves import TAG, Save, save_all
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
@@ -25,33 +25,34 @@ from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.interop.runs import import_run
 from lockstep.interop.weights import import_weights
-from lockstep.interop.zero_files import STAND_INS, read_zero
+from lockstep.interop.zero_checkpoint import read_zero
+from lockstep.interop.zero_files import STAND_INS
 from lockstep.models.weight_files import read_torch, read_weights
 from lockstep.training.checkpoints import Checkpoints, Resume
 from lockstep.training.session import components_of
 
 pytest.importorskip("deepspeed")
 
-EVERYWHERE = [
-    *(Asked(f"{stage}-fp32", stage) for stage in (1, 2, 3)),
-    *(Asked(f"{stage}-one-element", stage, width=1) for stage in (1, 3)),
+ON_ANY_RANKS = [
+    *(Save(f"{stage}-fp32", stage) for stage in (1, 2, 3)),
+    *(Save(f"{stage}-one-element", stage, width=1) for stage in (1, 3)),
 ]
-ON_TWO = [
-    *EVERYWHERE,
-    Asked("0-fp32", 0),
-    *(Asked(f"{stage}-bf16", stage, "bf16") for stage in (0, 1, 2, 3)),
-    Asked("1-bf16-fp32-gradients", 1, "bf16", top={"data_types": {"grad_accum_dtype": "fp32"}}),
-    Asked("1-elastic", 1, zero={"elastic_checkpoint": True}),
-    Asked("2-round-robin", 2, zero={"round_robin_gradients": True}, width=9),
-    Asked("3-sub-groups", 3, zero={"sub_group_size": 10}, width=9),
+ON_TWO_RANKS = [
+    *ON_ANY_RANKS,
+    Save("0-fp32", 0),
+    *(Save(f"{stage}-bf16", stage, "bf16") for stage in (0, 1, 2, 3)),
+    Save("1-bf16-fp32-gradients", 1, "bf16", top={"data_types": {"grad_accum_dtype": "fp32"}}),
+    Save("1-elastic", 1, zero={"elastic_checkpoint": True}),
+    Save("2-round-robin", 2, zero={"round_robin_gradients": True}, width=9),
+    Save("3-sub-groups", 3, zero={"sub_group_size": 10}, width=9),
 ]
-SAVES = {1: EVERYWHERE, 2: ON_TWO, 3: EVERYWHERE}
-EACH = [(ranks, asked) for ranks, several in SAVES.items() for asked in several]
+SAVES = {1: ON_ANY_RANKS, 2: ON_TWO_RANKS, 3: ON_ANY_RANKS}
+EACH = [(ranks, save) for ranks, several in SAVES.items() for save in several]
 
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """RANKS/NAME are folders that engines have saved to."""
+    """Save with DeepSpeed's engines to RANKS/NAME."""
     folder = tmp_path_factory.mktemp("saves")
     for ranks, several in SAVES.items():
         in_world(ranks, save_all, several, folder / str(ranks))
@@ -60,45 +61,47 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(saves: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Of what two ranks have saved, to be damaged: the folder of its tag."""
+    """Copy a save of two ranks, to damage it; return the folder of its tag."""
     return lambda name: Path(shutil.copytree(saves / "2" / name, tmp_path / "saved")) / TAG
 
 
-@pytest.mark.parametrize(("ranks", "asked"), EACH, ids=[f"{ranks}-ranks-{asked.name}" for ranks, asked in EACH])
-def test_weights_are_the_engines_to_the_bit(saves: Path, ranks: int, asked: Asked, tmp_path: Path) -> None:
-    folder = saves / str(ranks) / asked.name
+@pytest.mark.parametrize(("ranks", "save"), EACH, ids=[f"{ranks}-ranks-{save.name}" for ranks, save in EACH])
+def test_weights_are_bitwise_identical_to_the_engine_s(saves: Path, ranks: int, save: Save, tmp_path: Path) -> None:
+    folder = saves / str(ranks) / save.name
     held = {name: value for name, value in torch.load(folder.with_suffix(".held")).items() if " " not in name}
-    made = import_weights(folder, tmp_path / "out")
-    found = load_file(made.file)
-    assert set(found) == set(held)
+    imported = import_weights(folder, tmp_path / "out")
+    tensors = load_file(imported.file)
+    assert set(tensors) == set(held)
     for name, value in held.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-    assert found["body.weight"].dtype == (torch.float32 if asked.stage or asked.compute == "fp32" else torch.bfloat16)
-    stage = f" ZeRO stage {asked.stage} on {ranks} rank" if asked.stage else ""
-    assert f"{len(held)} tensors of {folder / TAG}: DeepSpeed{stage}" in str(made)
-    assert {"the optimizer's state", "mine", "global_steps"} <= set(made.skipped)
+        assert tensors[name].dtype == value.dtype, name
+        assert torch.equal(tensors[name], value), name
+    assert tensors["body.weight"].dtype == (torch.float32 if save.stage or save.compute == "fp32" else torch.bfloat16)
+    stage = f" ZeRO stage {save.stage} on {ranks} rank" if save.stage else ""
+    assert f"{len(held)} tensors of {folder / TAG}: DeepSpeed{stage}" in str(imported)
+    assert {"the optimizer's state", "mine", "global_steps"} <= set(imported.skipped)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
-def config_for(asked: Asked, **sections: Any) -> dict[str, Any]:
-    model = {"kind": "custom", "target": "zero_saves:Net", "arguments": {"width": asked.width}, "freeze": ["still.*"]}
+def config_for(save: Save, **sections: Any) -> dict[str, Any]:
+    model = {"kind": "custom", "target": "zero_saves:Net", "arguments": {"width": save.width}, "freeze": ["still.*"]}
     data = {"train": {"kind": "custom", "target": "zero_saves:Sentences"}}
     return {**small.config(), "model": model, "data": data, "batch": {"global_size": 4}, **sections}
 
 
-OF_ADAM = [(ranks, asked) for ranks, asked in EACH if asked.stage > 0]
+WITH_MOMENTS = [(ranks, save) for ranks, save in EACH if save.stage > 0]
 
 
-@pytest.mark.parametrize(("ranks", "asked"), OF_ADAM, ids=[f"{ranks}-ranks-{asked.name}" for ranks, asked in OF_ADAM])
-def test_moments_and_steps_begin_a_run(saves: Path, ranks: int, asked: Asked, tmp_path: Path) -> None:
-    folder = saves / str(ranks) / asked.name
+@pytest.mark.parametrize(
+    ("ranks", "save"), WITH_MOMENTS, ids=[f"{ranks}-ranks-{save.name}" for ranks, save in WITH_MOMENTS]
+)
+def test_a_run_starts_with_the_moments_and_steps(saves: Path, ranks: int, save: Save, tmp_path: Path) -> None:
+    folder = saves / str(ranks) / save.name
     held = torch.load(folder.with_suffix(".held"))
-    config = validate(config_for(asked)).config
-    made = import_run(folder, tmp_path / "run", config, "mine")
-    assert (made.of, made.steps) == (folder / TAG, 2)
+    config = validate(config_for(save)).config
+    imported = import_run(folder, tmp_path / "run", config, "mine")
+    assert (imported.source, imported.steps) == (folder / TAG, 2)
     with lockstep.session(config) as session:
         checkpoints = Checkpoints(session, LocalStorage(tmp_path / "run" / "checkpoints"), {})
         checkpoints.begin(Resume())
@@ -118,22 +121,22 @@ def test_moments_and_steps_begin_a_run(saves: Path, ranks: int, asked: Asked, tm
 
 
 @pytest.mark.parametrize("strategy", ["single", "deepspeed"])
-def test_the_run_is_trained(saves: Path, tmp_path: Path, strategy: str) -> None:
+def test_an_imported_run_can_be_trained(saves: Path, tmp_path: Path, strategy: str) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(json.dumps(config_for(ON_TWO[0], run={"steps": 3}, parallel={"strategy": strategy})))
+    file.write_text(json.dumps(config_for(ON_TWO_RANKS[0], run={"steps": 3}, parallel={"strategy": strategy})))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DS_ACCELERATOR": "cpu"}
 
-    def lockstep_says(*words: object) -> str:
+    def lockstep_output(*words: object) -> str:
         command = [sys.executable, "-m", "lockstep", *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    said = lockstep_says("ckpt", "import", saves / "2" / "3-fp32", "run", "--config", file, "--optim.lr", "0.02")
-    assert "after 2 steps of its optimizer" in said
-    assert "at the first sample and the beginning of the schedule" in said
-    assert "resumes from step 0" in lockstep_says("train", "run")
-    assert "complete, each sample of the order once" in lockstep_says("ckpt", "audit", "run")
+    output = lockstep_output("ckpt", "import", saves / "2" / "3-fp32", "run", "--config", file, "--optim.lr", "0.02")
+    assert "after 2 steps of its optimizer" in output
+    assert "at the first sample and the beginning of the schedule" in output
+    assert "resumes from step 0" in lockstep_output("train", "run")
+    assert "complete, each sample of the order once" in lockstep_output("ckpt", "audit", "run")
     saved = load_file(next((tmp_path / "run/checkpoints/step-00000003").glob("*.safetensors")))
     assert {tensor.max().item() for key, tensor in saved.items() if "optimizer.step." in key} == {5.0}
 
@@ -141,53 +144,55 @@ def test_the_run_is_trained(saves: Path, tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"optim": {"name": "sgd", "lr": 0.1}}, "optim.name is sgd: moments are taken for adamw and adam"),
+        ({"optim": {"name": "sgd", "lr": 0.1}}, "optim.name is sgd; moments can be imported for adamw and adam"),
         ({"model": {"kind": "custom", "target": "kit.small:Net"}}, "missing: inner.weight"),
         ({"model": {"kind": "custom", "target": "zero_saves:Net", "freeze": ["still.*", "body.*"]}}, "train body.bias"),
     ],
 )
-def test_a_run_that_does_not_fit(saves: Path, tmp_path: Path, sections: dict[str, Any], message: str) -> None:
-    config = validate(config_for(ON_TWO[0], **sections)).config
+def test_a_config_that_does_not_fit_is_refused(
+    saves: Path, tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    config = validate(config_for(ON_TWO_RANKS[0], **sections)).config
     with pytest.raises(ConfigError, match=message):
         import_run(saves / "2" / "1-fp32", tmp_path / "run", config, "mine")
     assert not (tmp_path / "run").exists()
 
 
-def test_moments_that_are_not_adams(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_moments_of_another_optimizer_are_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copied("2-fp32")
 
-    def rename(found: Any) -> None:
-        for state in found["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+    def rename(contents: Any) -> None:
+        for state in contents["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["momentum_buffer"] = state.pop("exp_avg")
 
     changed(folder / OPTIM.format(1), rename)
-    config = validate(config_for(ON_TWO[0])).config
-    with pytest.raises(ConfigError, match=r"optim_states\.pt: its optimizer is not Adam or AdamW: it keeps .*momentum"):
+    config = validate(config_for(ON_TWO_RANKS[0])).config
+    with pytest.raises(ConfigError, match=r"optim_states\.pt: its optimizer is not Adam or AdamW: .*momentum"):
         import_run(folder, tmp_path / "run", config, "mine")
 
 
-def test_ranks_that_are_not_as_far(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_different_numbers_of_steps_are_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copied("2-fp32")
 
-    def advance(found: Any) -> None:
-        for state in found["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+    def advance(contents: Any) -> None:
+        for state in contents["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["step"] += 1
 
     changed(folder / OPTIM.format(1), advance)
-    config = validate(config_for(ON_TWO[0])).config
+    config = validate(config_for(ON_TWO_RANKS[0])).config
     with pytest.raises(ConfigError, match="have made different numbers of steps: 2, 3"):
         import_run(folder, tmp_path / "run", config, "mine")
 
 
-def test_a_run_is_not_overwritten(saves: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_refused(saves: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     with pytest.raises(ConfigError, match="isn't empty; give a new folder for the run"):
-        import_run(saves / "2" / "1-fp32", tmp_path, validate(config_for(ON_TWO[0])).config, "mine")
+        import_run(saves / "2" / "1-fp32", tmp_path, validate(config_for(ON_TWO_RANKS[0])).config, "mine")
 
 
-def test_checkpoints_of_another_run_stay(saves: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_folder_of_another_run_is_refused(saves: Path, tmp_path: Path) -> None:
     kept = {"folder": str(tmp_path / "kept")}
-    config = validate(config_for(ON_TWO[0], checkpoint=kept)).config
+    config = validate(config_for(ON_TWO_RANKS[0], checkpoint=kept)).config
     import_run(saves / "2" / "1-fp32", tmp_path / "one", config, "mine")
     before = sorted(path.name for path in (tmp_path / "kept").iterdir())
     with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*kept holds checkpoints; give another folder"):
@@ -196,7 +201,7 @@ def test_checkpoints_of_another_run_stay(saves: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists()
 
 
-# --- what can't be imported -------------------------------------------------------------------------------------------
+# --- refused checkpoints ----------------------------------------------------------------------------------------------
 
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
@@ -209,14 +214,14 @@ def refused(folder: Path, match: str) -> None:
 
 
 def changed(file: Path, change: Callable[[Any], object]) -> None:
-    """Rewritten by torch."""
-    found = torch.load(file, weights_only=False)
-    change(found)
-    torch.save(found, file)
+    """Change the contents of a file of torch."""
+    contents = torch.load(file, weights_only=False)
+    change(contents)
+    torch.save(contents, file)
 
 
 class Hostile:
-    """Pickled as a call."""
+    """An object that is pickled as a call."""
 
     def __init__(self, function: Any, *arguments: object) -> None:
         self._call = function, arguments
@@ -230,7 +235,7 @@ def test_a_hostile_file_is_refused_by_name(copied: Callable[[str], Path], rank: 
     folder = copied("2-fp32")
     mark = folder / "executed"
     file = folder / (MODEL if rank is None else OPTIM.format(rank))
-    changed(file, lambda found: found.update(more=Hostile(os.system, f"touch {mark}")))
+    changed(file, lambda contents: contents.update(more=Hostile(os.system, f"touch {mark}")))
     refused(
         folder, rf"{file.name} asks for posix\.system to be unpickled.*\n  python -m deepspeed\.utils\.zero_to_fp32"
     )
@@ -241,106 +246,107 @@ def test_a_class_of_deepspeed_that_is_not_listed_is_refused(copied: Callable[[st
     from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
     folder = copied("3-fp32")
-    changed(folder / OPTIM.format(1), lambda found: found.update(more=LossScalerBase(2.0)))
+    changed(folder / OPTIM.format(1), lambda contents: contents.update(more=LossScalerBase(2.0)))
     refused(folder, r"asks for deepspeed\.runtime\.fp16\.loss_scaler\.LossScalerBase to be unpickled")
 
 
-def test_the_scaler_of_fp16_is_forgotten(copied: Callable[[str], Path], saves: Path) -> None:
-    """No engine trains in fp16 on a CPU, so what it would pickle is put into another's file."""
+def test_the_loss_scaler_of_fp16_is_ignored(copied: Callable[[str], Path], saves: Path) -> None:
+    """Put an fp16 loss scaler into another engine's file, because no engine trains in fp16 on a CPU."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     scaler = DynamicLossScaler(2**16, 2.0, 1000, 1.0, 2, False, dtype=torch.float16)
     folder = copied("2-bf16")
     for file in folder.glob("*_optim_states.pt"):
-        changed(file, lambda found: found["optimizer_state_dict"].update(loss_scaler=scaler))
-    found, expected = read_zero(folder).tensors, read_zero(saves / "2" / "2-bf16").tensors
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {n: t.tolist() for n, t in expected.items()}
+        changed(file, lambda contents: contents["optimizer_state_dict"].update(loss_scaler=scaler))
+    tensors, expected = read_zero(folder).tensors, read_zero(saves / "2" / "2-bf16").tensors
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: tensor.tolist() for name, tensor in expected.items()
+    }
 
 
 def test_a_stand_in_keeps_numbers_at_most(tmp_path: Path) -> None:
-    """Whatever a file says that it was made of."""
     assert all(not hasattr(stand_in(), "__dict__") for stand_in in STAND_INS.values())
     address = STAND_INS["deepspeed.utils.tensor_fragment.fragment_address"]()
     address.__setstate__({"start": "0", "numel": 4, "__class__": Hostile, "more": 1})
-    assert (type(address).__name__, address.start, address.numel) == ("Stretch", -1, 4)
+    assert (type(address).__name__, address.start, address.numel) == ("FragmentAddress", -1, 4)
 
 
-def test_what_is_known_here_is_known_nowhere_else(saves: Path) -> None:
+def test_stand_ins_apply_to_deepspeed_checkpoints_only(saves: Path) -> None:
     file = saves / "2" / "2-fp32" / TAG / OPTIM.format(0)
     read_zero(file.parent)
     with pytest.raises(ConfigError, match=r"asks for deepspeed\..* to be unpickled"):
         read_torch(file)
 
 
-def test_a_rank_whose_file_is_missing(copied: Callable[[str], Path]) -> None:
+def test_a_missing_file_of_a_rank_is_named(copied: Callable[[str], Path]) -> None:
     folder = copied("2-fp32")
     (folder / OPTIM.format(1)).unlink()
     refused(folder.parent, rf"{TAG} lacks {OPTIM.format(1)}: it was saved by 2 ranks.*Copy them")
 
 
-def test_a_rank_whose_model_is_missing(copied: Callable[[str], Path]) -> None:
+def test_a_missing_model_of_a_rank_is_named(copied: Callable[[str], Path]) -> None:
     folder = copied("3-fp32")
     (folder / f"zero_pp_rank_0_{MODEL}").unlink()
     refused(folder, rf"lacks zero_pp_rank_0_{MODEL}: it was saved by 2 ranks")
 
 
 @pytest.mark.parametrize("lost", ["optim", "model"])
-def test_a_kind_of_file_is_missing(copied: Callable[[str], Path], lost: str) -> None:
+def test_a_missing_kind_of_file_is_named(copied: Callable[[str], Path], lost: str) -> None:
     folder = copied("2-fp32")
     for file in folder.glob(f"*_{lost}_states.pt"):
         file.unlink()
-    refused(folder, r"has no \*_optim_states\.pt, where ZeRO keeps" if lost == "optim" else "which says what they are")
+    refused(folder, r"has no \*_optim_states\.pt, where ZeRO keeps" if lost == "optim" else "with their shapes")
 
 
-def test_a_rank_too_many(copied: Callable[[str], Path]) -> None:
+def test_a_file_of_a_further_rank_is_refused(copied: Callable[[str], Path]) -> None:
     folder = copied("1-fp32")
     shutil.copy(folder / OPTIM.format(1), folder / OPTIM.format(2))
-    refused(folder, "was saved by 2 ranks but has files of 3: those from rank 2 on are left over from another save")
+    refused(folder, "was saved by 2 ranks but has files of 3: those from rank 2 up are left from another save")
 
 
-def test_files_of_two_saves(copied: Callable[[str], Path], saves: Path) -> None:
+def test_files_of_two_saves_are_refused(copied: Callable[[str], Path], saves: Path) -> None:
     folder = copied("2-fp32")
     shutil.copy(saves / "2" / "1-fp32" / TAG / OPTIM.format(1), folder)
     refused(folder, f"{OPTIM.format(1)} and {OPTIM.format(0)} are of different saves: stage 1 on 2 ranks and stage 2")
 
 
 @pytest.mark.parametrize("size", [0, 100, 3000])
-def test_a_truncated_file(copied: Callable[[str], Path], size: int) -> None:
+def test_a_truncated_file_is_refused(copied: Callable[[str], Path], size: int) -> None:
     folder = copied("2-fp32")
     os.truncate(folder / OPTIM.format(1), size)
     refused(folder, f"{OPTIM.format(1)} is no file that torch.save wrote, or a damaged one")
 
 
-def test_another_order_than_that_of_the_values(copied: Callable[[str], Path]) -> None:
-    """Of parameters of one size: the sums are right, and the values would be other parameters'."""
+def test_shapes_in_another_order_are_refused(copied: Callable[[str], Path]) -> None:
+    """Swap shapes of one size: the totals agree, but the values would be those of other parameters."""
     folder = copied("2-fp32")
 
-    def swap(found: Any) -> None:
-        shapes = found["param_shapes"][0]
-        found["param_shapes"][0] = dict(reversed(shapes.items()))
+    def swap(contents: Any) -> None:
+        shapes = contents["param_shapes"][0]
+        contents["param_shapes"][0] = dict(reversed(shapes.items()))
 
     changed(folder / MODEL, swap)
     refused(folder, "is not where its shape and those before it put it")
 
 
 @pytest.mark.parametrize(("stage", "group"), [(2, 0), (2, 1), (3, 0)])
-def test_shapes_that_are_too_large(copied: Callable[[str], Path], stage: int, group: int) -> None:
+def test_shapes_that_are_too_large_are_refused(copied: Callable[[str], Path], stage: int, group: int) -> None:
     folder = copied(f"{stage}-fp32")
     file = folder / (MODEL if stage == 2 else f"zero_pp_rank_0_{MODEL}")
 
-    def grow(found: Any) -> None:
-        shapes = found["param_shapes"][group]
+    def grow(contents: Any) -> None:
+        shapes = contents["param_shapes"][group]
         shapes[list(shapes)[-1]] = torch.Size([2**20, 2**10])
 
     changed(file, grow)
-    refused(folder, r"is \[1048576, 1024\], and of its|is not where its shape")
+    refused(folder, r"is \[1048576, 1024\], but only|is not where its shape")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("param_shapes", None, "param_shapes is a NoneType"),
-        ("param_shapes", [], "has 2 groups of values, and mp_rank_00_model_states.pt 0"),
+        ("param_shapes", [], "has 2 groups of values, but mp_rank_00_model_states.pt has 0"),
         ("param_shapes", [{"a": (-1,)}, {}], "param_shapes is -1"),
         ("module", [1], "module is a list"),
         ("module", {"a": 3}, "module of a is a int"),
@@ -348,9 +354,9 @@ def test_shapes_that_are_too_large(copied: Callable[[str], Path], stage: int, gr
         ("frozen_param_fragments", {}, "lacks still.weight"),
     ],
 )
-def test_a_model_that_is_not_as_it_should_be(copied: Callable[[str], Path], key: str, value: Any, message: str) -> None:
+def test_a_malformed_model_file_is_refused(copied: Callable[[str], Path], key: str, value: Any, message: str) -> None:
     folder = copied("2-fp32")
-    changed(folder / MODEL, lambda found: found.update({key: value}))
+    changed(folder / MODEL, lambda contents: contents.update({key: value}))
     refused(folder, message)
 
 
@@ -358,7 +364,7 @@ def test_a_model_that_is_not_as_it_should_be(copied: Callable[[str], Path], key:
     ("key", "value", "message"),
     [
         ("partition_count", "two", "partition_count is a str"),
-        ("partition_count", [2, 3], "divided by different ranks"),
+        ("partition_count", [2, 3], "sharded over different ranks"),
         ("single_partition_of_fp32_groups", [torch.ones(3)], "has 1 groups of values"),
         (
             "single_partition_of_fp32_groups",
@@ -369,35 +375,36 @@ def test_a_model_that_is_not_as_it_should_be(copied: Callable[[str], Path], key:
         ("param_alignment_paddings", [[0], [0]], "1 of param_alignment_paddings for 2"),
     ],
 )
-def test_a_part_that_is_not_as_it_should_be(copied: Callable[[str], Path], key: str, value: Any, message: str) -> None:
+def test_a_malformed_optimizer_file_is_refused(
+    copied: Callable[[str], Path], key: str, value: Any, message: str
+) -> None:
     folder = copied("2-fp32")
-    changed(folder / OPTIM.format(0), lambda found: found["optimizer_state_dict"].update({key: value}))
+    changed(folder / OPTIM.format(0), lambda contents: contents["optimizer_state_dict"].update({key: value}))
     refused(folder, message)
 
 
 @pytest.mark.parametrize(
     ("latest", "message"),
     [
-        ("global_step9", f"names global_step9, and .* isn't there; give one of {TAG} by its name"),
+        ("global_step9", f"names global_step9, but .* doesn't exist; name one of {TAG}"),
         ("../elsewhere", "doesn't name a folder beside it: '../elsewhere'"),
         ("", "doesn't name a folder beside it: ''"),
     ],
 )
-def test_latest_names_no_checkpoint(copied: Callable[[str], Path], latest: str, message: str) -> None:
+def test_latest_must_name_a_checkpoint(copied: Callable[[str], Path], latest: str, message: str) -> None:
     folder = copied("1-fp32")
     (folder.parent / "latest").write_text(latest)
     refused(folder.parent, message)
     assert read_zero(folder).stage == 1
 
 
-def test_init_from_says_how_to_bring_it(saves: Path) -> None:
+def test_init_from_reports_how_to_import_it(saves: Path) -> None:
     for folder in (saves / "2" / "2-fp32", saves / "2" / "2-fp32" / TAG):
         with pytest.raises(ConfigError, match=rf"`lockstep ckpt import {folder} WEIGHTS` makes weights of it"):
             read_weights(folder)
 
 
-def test_whole_weights_beside_it_are_taken_where_there_is_no_tag(copied: Callable[[str], Path]) -> None:
-    """As in a folder of transformers' Trainer."""
+def test_full_weights_in_the_folder_are_read_if_there_is_no_tag(copied: Callable[[str], Path]) -> None:
     folder = copied("1-bf16").parent
     save_file({"whole": torch.ones(3)}, folder / "model.safetensors")
     assert import_weights(folder, folder / "out").tensors == 9
@@ -405,7 +412,7 @@ def test_whole_weights_beside_it_are_taken_where_there_is_no_tag(copied: Callabl
     assert import_weights(folder, folder / "out", force=True).tensors == 1
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", r"empty has none of model\.safetensors")
 
@@ -418,13 +425,13 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
         ("layer_1_expert_0_mp_rank_00_model_states.pt", "pipelines and experts"),
     ],
 )
-def test_models_that_are_divided_otherwise(copied: Callable[[str], Path], name: str, message: str) -> None:
+def test_model_parallel_checkpoints_are_refused(copied: Callable[[str], Path], name: str, message: str) -> None:
     folder = copied("1-fp32")
     shutil.copy(folder / MODEL, folder / name)
     refused(folder, rf"{name}: .*{message}")
 
 
-def test_the_list_in_the_docs_is_the_one_in_the_code() -> None:
+def test_the_docs_list_the_stand_ins() -> None:
     text = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")
     table = text.partition("<!-- stand-ins -->")[2].partition("<!-- end of stand-ins -->")[0]
     assert re.findall(r"^\| `(\S+)` \|", table, re.MULTILINE) == list(STAND_INS)

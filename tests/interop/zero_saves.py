@@ -1,4 +1,4 @@
-"""Checkpoints as DeepSpeed alone writes them, by its own engine, and what the engine held when it wrote them."""
+"""Checkpoints that DeepSpeed's engine writes, and the values that the engine held at that time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ TAG = "global_step2"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Attributes:
-    zero: further keys of DeepSpeed's `zero_optimization`.
-    top: further keys of its config.
-    width: of the model; none of the sizes of its parameters is even.
+class Save:
+    """A checkpoint to write.
+
+    Attributes:
+        zero: Further keys of DeepSpeed's `zero_optimization`.
+        top: Further keys of its config.
+        width: Width of the model; with an odd one no parameter has an even size.
     """
 
     name: str
@@ -30,7 +32,7 @@ class Asked:
 
 
 class Sentences(Dataset[Any]):
-    """Ids, and what follows them."""
+    """Token ids and their targets."""
 
     def __len__(self) -> int:
         return 12
@@ -40,7 +42,7 @@ class Sentences(Dataset[Any]):
 
 
 class Net(nn.Module):
-    """With a tied parameter, frozen ones, and buffers."""
+    """A model with a tied parameter, frozen ones, and buffers."""
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -54,40 +56,40 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.body(self.still(self.embedding(ids)))
-        found: Tensor = self.head(hidden + self.offset.to(hidden.dtype))
-        return found
+        logits: Tensor = self.head(hidden + self.offset.to(hidden.dtype))
+        return logits
 
 
-def save_all(asked: list[Asked], folder: Path) -> None:
-    """On each rank: one engine after the other. The values that they held go into NAME.held."""
+def save_all(saves: list[Save], folder: Path) -> None:
+    """Write all checkpoints, one engine after the other, and the values that they held to NAME.held; on each rank."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
     deepspeed.init_distributed("gloo", verbose=False)
-    for one in asked:
-        held = _save(one, folder / one.name)
+    for save in saves:
+        held = _save(save, folder / save.name)
         if torch.distributed.get_rank() == 0:
-            torch.save(held, folder / f"{one.name}.held")
+            torch.save(held, folder / f"{save.name}.held")
 
 
-def _save(asked: Asked, folder: Path) -> dict[str, Tensor]:
+def _save(save: Save, folder: Path) -> dict[str, Tensor]:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     torch.manual_seed(0)
-    net = Net(asked.width)
-    trained = [one for one in net.parameters() if one.requires_grad]
+    net = Net(save.width)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [one for one in trained if one.dim() > 1], "weight_decay": 0.1},
-        {"params": [one for one in trained if one.dim() == 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.dim() == 1], "weight_decay": 0.0},
     ]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": asked.stage, **asked.zero},
+        "zero_optimization": {"stage": save.stage, **save.zero},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
-        **({asked.compute: {"enabled": True}} if asked.compute != "fp32" else {}),
-        **asked.top,
+        **({save.compute: {"enabled": True}} if save.compute != "fp32" else {}),
+        **save.top,
     }
     engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(groups, lr=0.01), config=config)
     for step in range(2):
@@ -98,21 +100,21 @@ def _save(asked: Asked, folder: Path) -> dict[str, Tensor]:
     engine.save_checkpoint(str(folder), tag=TAG, client_state={"mine": [1, "two"]})
     held = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and asked.stage > 0:
+        if parameter.requires_grad and save.stage > 0:
             held[name] = safe_get_full_fp32_param(parameter)
         else:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=asked.stage == 3):
+            with deepspeed.zero.GatheredParameters([parameter], enabled=save.stage == 3):
                 held[name] = parameter.detach().clone()
-    return {**held, **dict(engine.module.named_buffers()), **_moments(engine, asked)}
+    return {**held, **dict(engine.module.named_buffers()), **_moments(engine, save)}
 
 
-def _moments(engine: Any, asked: Asked) -> dict[str, Tensor]:
-    """Entry and name, by DeepSpeed's own way to them."""
+def _moments(engine: Any, save: Save) -> dict[str, Tensor]:
+    """Return the moments by entry and name, as DeepSpeed's API returns them."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    if asked.stage == 0:
+    if save.stage == 0:
         return {}
-    if asked.stage < 3 and hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+    if save.stage < 3 and hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False  # it was linked before torch's optimizer had any
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     return {

@@ -258,7 +258,7 @@ def _import_run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
     made = import_run(args.file, args.folder, loaded.config, name, trust_remote_code=args.trust_remote_code)
     echo(made)
     if args.json:
-        emit({"run": str(made.run), "of": str(made.of), "steps": made.steps})
+        emit({"run": str(made.run), "of": str(made.source), "steps": made.steps})
     return 0
 
 

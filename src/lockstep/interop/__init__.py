@@ -1,9 +1,11 @@
-"""Other tools' configs and checkpoints: read, and made into Lockstep's.
+"""Other tools' configs and checkpoints, read and converted to Lockstep's.
 
-foreign      a config of another tool, key by key
-keys         what each key of theirs means here: the rows of keys.md
-rules        how a row is applied to a value
-importing    all keys of a file together, checked
-hints        the same rows in error messages about unknown keys
-weights      other programs' weights, and runs that DeepSpeed began
+foreign          a config of another tool, as keys with values
+keys             the meaning of each key: the rows of keys.md
+rules            how a row converts a value (also run_rules, strategy_rules, model_rules)
+answers          what becomes of one key
+importing        all keys of a file together, checked
+hints            the same rows in error messages about unknown keys
+weights, runs    other programs' weights, and runs that DeepSpeed started
+zero_checkpoint  a checkpoint of DeepSpeed, assembled from zero_files
 """

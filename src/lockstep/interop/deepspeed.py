@@ -1,44 +1,32 @@
-"""A DeepSpeed config, key by key, as settings of ours.
+"""Convert a DeepSpeed config, key by key, to Lockstep's settings.
 
     "zero_optimization": {"stage": 3,                parallel.deepspeed.zero_stage: 3
-                          "overlap_comm": true}      parallel.deepspeed.config, handed on
+                          "overlap_comm": true}      parallel.deepspeed.config, passed on
     "scheduler": {"type": "WarmupLR", ...}           schedule.kind: constant
-    "wandb": {"enabled": true}                       not there, and why
+    "wandb": {"enabled": true}                       not there, with the reason
 
-Which keys there are is in `config/deepspeed_keys.md`, which `parallel.deepspeed.config` is checked against, too.
+The keys are in `config/deepspeed_keys.md`; `parallel.deepspeed.config` is checked against the same table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.config.deepspeed_keys import DeepSpeedKey, deepspeed_keys, keys_of
+from lockstep.config.deepspeed_keys import DeepSpeedKey, deepspeed_keys
 from lockstep.config.wording import yaml_like
 from lockstep.interop import rules
-from lockstep.interop.foreign import (
-    NOTHING,
-    Answer,
-    ForeignFile,
-    ForeignKey,
-    derived,
-    is_off,
-    not_needed,
-    not_there,
-    plain,
-    taken,
-    to_do,
-)
-from lockstep.interop.keys import key_rows
+from lockstep.interop.foreign import ForeignFile, ForeignKey, is_off, plain
+from lockstep.interop.keys import NOTHING, Answer, derived, key_rows, not_needed, not_there, taken, to_do
 
 _CONFIG = "parallel.deepspeed.config"
-_CURVES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-_OF_ONE_SCHEDULER = {"warmup_max_lr": "WarmupDecayLR", "cos_min_ratio": "WarmupCosineLR"}
-_FROM_ARGUMENTS = {
+_SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+_ONE_SCHEDULER_ONLY = {"warmup_max_lr": "WarmupDecayLR", "cos_min_ratio": "WarmupCosineLR"}
+_SET_BY_ARGUMENTS = {
     "train_batch_size", "gradient_clipping", "lr", "weight_decay", "betas", "eps", "momentum", "warmup_num_steps",
     "total_num_steps", "enabled", "cos_min_ratio",
 }  # fmt: skip
-"""Keys that HF Trainer fills in from its arguments, where a file has `auto`."""
-_TWO_WAYS = {
+"""Keys that HF Trainer sets from its arguments, where a file has `auto`."""
+_ALTERNATIVES = {
     "schedule.warmup_steps": "schedule.warmup_steps, or schedule.warmup_ratio",
     "run.steps": "run.steps or run.epochs",
 }
@@ -48,7 +36,7 @@ def answer(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer | 
     """Return what becomes of a key; None if DeepSpeed has no such key.
 
     Args:
-        path: The key in DeepSpeed's config, without the sections around that.
+        path: The key within DeepSpeed's config.
     """
     names = (".".join(path[:length]) for length in range(len(path), 0, -1))
     row = next((deepspeed_keys()[name] for name in names if name in deepspeed_keys()), None)
@@ -62,7 +50,7 @@ def answer(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer | 
         case "section":
             return NOTHING if key.value in (None, {}) else not_there("it is a mapping")
         case "pass":
-            return _handed_on(path, key, file)
+            return _passed_on(path, key, file)
         case "only":
             return _only(row, key, file)
         case "nvme":
@@ -74,26 +62,22 @@ def answer(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer | 
     return _same(row, key, file)
 
 
-def keys_near(path: Sequence[str]) -> list[str]:
-    """Return the keys among which a misspelled one was meant."""
-    return keys_of("zero_optimization" if path[0] == "zero_optimization" else "")
-
-
 def _automatic(path: Sequence[str], row: DeepSpeedKey | None, file: ForeignFile) -> Answer:
     if row is not None and row.rule == "pass":
-        return not_needed("DeepSpeed's default is taken")
+        return not_needed("DeepSpeed's default applies")
     follows = path[-1] == "train_batch_size" and file.number("train_micro_batch_size_per_gpu") is not None
-    if row is not None and path[-1] in _FROM_ARGUMENTS and file.kind == "deepspeed" and row.ours and not follows:
-        return to_do(f"HF Trainer's arguments have it there: write {_TWO_WAYS.get(row.ours, row.ours)}")
-    return not_needed("left to HF Trainer there; here it follows from the rest of the config")
+    if row is not None and path[-1] in _SET_BY_ARGUMENTS and file.kind == "deepspeed" and row.ours and not follows:
+        target = _ALTERNATIVES.get(row.ours, row.ours)
+        return to_do(f"HF Trainer sets it from its arguments; write {target}")
+    return not_needed("HF Trainer sets it; in Lockstep it follows from the rest of the config")
 
 
-def _handed_on(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer:
-    beside: dict[str, object] = {}
-    if path[0] == "zero_optimization":
-        stage = file.value("zero_optimization.stage", "zero_stage", "stage")
-        beside = {} if stage is None else {f"{_CONFIG}.zero_optimization.stage": stage}
-    return Answer("taken", {**beside, ".".join((_CONFIG, *path)): key.value}, "handed on to DeepSpeed")
+def _passed_on(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer:
+    settings: dict[str, object] = {}
+    stage = file.value("zero_optimization.stage", "zero_stage", "stage")
+    if path[0] == "zero_optimization" and stage is not None:
+        settings[f"{_CONFIG}.zero_optimization.stage"] = stage
+    return Answer("taken", settings | {".".join((_CONFIG, *path)): key.value}, "passed on to DeepSpeed")
 
 
 def _only(row: DeepSpeedKey, key: ForeignKey, file: ForeignFile) -> Answer:
@@ -108,8 +92,11 @@ def _only(row: DeepSpeedKey, key: ForeignKey, file: ForeignFile) -> Answer:
 def _refused(row: DeepSpeedKey, path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer:
     if row.path.startswith("torch_autocast."):
         return _autocast(key, file)
+    if row.path.endswith(".cpu_offload_use_pin_memory"):
+        return taken("parallel.deepspeed.pin_memory", key.value)
     if ".cpu_offload" in row.path:
-        return _old_offload(row.path.rpartition(".")[2], key)
+        which = "offload_optimizer" if row.path.endswith(".cpu_offload") else "offload_param"
+        return taken(f"parallel.deepspeed.{which}", "cpu") if key.value else NOTHING
     if is_off(key.value) or file.value(f"{path[0]}.enabled") is False:
         return NOTHING
     return not_there(row.note) if row.matters else not_needed(row.note)
@@ -117,26 +104,17 @@ def _refused(row: DeepSpeedKey, path: Sequence[str], key: ForeignKey, file: Fore
 
 def _autocast(key: ForeignKey, file: ForeignFile) -> Answer:
     if key.word == "enabled":
-        return derived("dtype decides the arithmetic", {}) if key.value else NOTHING
+        return derived("dtype decides the precision", {}) if key.value else NOTHING
     if key.word != "dtype":
-        return not_needed("torch's autocast has its own list")
+        return not_needed("torch's autocast has a fixed list")
     if file.value("torch_autocast.enabled") is not True:
         return not_needed("torch_autocast is not on")
-    compute = rules.arithmetic(key.value)
-    if compute is None:
-        return not_there("`precision.compute` is auto, fp32, bf16 or fp16")
-    return taken("precision.compute", compute)
-
-
-def _old_offload(word: str, key: ForeignKey) -> Answer:
-    if word == "cpu_offload_use_pin_memory":
-        return taken("parallel.deepspeed.pin_memory", key.value)
-    which = "offload_optimizer" if word == "cpu_offload" else "offload_param"
-    return taken(f"parallel.deepspeed.{which}", "cpu") if key.value else NOTHING
+    compute = rules.precision_name(key.value)
+    return rules.UNKNOWN_PRECISION if compute is None else taken("precision.compute", compute)
 
 
 def _activations(row: DeepSpeedKey, key: ForeignKey) -> Answer:
-    """DeepSpeed checkpoints the activations of models that call its functions; Lockstep, of any."""
+    """Convert activation checkpointing: DeepSpeed's is for models that call its functions, Lockstep's for any."""
     if is_off(key.value):
         return NOTHING
     if key.word == "cpu_checkpointing":
@@ -154,13 +132,16 @@ def _same(row: DeepSpeedKey, key: ForeignKey, file: ForeignFile) -> Answer:
     if row.path == "optimizer.type":
         return rules.optimizer(key_rows()["optimizer.type"], key, file)
     if row.path == "scheduler.type":
-        kind = _CURVES.get(plain(str(key.value)))
+        kind = _SCHEDULES.get(plain(str(key.value)))
         why = "WarmupLR, WarmupDecayLR and WarmupCosineLR have counterparts"
         return not_there(why) if kind is None else taken(row.ours, kind, f"for {key.value}")
-    if row.path == "optimizer.params.lr" and (peak := _peak(file)) is not None:
-        return not_needed(f"the scheduler's warmup_max_lr, {peak}, is the peak")
+    if row.path == "optimizer.params.lr":
+        default = scheduler_defaults(file).get("warmup_max_lr", {})
+        peak = default.get("optim.lr", file.value("scheduler.params.warmup_max_lr"))
+        if peak is not None:
+            return not_needed(f"the scheduler's warmup_max_lr, {peak}, is the peak")
     if word == "warmup_type" and key.value not in ("linear", "log"):
-        return not_there("linear and log are")
+        return not_there("linear and log are supported")
     if word in ("warmup_num_steps", "total_num_steps"):
         return (rules.warmup if word == "warmup_num_steps" else rules.length)(key_rows()[word], key, file)
     if word == "enabled":
@@ -171,42 +152,24 @@ def _same(row: DeepSpeedKey, key: ForeignKey, file: ForeignFile) -> Answer:
         return rules.power_of_two(key_rows()[word], key, file)
     if word == "stage":
         return Answer("taken", {"parallel.strategy": "deepspeed", row.ours: key.value})
-    return _offload(row, word, key, file) if ".offload_" in section else taken(row.ours, _value(word, key.value))
-
-
-def _value(word: str, value: object) -> object:
-    return value or None if word == "gradient_clipping" else value
-
-
-def _offload(row: DeepSpeedKey, word: str, key: ForeignKey, file: ForeignFile) -> Answer:
-    if word == "pin_memory":
-        on = file.value(f"{key.section}.device") == "cpu"
-        return taken(row.ours, key.value) if on else not_needed("nothing is offloaded")
-    if key.value == "nvme":
-        return not_there("state on NVMe can't be in a checkpoint; take cpu")
-    return taken(row.ours, key.value if not isinstance(key.value, bool) else "cpu" if key.value else "none")
-
-
-# --- what the file leaves to DeepSpeed ----------------------------------------------------------------------------
-
-
-def _peak(file: ForeignFile) -> object:
-    """Return the rate that the scheduler sets, whatever the optimizer was given; None: the optimizer's."""
-    stated = file.value("scheduler.params.warmup_max_lr")
-    left = scheduler_defaults(file).get("warmup_max_lr")
-    return stated if left is None else left["optim.lr"]
+    if ".offload_" not in section:
+        return taken(row.ours, key.value or None if word == "gradient_clipping" else key.value)
+    if word != "pin_memory":
+        return rules.offload(row.ours, key.value)
+    on = file.value(f"{key.section}.device") == "cpu"
+    return taken(row.ours, key.value) if on else not_needed("nothing is offloaded")
 
 
 def scheduler_defaults(file: ForeignFile) -> Mapping[str, Mapping[str, object]]:
-    """Return what the file leaves to the defaults of its DeepSpeed scheduler, in our keys."""
+    """Return the defaults of the file's DeepSpeed scheduler for keys that it doesn't set, as Lockstep's keys."""
     kind = file.value("scheduler.type")
     given = {key.word for key in file.keys if "scheduler" in map(plain, key.path)}
-    if plain(str(kind)) not in _CURVES or any(key.word == "params" and key.value == "auto" for key in file.keys):
+    if plain(str(kind)) not in _SCHEDULES or any(key.word == "params" and key.value == "auto" for key in file.keys):
         return {}
     left = {}
     for row in deepspeed_keys().values():
         section, _, word = row.path.rpartition(".")
         has_default = section == "scheduler.params" and row.rule == "same" and row.value is not None
-        if has_default and word not in given and _OF_ONE_SCHEDULER.get(word, kind) == kind:
+        if has_default and word not in given and _ONE_SCHEDULER_ONLY.get(word, kind) == kind:
             left[word] = {row.ours: row.value}
     return left

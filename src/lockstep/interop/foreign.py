@@ -1,4 +1,4 @@
-"""A config of another tool as it lies on the disk: which kind it is, and all its keys.
+"""Read a config of another tool: its kind, and all its keys.
 
     args.json    {"output_dir": "out", "fsdp_config": {"min_num_params": 0}, ...}     trainer
                                 |
@@ -10,9 +10,9 @@ The kind follows from the keys, not from the file's name. Nothing that is read i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, get_args
 
 from lockstep.config.deepspeed_keys import keys_of
 from lockstep.config.reading import Leaf, Node, Table, leaves, read_file, to_python
@@ -26,13 +26,11 @@ NAMES: Mapping[ForeignKind, str] = {
     "trainer": "HF TrainingArguments",
     "accelerate": "Accelerate's config",
 }
-Status = Literal["taken", "derived", "not needed", "to do", "not there", "not known"]
-Settings: TypeAlias = Mapping[str, object]
 _MOST_KEYS = 1000
 
 
 def plain(word: str) -> str:
-    """Return a key as all tools would spell it."""
+    """Return a key in a spelling common to all tools."""
     return word.lower().replace("-", "_")
 
 
@@ -72,7 +70,7 @@ class ForeignFile:
     """Another tool's config.
 
     Attributes:
-        ranks: The number of ranks that its numbers are meant for, if anything states it.
+        ranks: Number of ranks that its numbers are meant for, if known.
     """
 
     path: Path
@@ -101,49 +99,8 @@ class ForeignFile:
         return any(plain(part) in names for key in self.keys for part in key.path[:-1])
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a key.
-
-    Attributes:
-        settings: Keys of Lockstep's with their values.
-        why: How it was derived, or why nothing came of it.
-    """
-
-    status: Status
-    settings: Settings = field(default_factory=dict)
-    why: str = ""
-
-
-def taken(key: str, value: object, why: str = "") -> Answer:
-    return Answer("taken", {key: value}, why)
-
-
-def derived(why: str, settings: Settings) -> Answer:
-    return Answer("derived", settings, why)
-
-
-def not_needed(why: str) -> Answer:
-    return Answer("not needed", {}, why)
-
-
-def to_do(why: str) -> Answer:
-    return Answer("to do", {}, why)
-
-
-def not_there(why: str) -> Answer:
-    return Answer("not there", {}, why)
-
-
-NOTHING = not_needed("it asks for nothing")
-
-
-class NeedsRanks(Exception):
-    """A number can't be computed without the number of ranks."""
-
-
 def is_off(value: object) -> bool:
-    """Return whether a value asks for nothing: a switch that is off, an empty list, a size of 1."""
+    """Return whether a value requests nothing: a switch that is off, an empty list, a size of 1."""
     if isinstance(value, bool):
         return not value
     return value in (None, "", 0, 1, [], {}, "no", "none", "auto")
@@ -156,7 +113,7 @@ def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
     """Read another tool's config.
 
     Args:
-        kind: None: as its keys tell.
+        kind: None: inferred from its keys.
 
     Raises:
         ConfigError: The file can't be read, is no mapping, or is a pickle.
@@ -169,13 +126,13 @@ def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
         raise ConfigError(Problem(str(path), "", "is empty"))
     keys = tuple(ForeignKey(way, as_yaml_1_1(node), node.where) for way, node in leaves(tree))
     if len(keys) > _MOST_KEYS:
-        why = f"has {len(keys):,} keys, and a config of another tool {_MOST_KEYS:,} at most; leave out what is data"
+        why = f"has {len(keys):,} keys, but a config of another tool has at most {_MOST_KEYS:,}; leave out data"
         raise ConfigError(Problem(str(path), "", why))
     return ForeignFile(path, kind or _kind(tree), keys)
 
 
 def as_yaml_1_1(node: Node) -> object:
-    """Return the value as the other tools' readers of YAML 1.1 see it, to whom a bare `no` is false."""
+    """Return the value as a YAML 1.1 reader, which the other tools use, sees it: an unquoted `no` is false."""
     if isinstance(node, Leaf) and node.text is not None and node.text in _SWITCHES_OF_YAML_1_1:
         return _SWITCHES_OF_YAML_1_1[node.text]
     return to_python(node)
@@ -221,7 +178,7 @@ def _refuse_pickle(path: Path) -> None:
         raise ConfigError(Problem(str(path), "", f"can't be read: {error.strerror}")) from error
     if start == b"PK" or start[:1] == b"\x80":
         why = (
-            "is a pickle, and reading one runs what is in it; where it was made, write the same as JSON: "
+            "is a pickle, and reading a pickle executes code in it; write the same as JSON where it was made: "
             'Path("training_args.json").write_text(training_args.to_json_string())'
         )
         raise ConfigError(Problem(str(path), "", why))

@@ -1,4 +1,4 @@
-"""Other tools' keys in a config of ours, answered with ours and, where it can be computed, the value.
+"""Hints about other tools' keys in a Lockstep config: Lockstep's key and, where it can be computed, the value.
 
     max_grad_norm: 0.5                      ->   Lockstep's key is optim.clip_norm: write `optim.clip_norm: 0.5`
     gradient_accumulation_steps: 4          ->   write `batch.global_size: 64` and `batch.micro_size: 16`
@@ -15,15 +15,14 @@ from pathlib import Path
 from lockstep.config.reading import Leaf, Node, Table, leaves, to_python
 from lockstep.config.wording import yaml_like
 from lockstep.interop.answers import apply
-from lockstep.interop.foreign import NOTHING, ForeignFile, ForeignKey, as_yaml_1_1, plain
-from lockstep.interop.keys import key_rows
-from lockstep.interop.rules import keys_for
+from lockstep.interop.foreign import ForeignFile, ForeignKey, as_yaml_1_1, plain
+from lockstep.interop.keys import NOTHING, key_rows, keys_for
 from lockstep.interop.strategy_rules import strategy_hint
 
-_AS_TYPED = ("rename", "length", "shape")
-"""Rules that leave a value as it is."""
+_UNCHANGED = ("rename", "length", "shape")
+"""Rules that don't change the value."""
 _OFF = {"precision.compute": "fp32", "memory.activation_checkpointing.mode": "none"}
-"""Values for a switch of theirs that is off, where ours is a choice."""
+"""Values for a switch that is off, where Lockstep's key is a choice."""
 
 
 def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
@@ -41,40 +40,38 @@ def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
     if not has_value and row.note.startswith("write "):
         return row.note
     keys = tuple(ForeignKey(way, to_python(leaf)) for way, leaf in leaves(tree) if way)
-    if row.rule == "accumulation" or row.ours == "batch.micro_size":
+    if row.rule == "accumulation" or row.target == "batch.micro_size":
         return _batch_hint(ForeignFile(Path(), "yaml", keys))
     if not isinstance(node, Leaf) or not has_value:
-        return f"{_key_is(row.ours)}{'; ' if row.note else ''}{row.note}" if row.ours else None
-    typed = node.text if row.rule in _AS_TYPED and isinstance(node.value, int | float) else None
+        return f"Lockstep's key is {row.target}{'; ' if row.note else ''}{row.note}" if row.target else None
+    typed = node.text if row.rule in _UNCHANGED and isinstance(node.value, int | float) else None
     key = ForeignKey(path, as_yaml_1_1(node))
     answer = apply(row, key, ForeignFile(Path(), "yaml", (key,) if row.rule == "length" else keys))
     stated = {other.key for other in keys}
-    settings = {ours: value for ours, value in answer.settings.items() if not (ours[-5:] == ".kind" and ours in stated)}
-    if answer == NOTHING and row.ours:
-        settings = {row.ours: _OFF[row.ours]} if row.ours in _OFF else {}
+    settings = {
+        target: value for target, value in answer.settings.items() if not (target[-5:] == ".kind" and target in stated)
+    }
+    if answer == NOTHING and row.target:
+        settings = {row.target: _OFF[row.target]} if row.target in _OFF else {}
         if not settings:
-            return f"{_key_is(row.ours)}; leave it out for {yaml_like(node.value)}"
+            return f"Lockstep's key is {row.target}; leave it out for {yaml_like(node.value)}"
     if not settings:
         return answer.why
-    written = " and ".join(f"`{ours}: {typed or _yaml(value)}`" for ours, value in settings.items())
-    return f"{_key_is(next(iter(settings)))}: write {written}"
+    written = " and ".join(f"`{target}: {typed or _yaml(value)}`" for target, value in settings.items())
+    return f"Lockstep's key is {next(iter(settings))}: write {written}"
 
 
 def value_hint(key: str, node: Node) -> str | None:
-    """Return what to write instead of another tool's value for a key of ours; None if no tool has it."""
+    """Return what to write instead of another tool's value for a Lockstep key; None if no tool has it."""
     if not isinstance(node, Leaf) or not isinstance(node.value, str):
         return None
     if key == "parallel.strategy":
         return strategy_hint(node.value.lower())
     row = key_rows().get(key.rpartition(".")[2])
-    if row is None or row.ours != key or row.rule != "choice":
+    if row is None or row.target != key or row.rule != "choice":
         return None
     answer = apply(row, ForeignKey((row.key,), node.value), ForeignFile(Path(), "yaml", ()))
     return row.note if answer.why == row.note else None
-
-
-def _key_is(ours: str) -> str:
-    return f"Lockstep's key is {ours}"
 
 
 def _yaml(value: object) -> str:

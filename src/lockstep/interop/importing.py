@@ -1,4 +1,4 @@
-"""Another tool's config as ours: an answer for every key, and what comes out is checked.
+"""Import another tool's config: an answer for every key, and a check of the result.
 
     args.json  -->  read_foreign  -->  an Answer a key  -->  settings  -->  YAML, `lockstep config check`ed
                                             |
@@ -8,8 +8,8 @@
                     neftune_noise_alpha     not there    ...
                     lerning_rate            not known    did you mean learning_rate?
 
-What the file leaves to its tool's defaults comes out with these, where ours are others. What no file can state (the
-script's own model and data) comes out as a marked place, or from overrides.
+Where the file relies on its tool's defaults and Lockstep's differ, the result sets them. What no file can contain (the
+script's model and data) is listed as missing, or comes from overrides.
 """
 
 from __future__ import annotations
@@ -30,29 +30,17 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.terminal import echo
 from lockstep.interop import deepspeed
 from lockstep.interop.answers import answered
-from lockstep.interop.foreign import (
-    NAMES,
-    Answer,
-    ForeignFile,
-    ForeignKey,
-    ForeignKind,
-    NeedsRanks,
-    derived,
-    not_there,
-    plain,
-    read_foreign,
-    to_do,
-)
-from lockstep.interop.keys import key_rows
+from lockstep.interop.foreign import NAMES, ForeignFile, ForeignKey, ForeignKind, plain, read_foreign
+from lockstep.interop.keys import Answer, NeedsRanks, derived, key_rows, not_there, to_do
 from lockstep.interop.rules import batch
 
 _FLAG, _ARGUMENT = "--ranks N", "ranks=N"
-"""How whoever imports would state the ranks."""
+"""How the caller specifies the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedKey:
-    """A key of the file, and what became of it. `key` is in brackets where the file left it to a default."""
+    """A key of the file with its answer; the key is in parentheses where the file relies on a default."""
 
     key: str
     where: str
@@ -61,12 +49,12 @@ class ImportedKey:
 
 @dataclass(frozen=True)
 class ImportedConfig:
-    """Another tool's config as ours.
+    """Another tool's config, converted.
 
     Attributes:
-        findings: One a key, in the order of the file; then defaults.
-        settings: Values by dotted key of ours.
-        missing: What a run needs besides, with how to write it.
+        findings: One per key, in the order of the file; then defaults.
+        settings: Values by Lockstep's dotted keys.
+        missing: Further keys that a run needs, with how to write them.
     """
 
     file: ForeignFile
@@ -76,7 +64,7 @@ class ImportedConfig:
 
     @property
     def unanswered(self) -> tuple[ImportedKey, ...]:
-        """The keys of which nothing came, and which the run would lack."""
+        """The keys without a counterpart, whose effect the run would lose."""
         return _lost(self.findings)
 
 
@@ -94,30 +82,30 @@ def import_file(
     """Import a file.
 
     Args:
-        kind: None: as the file's keys tell.
-        ranks: The number of ranks that it was meant for.
-        also: Further settings, which win.
-        lenient: Whether what is not there or not known is no mistake beside others.
+        kind: None: inferred from the file's keys.
+        ranks: Number of ranks that it was meant for.
+        also: Further settings, which take precedence.
+        lenient: Leave keys without a counterpart out of an error's list.
 
     Raises:
-        ConfigError: The file can't be read; a number needs `ranks`; a value, or two together, can't be in our config,
-            with what is not there or not known besides.
+        ConfigError: The file can't be read, a number needs `ranks`, or values are invalid; then keys without a
+            counterpart are listed, too.
     """
     return _imported(read_foreign(path, kind), ranks, also, lenient=lenient)
 
 
 def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> dict[str, object]:
-    """Return another tool's config, or one of ours, as a mapping of sections that `lockstep.train` takes.
+    """Return another tool's config, or one of Lockstep's, as a mapping of sections that `lockstep.train` takes.
 
     It may be a script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, or Accelerate's config; `lockstep config
-    import` lists what becomes of each key. What only you can decide is named on stderr, by the first rank.
+    import` lists what becomes of each key. The first rank prints on stderr what is left for you to decide.
 
     Args:
-        ranks: The number of ranks that it was meant for, where a number needs it. None: what the file states, else
+        ranks: Number of ranks that it was meant for, if a number depends on it. None: that of the file, else
             WORLD_SIZE, which torchrun sets.
 
     Raises:
-        ConfigError: As of `import_file`; or a key would be lost.
+        ConfigError: As in `import_file`; or a key has no counterpart.
     """
     file = read_foreign(Path(path), None)
     started = os.environ.get("WORLD_SIZE", "")
@@ -142,7 +130,7 @@ def _imported(
 ) -> ImportedConfig:
     stated, word = _ranks_of(file), asks.rstrip("= N")
     if None not in (ranks, stated) and stated != ranks:
-        raise ConfigError(f"{file.path} is for {stated} ranks, and {word} is {ranks}; leave {word} out, or correct it")
+        raise ConfigError(f"{file.path} is for {stated} ranks, but {word} is {ranks}; leave {word} out, or correct it")
     findings = listed(file, ranks, asks)
     over = _overridden(also)
     values = {key: value for finding in findings for key, value in finding.answer.settings.items()}
@@ -161,10 +149,10 @@ def _imported(
 
 
 def listed(file: ForeignFile, ranks: int | None = None, asks: str = _FLAG) -> tuple[ImportedKey, ...]:
-    """Return what becomes of each key, before anything is checked.
+    """Return what becomes of each key, without checking the result.
 
     Args:
-        asks: How whoever imports would state the ranks.
+        asks: How the caller specifies the ranks.
 
     Raises:
         ConfigError: A number needs `ranks`.
@@ -175,7 +163,7 @@ def listed(file: ForeignFile, ranks: int | None = None, asks: str = _FLAG) -> tu
         try:
             findings.append(ImportedKey(key.key, key.where, answered(key, file)))
         except NeedsRanks as needs:
-            problems.append(Problem(key.where, key.key, f"{needs}; state how many it was made for: {asks}"))
+            problems.append(Problem(key.where, key.key, f"{needs}; specify the number of ranks: {asks}"))
     if problems:
         raise ConfigError(problems)
     settled = _settled(findings)
@@ -183,7 +171,7 @@ def listed(file: ForeignFile, ranks: int | None = None, asks: str = _FLAG) -> tu
 
 
 def nested(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return dotted keys as sections, in the order of the schema.
+    """Return settings with dotted keys as nested sections, in the order of the schema.
 
     Raises:
         ConfigError: A key is both a section and a value.
@@ -200,7 +188,7 @@ def nested(settings: Mapping[str, object]) -> dict[str, object]:
         at[last] = value
     root = shape.root().section
     assert root is not None
-    order = [*shape.fields(root), *tree]  # a section that there isn't comes last, to be refused by name
+    order = [*shape.fields(root), *tree]  # an unknown section comes last, to be refused by name
     return {name: tree[name] for name in dict.fromkeys(order) if name in tree}
 
 
@@ -212,7 +200,7 @@ def _overridden(also: Sequence[Override]) -> dict[str, object]:
 
 
 def _is_replaced(key: str, over: Mapping[str, object]) -> bool:
-    """Return whether an override states in another way what this key does, as `run.steps` replaces `run.epochs`."""
+    """Return whether an override sets the same by another key, as `run.steps` replaces `run.epochs`."""
     section, _, word = key.rpartition(".")
     ways = ALTERNATIVES.get((section,), ())
     return word in ways and any(over.get(f"{section}.{way}") is not None for way in ways)
@@ -226,11 +214,11 @@ def _ranks_of(file: ForeignFile) -> int | None:
 _RANKS = ("num_processes", "world_size", "num_gpus", "devices", "gpus")
 
 
-# --- all together ---------------------------------------------------------------------------------------------------
+# --- all keys together ----------------------------------------------------------------------------------------------
 
 
 def _settled(findings: Sequence[ImportedKey]) -> list[ImportedKey]:
-    """Return the findings where the first of two keys that set the same holds; a second that differs is named."""
+    """Return the findings where the first of two keys that set the same wins; a second that differs is refused."""
     first: dict[str, tuple[object, ImportedKey]] = {}
     settled = []
     for finding in findings:
@@ -267,15 +255,15 @@ _DEFAULTS: Mapping[ForeignKind, tuple[tuple[str, str, Mapping[str, object]], ...
     ),
     "accelerate": (("mixed_precision", "precision.compute", {"precision.compute": "fp32"}),),
 }
-"""Defaults of the tools by kind of file: their key, ours that it would have set, and what it is there."""
+"""Defaults of the tools by kind of file: the tool's key, Lockstep's key for it, and the default in Lockstep's keys."""
 
 
 def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> Iterator[ImportedKey]:
-    """Yield what the file leaves to its tool, and ours would do otherwise."""
+    """Yield the tool's defaults that the file relies on and Lockstep doesn't share."""
     settings = {key: value for finding in findings for key, value in finding.answer.settings.items()}
-    for word, ours, default in _DEFAULTS.get(file.kind, ()):
-        has_length = ours == "run.epochs" and _has(dict.fromkeys(settings, 1), ours)
-        if ours not in settings and not has_length and not _left_open(word, file):
+    for word, target, default in _DEFAULTS.get(file.kind, ()):
+        has_length = target == "run.epochs" and _has(dict.fromkeys(settings, 1), target)
+        if target not in settings and not has_length and not _left_open(word, file):
             why = f"not in the file; the default of {NAMES[file.kind]}"
             yield ImportedKey(f"({word})", "", derived(why, default))
     if file.kind == "trainer" and not settings.keys() & {"batch.global_size", "batch.micro_size"}:
@@ -283,7 +271,7 @@ def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> 
         try:
             yield ImportedKey(f"({key.key})", "", batch(key_rows()[key.key], key, file))
         except NeedsRanks as needs:
-            why = f"{needs} (8 is HF Trainer's default); state how many: {asks}"
+            why = f"{needs} (8 is HF Trainer's default); specify the number of ranks: {asks}"
             raise ConfigError(Problem("", key.key, why)) from None
     if file.kind == "deepspeed":
         yield from _deepspeed_defaults(file, settings)
@@ -292,7 +280,7 @@ def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> 
 
 
 def _left_open(words: str, file: ForeignFile) -> bool:
-    """Return whether one of these is in the file, as `auto`."""
+    """Return whether the file sets one of these to `auto`."""
     keys = {f"{word}{end}" for word in words.split(", ") for end in ("", ".enabled", ".type")}
     return any(key.value == "auto" and plain(key.key) in keys for key in file.keys)
 
@@ -302,21 +290,21 @@ def _deepspeed_defaults(file: ForeignFile, settings: Mapping[str, object]) -> It
     if "optim.name" in settings and "optim.weight_decay" not in settings and not _left_open(name, file):
         yield ImportedKey(f"({name})", "", derived("not in the file; DeepSpeed's default", {"optim.weight_decay": 0.0}))
     if settings.get("optim.weight_decay"):
-        why = "DeepSpeed's optimizer decays every parameter that it is given"
+        why = "DeepSpeed's optimizer decays every parameter"
         yield ImportedKey(f"({name})", "", derived(why, {"optim.decay": "all"}))
-    for name, ours in deepspeed.scheduler_defaults(file).items():
-        yield ImportedKey(f"(scheduler.params.{name})", "", derived("not in the file; DeepSpeed's default", ours))
+    for name, default in deepspeed.scheduler_defaults(file).items():
+        yield ImportedKey(f"(scheduler.params.{name})", "", derived("not in the file; DeepSpeed's default", default))
 
 
 def _strategy_of_options(file: ForeignFile, settings: Collection[str]) -> Iterator[ImportedKey]:
-    """Yield the strategy whose options the file has; a question, where they are options of several."""
+    """Yield the strategy whose options the file has, or a question if it has those of several."""
     sections = {"fsdp": ("fsdp", "fsdp_config"), "deepspeed": ("deepspeed", "zero_optimization"), "ddp": ("ddp",)}
     of_several = "parallel.ddp.find_unused_parameters"  # fsdp's, too
     own = [key.split(".")[1] for key in settings if key.startswith("parallel.") and key != of_several]
     named = [name for name, names in sections.items() if file.has_section(*names)]
     there = named or [name for name in sections if name in own]
     if len(there) == 1:
-        why = f"the file has options of {there[0]}, and of no other"
+        why = f"the file has options of {there[0]} only"
         yield ImportedKey("(strategy)", "", derived(why, {"parallel.strategy": there[0]}))
     elif there:
         why = f"write parallel.strategy: the file has options of {', '.join(there[:-1])} and {there[-1]}"
@@ -329,7 +317,7 @@ _NECESSARY: Mapping[str, tuple[str, Mapping[str, object]]] = {
         {"model.kind": "given"},
     ),
     "model.task": (
-        "causal-lm, masked-lm, sequence-classification, seq2seq, or another one of docs/config.md",
+        "causal-lm, masked-lm, sequence-classification, seq2seq, or another task of docs/config.md",
         {"model.task": "causal-lm"},
     ),
     "data.train": (
@@ -338,7 +326,7 @@ _NECESSARY: Mapping[str, tuple[str, Mapping[str, object]]] = {
     ),
     "run.epochs": ("how long the run is; or run.steps, run.samples, run.tokens", {"run.epochs": 1}),
 }
-"""The keys that a run needs: how to write each, and what stands in for it, so that all else can be checked."""
+"""The keys that a run needs: how to write each, and a substitute with which everything else can be checked."""
 
 
 def _has(settings: Mapping[str, object], key: str) -> bool:
@@ -354,11 +342,11 @@ def _problem(finding: ImportedKey) -> Problem:
 
 
 def _placed(problem: Problem, by_key: Mapping[str, ImportedKey], over: Collection[str]) -> Problem:
-    """Return the problem with its place in the imported file, or on the command line."""
+    """Return the problem with its position in the imported file, or on the command line."""
     finding = by_key.get(problem.key)
     if finding is not None:
-        ours = "" if problem.key == finding.key else f"{problem.key}: "
-        return Problem(finding.where, finding.key, f"{ours}{problem.message}")
+        prefix = "" if problem.key == finding.key else f"{problem.key}: "
+        return Problem(finding.where, finding.key, f"{prefix}{problem.message}")
     if any(f"{key}.".startswith(f"{problem.key}.") for key in over):
         return Problem(f"--{problem.key}", problem.key, problem.message)
     return Problem("", problem.key, problem.message)  # of several keys together

@@ -1,28 +1,32 @@
-"""The keys of other tools and what they mean here: the rows of `keys.md`.
+"""The keys of other tools and what they mean in Lockstep: the rows of `keys.md`, and the answers that they lead to.
 
-    tool      whose key it is; `any` where several have it, or scripts do
-    keys      a key, or `section.key`, which goes first; {a,b} stands for either
-    rule      how its value becomes ours: see `rules`
-    ours      Lockstep's key; `*` stands for theirs
-    values    of `choice`: theirs=ours, where theirs may end with `*`, and ours is `-` if it asks for nothing, `~` if it
-              isn't needed, as `note` explains; of `not there` and `to do`: the values that ask for nothing, where they
-              aren't the usual ones; of `interval`: the keys whose strategy decides
-    unless    keys that decide instead, where they have a value
-    note      why nothing comes of it, or what is left to do; <value> stands for theirs
+    tool      the tool that has the key; `any` where several tools or scripts do
+    keys      a key, or `section.key`, which takes precedence; {a,b} matches both words
+    rule      how the value is converted: see `rules`
+    target    Lockstep's key; `*` is replaced by the tool's
+    values    of `choice`: TOOL'S=LOCKSTEP'S, where the first may end with `*`, and the second is `-` if the value
+              requests nothing, `~` if it isn't needed, as `note` explains; of `not there` and `to do`: values that
+              request nothing, if they aren't the usual ones; of `interval`: keys whose strategy decides
+    unless    keys that decide instead, if they have a value
+    note      why the key has no counterpart, or what is left to do; <value> is replaced by the tool's value
 
-Empty cells behind the keys repeat those of the row above.
+Empty cells after the keys repeat those of the row above.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from lockstep.config.reading import resolve
+
+Status = Literal["taken", "derived", "not needed", "to do", "not there", "not known"]
+Settings: TypeAlias = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class KeyRow:
     tool: str
     key: str
     rule: str
-    ours: str
+    target: str
     values: tuple[tuple[str, str], ...]
     unless: tuple[str, ...]
     note: str
@@ -42,7 +46,7 @@ class KeyRow:
         return self.note.replace("<value>", str(value))
 
     def quiet_values(self) -> list[object]:
-        """Return the values that ask for nothing, if the row states them."""
+        """Return the values that request nothing, if the row lists them."""
         return ["" if value == "''" else [] if value == "[]" else resolve(value) for value, _ in self.values]
 
 
@@ -54,16 +58,65 @@ def key_rows() -> dict[str, KeyRow]:
     for line in Path(__file__).with_suffix(".md").read_text(encoding="utf-8").splitlines()[2:]:
         tool, keys, *rest = (cell.strip() for cell in line.strip("|").split("|"))
         above = rest if any(rest) else above
-        rule, ours, values, unless, note = above
-        pairs = tuple((theirs, mine) for theirs, _, mine in (pair.partition("=") for pair in values.split()))
+        rule, target, values, unless, note = above
+        pairs = tuple((source, target) for source, _, target in (pair.partition("=") for pair in values.split()))
         for key in _expanded(keys):
             assert key not in rows, key
             last = key.rpartition(".")[2]
-            rows[key] = KeyRow(tool, key, rule, ours.replace("*", last), pairs, tuple(_expanded(unless)), note)
+            rows[key] = KeyRow(tool, key, rule, target.replace("*", last), pairs, tuple(_expanded(unless)), note)
     return rows
+
+
+def keys_for(rule: str, target: str) -> list[str]:
+    """Return the keys of a rule that set `target`, in the order of the table."""
+    return [row.key for row in key_rows().values() if row.rule == rule and row.target == target]
 
 
 def _expanded(keys: str) -> Iterator[str]:
     for key in keys.split():
         parts = (part.split(",") for part in re.split(r"[{}]", key))
         yield from map("".join, product(*parts))
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What becomes of a key.
+
+    Attributes:
+        settings: Lockstep's keys with their values.
+        why: How they were derived, or why there are none.
+    """
+
+    status: Status
+    settings: Settings = field(default_factory=dict)
+    why: str = ""
+
+
+def taken(key: str, value: object, why: str = "") -> Answer:
+    return Answer("taken", {key: value}, why)
+
+
+def derived(why: str, settings: Settings) -> Answer:
+    return Answer("derived", settings, why)
+
+
+def not_needed(why: str) -> Answer:
+    return Answer("not needed", {}, why)
+
+
+def to_do(why: str) -> Answer:
+    return Answer("to do", {}, why)
+
+
+def not_there(why: str) -> Answer:
+    return Answer("not there", {}, why)
+
+
+NOTHING = not_needed("it requests nothing")
+
+
+class NeedsRanks(Exception):
+    """A number can't be computed without the number of ranks."""

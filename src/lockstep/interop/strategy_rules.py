@@ -1,4 +1,4 @@
-"""How another tool's value becomes ours: strategies and their options, ranks, activation checkpointing.
+"""Rules for strategies and their options, ranks and activation checkpointing.
 
 fsdp: full_shard auto_wrap offload      parallel.strategy: fsdp, ...sharding_strategy: FULL_SHARD, ...cpu_offload: true
 deepspeed: ds.json                      the file is read, and its keys are imported
@@ -11,45 +11,43 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.interop import deepspeed
-from lockstep.interop.foreign import (
+from lockstep.interop import deepspeed, rules
+from lockstep.interop.foreign import ForeignFile, ForeignKey, is_off, plain, read_foreign
+from lockstep.interop.keys import (
     NOTHING,
     Answer,
-    ForeignFile,
-    ForeignKey,
+    KeyRow,
     derived,
-    is_off,
+    key_rows,
+    keys_for,
     not_needed,
     not_there,
-    plain,
-    read_foreign,
     taken,
     to_do,
 )
-from lockstep.interop.keys import KeyRow, key_rows
-from lockstep.interop.rules import Rule, arithmetic, keys_for
+from lockstep.interop.rules import Rule, precision_name
 
 _ALL_GPUS = ("gpu", "auto", "-1", -1)
 
 
 def fsdp_dtype(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """A part of FSDP's mixed precision; or one name for its whole."""
+    """Convert one dtype of FSDP's mixed precision, or a name that sets all of it."""
     whole = key.word == "mixed_precision"
-    compute = arithmetic(key.value) if isinstance(key.value, str) or not whole else None
+    compute = precision_name(key.value) if isinstance(key.value, str) or not whole else None
     if whole and key.value is False:
         return NOTHING
     if compute is None and whole:
         return to_do("write precision.compute: bf16 (autocast), or parallel.fsdp.mixed_precision.param_dtype")
     if compute is None:
-        return not_there("one of fp32, bf16 and fp16")
-    return derived(row.note, {row.ours: compute}) if whole else taken(row.ours, compute)
+        return not_there("choose fp32, bf16 or fp16")
+    return derived(row.note, {row.target: compute}) if whole else taken(row.target, compute)
 
 
 def fsdp(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """HF Trainer's `fsdp: full_shard auto_wrap offload`, as text or as a list; or a switch."""
+    """Convert HF Trainer's `fsdp: full_shard auto_wrap offload`, as text or as a list, or a switch."""
     if key.value in ("", False, []):
         return NOTHING
-    settings: dict[str, object] = {row.ours: "fsdp"}
+    settings: dict[str, object] = {row.target: "fsdp"}
     shardings = dict(key_rows()["sharding_strategy"].values)
     for word in re.findall(r"\w+", str(key.value).lower()):
         if word in shardings and not word.isdigit():
@@ -58,17 +56,17 @@ def fsdp(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
             settings["parallel.fsdp.cpu_offload"] = True
         elif word not in ("auto_wrap", "true"):
             options = "full_shard, shard_grad_op, no_shard, hybrid_shard, offload"
-            return not_there(f"{word} is no option of it; {options} are")
+            return not_there(f"{word} is not an option of it; choose from {options}")
     return Answer("taken", settings)
 
 
 def wrap(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """Classes by name."""
+    """Convert the names of module classes."""
     classes = [key.value] if isinstance(key.value, str) else key.value
     if not isinstance(classes, list):
-        return not_there("a class, or a list of them")
+        return not_there("it must be a class or a list of classes")
     names = [name.strip() for entry in classes for name in str(entry).split(",") if name.strip()]
-    return taken(row.ours, names) if names else NOTHING
+    return taken(row.target, names) if names else NOTHING
 
 
 def wrap_size(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
@@ -76,20 +74,20 @@ def wrap_size(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     if not key.value:
         return NOTHING
     if not policy.startswith("SIZE"):
-        return not_needed("it is for wrapping by size, and the file has another policy")
-    return Answer("taken", {row.ours: key.value, "parallel.fsdp.wrap": "size"})
+        return not_needed("it is for wrapping by size, but the file has another policy")
+    return Answer("taken", {row.target: key.value, "parallel.fsdp.wrap": "size"})
 
 
 def deepspeed_file(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """A path to DeepSpeed's own JSON, or a switch."""
+    """Convert the DeepSpeed JSON at this path, or a switch."""
     if key.value in (False, "", {}):
         return NOTHING
     if isinstance(key.value, bool):
-        return taken(row.ours, "deepspeed")
+        return taken(row.target, "deepspeed")
     named = (file.path.parent / str(key.value), Path(str(key.value)))
     path = next((place for place in named if place.is_file()), None)
     if path is None:
-        return not_there(f"there is no file {key.value}; import it by itself: lockstep config import FILE")
+        return not_there(f"there is no file {key.value}; import it separately: lockstep config import FILE")
     inner = read_foreign(path, "deepspeed")
     inner = ForeignFile(path, "deepspeed", inner.keys, file.ranks)
     stage = next((option.value for option in inner.keys if option.word == "stage"), 0)
@@ -97,55 +95,52 @@ def deepspeed_file(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     for option in inner.keys:
         answer = deepspeed.answer([plain(part) for part in option.path], option, inner)
         if answer is None or answer.status == "not there":
-            return not_there(f"{option.where}: {option.key} {answer.why if answer else 'is no key of DeepSpeed'}")
+            return not_there(f"{option.where}: {option.key} {answer.why if answer else 'is not a key of DeepSpeed'}")
         settings |= answer.settings
-    zero = {row.ours: "deepspeed", "parallel.deepspeed.zero_stage": stage if isinstance(stage, int) else 0}
+    zero = {row.target: "deepspeed", "parallel.deepspeed.zero_stage": stage if isinstance(stage, int) else 0}
     return derived(f"from {path}", settings | zero)
 
 
 def offload(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    device = key.value if not isinstance(key.value, bool) else "cpu" if key.value else "none"
-    if device == "nvme":
-        return not_there("state on NVMe can't be in a checkpoint; take cpu")
-    return taken(row.ours, device)
+    return rules.offload(row.target, key.value)
 
 
 def cpu_offload(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """`cpu_offload`, FSDP's option and an old one of DeepSpeed's."""
+    """Convert `cpu_offload`, an option of FSDP and formerly of DeepSpeed."""
     of_fsdp = any(plain(part).startswith("fsdp") for part in key.path) or file.find("sharding_strategy")
     if of_fsdp or file.find("zero_stage", "stage") is None:
-        return taken(row.ours, key.value)
+        return taken(row.target, key.value)
     return NOTHING if is_off(key.value) else taken("parallel.deepspeed.offload_optimizer", "cpu")
 
 
 def strategy(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     name = plain(str(key.value))
     if name in ("no", "none", "", "false"):
-        return NOTHING if file.kind != "accelerate" else taken(row.ours, "single")
+        return NOTHING if file.kind != "accelerate" else taken(row.target, "single")
     if name in ("multi_gpu", "multi_cpu", "multi_npu", "multi_xpu", "distributeddataparallel"):
-        return derived(f"{key.value} is DDP", {row.ours: "ddp"})
+        return derived(f"{key.value} is DDP", {row.target: "ddp"})
     stage = re.search(r"stage_([0-3])" if name.startswith("deepspeed") else r"^zero\w*([0-3])$", name)
     if stage:
-        return Answer("taken", {row.ours: "deepspeed", "parallel.deepspeed.zero_stage": int(stage[1])})
+        return Answer("taken", {row.target: "deepspeed", "parallel.deepspeed.zero_stage": int(stage[1])})
     if name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard"):
-        return Answer("taken", {row.ours: "fsdp", "parallel.fsdp.sharding_strategy": name.upper()})
+        return Answer("taken", {row.target: "fsdp", "parallel.fsdp.sharding_strategy": name.upper()})
     if name.startswith("ddp"):
         unused = {"parallel.ddp.find_unused_parameters": True} if "unused_parameters_true" in name else {}
-        return Answer("taken", {row.ours: "ddp", **unused})
-    for ours in ("fsdp", "deepspeed"):
-        if name.startswith(ours):
-            return taken(row.ours, ours)
+        return Answer("taken", {row.target: "ddp", **unused})
+    for prefix in ("fsdp", "deepspeed"):
+        if name.startswith(prefix):
+            return taken(row.target, prefix)
     if name in ("dp", "auto", "single", "single_device"):
-        return taken(row.ours, name.removesuffix("_device"))
+        return taken(row.target, name.removesuffix("_device"))
     if name in ("cpu", "gpu", "cuda"):
         return taken("launch.device", "cpu" if name == "cpu" else "cuda")
     return not_there(
-        strategy_hint(name) or f"{key.value} is not a strategy; they are auto, single, dp, ddp, fsdp and deepspeed"
+        strategy_hint(name) or f"{key.value} is not a strategy; choose auto, single, dp, ddp, fsdp or deepspeed"
     )
 
 
 def strategy_hint(name: str) -> str | None:
-    """Return what to write for a way of dividing work that has a key of its own; None for a name that nobody knows."""
+    """Return what to write for a kind of parallelism that has its own key; None for an unknown name."""
     for word, key in (("pipeline", "pipeline"), ("tensor", "tensor"), ("context", "context"), ("ring", "context")):
         if name.startswith(word):
             return f"write `parallel.{key}: 2`, for two ranks, beside `parallel.strategy: ddp` or fsdp"
@@ -155,26 +150,26 @@ def strategy_hint(name: str) -> str | None:
 
 
 def ranks(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """The ranks of this machine, where a file may count those of all."""
+    """Compute the ranks of this machine; a file may count those of all machines."""
     machines = file.number("num_machines", "nnodes", "num_nodes") or 1
     if key.value in _ALL_GPUS and not isinstance(key.value, bool):
-        return derived(f"{key.value}: all GPUs of the machine", {row.ours: "auto"})
+        return derived(f"{key.value}: all GPUs of the machine", {row.target: "auto"})
     if machines == 1 or key.word in ("nproc_per_node", "devices", "gpus", "num_gpus"):
-        return taken(row.ours, key.value)
+        return taken(row.target, key.value)
     if not isinstance(key.value, int) or key.value % machines:
-        return not_there(f"not a multiple of {machines} machines")
-    return derived(f"{key.value} on {machines} machines", {row.ours: key.value // machines})
+        return not_there(f"it must be a multiple of {machines} machines")
+    return derived(f"{key.value} on {machines} machines", {row.target: key.value // machines})
 
 
 def recompute_every(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """Each Nth block; without a mode beside it, that is full."""
+    """Convert every Nth block; without a mode in the file, checkpointing is full."""
     switch = file.find(*keys_for("choice", "memory.activation_checkpointing.mode"))
     if switch is not None and is_off(switch.value):
         return not_needed(f"{switch.key} is off")
     if key.value in (0, False):
         return NOTHING
     beside = {} if switch is not None else {"memory.activation_checkpointing.mode": "full"}
-    return Answer("taken", {**beside, row.ours: key.value})
+    return Answer("taken", {**beside, row.target: key.value})
 
 
 STRATEGY_RULES: Mapping[str, Rule] = {
