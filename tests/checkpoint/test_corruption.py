@@ -426,7 +426,7 @@ def test_a_run_says_so_and_goes_on_from_the_one_before(
     assert code == 0, text
     assert "resumes from step 4 (40 samples)" in text
     assert f"step-00000008 could not be used: {next(iter(damaged))}: " in text
-    assert f"put aside: {saves}/broken-step-00000008" in text
+    assert f"renamed to {saves}/broken-step-00000008" in text
     assert _files(saves / "broken-step-00000008") == {
         name: data for name, data in {**newest, **damaged}.items() if data is not GONE
     }

@@ -23,7 +23,8 @@ from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -132,7 +133,7 @@ def test_a_place_that_cannot_hold_checkpoints_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with lockstep.session(CONFIG) as session, pytest.raises(RunFailed) as caught:
         Checkpoints(session, LocalStorage(tmp_path / "file"), {}).begin(Resume())
-    assert str(caught.value) == f"checkpoints can't be kept in {tmp_path}/file: File exists"
+    assert str(caught.value) == f"checkpoints can't be written to {tmp_path}/file: File exists"
 
 
 ESC = "\x1b]0;owned\x07\x9b2J\n"

@@ -30,7 +30,8 @@ from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.config.schema import Checkpoint
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `End` ends threads

@@ -28,7 +28,8 @@ from lockstep.checkpoint.manifest import Manifest, to_bytes
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.cli.main import main
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
 
 
 @dataclass
@@ -204,7 +205,7 @@ def test_checkpoints_lie_where_the_config_says(ask: Ask, tmp_path: Path, monkeyp
         ("diff run --steps 4 7", "HERE/run/checkpoints has no checkpoint of step 7; the nearest is that of step 6"),
         (
             "show run/checkpoints/step-00000004 --step 4",
-            "--step chooses among checkpoints, and HERE/run/checkpoints/step-00000004 is one",
+            "--step selects one of several checkpoints, and HERE/run/checkpoints/step-00000004 is one",
         ),
         (
             "ls run/checkpoints/step-00000004",
@@ -649,8 +650,8 @@ def test_a_run_that_is_under_way_is_left_alone(ask: Ask, run: Path) -> None:
             found = ask("prune", path, "--keep-last", 1)
             assert found.code == 1
             assert found.error == (
-                f"lockstep: the run in {run} is under way (process 7 on here) and prunes by itself; "
-                "--dry-run tells what would go\n"
+                f"lockstep: the run in {run} is being trained (process 7 on here) and prunes by itself; "
+                "--dry-run shows what would be deleted\n"
             )
         assert ask("prune", run, "--keep-last", 1, "--keep-every", 100, "--dry-run", "--json").json["deleted"]
     assert _names(run) == before
@@ -813,7 +814,8 @@ def test_audit_of_what_proves_nothing(ask: Ask, run: Path) -> None:
     found = ask("audit", run)
     assert (found.code, found.error) == (
         3,
-        f"lockstep: {checkpoint} can't be audited: it has no ledger: nothing says which samples it was trained on\n",
+        f"lockstep: {checkpoint} can't be audited: it has no ledger, so there is no record of the samples it was "
+        "trained on\n",
     )
     (checkpoint / "manifest.json").unlink()
     found = ask("audit", run, "--json")

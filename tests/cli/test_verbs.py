@@ -16,7 +16,7 @@ from lockstep.cli.words import size, split
 from lockstep.config.loading import validate
 from lockstep.config.override import Override
 from lockstep.plan.stated_facts import facts_of_config
-from lockstep.training.checkpoints import Resume
+from lockstep.training.resuming import Resume
 
 Calls = list[tuple[Any, ...]]
 

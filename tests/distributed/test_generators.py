@@ -16,7 +16,7 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.distributed import generators
-from lockstep.training.checkpoints import Resume
+from lockstep.training.resuming import Resume
 
 MAKERS: dict[str, Callable[[int], Any]] = {
     "torch": lambda seed: torch.Generator().manual_seed(seed),

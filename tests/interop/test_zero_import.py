@@ -28,7 +28,8 @@ from lockstep.interop.weights import import_weights
 from lockstep.interop.zero_checkpoint import read_zero
 from lockstep.interop.zero_files import STAND_INS
 from lockstep.models.weight_files import read_torch, read_weights
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
 
 pytest.importorskip("deepspeed")

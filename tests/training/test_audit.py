@@ -21,8 +21,9 @@ from lockstep.core.errors import VerificationError
 from lockstep.core.progress import Progress
 from lockstep.data.order import MODULUS, SampleOrder, digest
 from lockstep.training.audit import Audit, audit, expected_digest
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.ledger import Ledger, OrderFacts
+from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
 
 ORDER = OrderFacts(seed=3, shuffle=True, samples=40, epoch_samples=40, fingerprint="points")
@@ -272,7 +273,7 @@ def test_another_seed_or_other_data_are_told() -> None:
     assert found.complete
     assert found.changes == (
         (13, "run.seed: 3, then 4"),
-        (13, "samples of the data set: 40, then 50"),
+        (13, "samples of the dataset: 40, then 50"),
         (13, "samples of an epoch: 40, then 50"),
         (13, "other data"),
     )
@@ -281,12 +282,12 @@ def test_another_seed_or_other_data_are_told() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, "it has no ledger: nothing says which samples it was trained on"),
-        ({"ledger": []}, "it has no ledger: nothing says which samples it was trained on"),
+        ({}, "it has no ledger, so there is no record of the samples it was trained on"),
+        ({"ledger": []}, "it has no ledger, so there is no record of the samples it was trained on"),
         ({"ledger": [{"first": 0}]}, "its ledger can't be read: 'order'"),
         ({"ledger": 7}, "its ledger can't be read: 'int' object is not iterable"),
-        ({"ledger": [{**_ledger((0, 5))[0], "first": 5}]}, "its ledger makes no sense: segment 0 is Segment("),
-        ({"ledger": [{**_ledger((0, 5))[0], "digest": "x"}]}, "its ledger makes no sense: segment 0 is Segment("),
+        ({"ledger": [{**_ledger((0, 5))[0], "first": 5}]}, "its ledger is invalid: segment 0 is Segment("),
+        ({"ledger": [{**_ledger((0, 5))[0], "digest": "x"}]}, "its ledger is invalid: segment 0 is Segment("),
     ],
 )
 def test_what_is_no_ledger_proves_nothing(state: dict[str, Any], message: str) -> None:

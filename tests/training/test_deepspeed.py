@@ -19,7 +19,8 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
 from lockstep.distributed.shard_boxes import local_tensor
 from lockstep.sharding.deepspeed import initialize_engine
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
 
 pytest.importorskip("deepspeed")

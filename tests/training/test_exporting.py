@@ -263,7 +263,7 @@ def test_what_is_there_stays(run: Path, tmp_path: Path) -> None:
         ({"step": 3}, "no checkpoint of step 3; it has those of 2, 4, 5"),
         (
             {"format": "torch", "to": Path("x.safetensors")},
-            "--format torch doesn't go with a file called x.safetensors",
+            "--format torch contradicts the file name x.safetensors",
         ),
         ({"format": "hf"}, "--format hf is for models of the transformers library, and this is a model of kind"),
     ],

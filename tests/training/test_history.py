@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from kit.worlds import served
 
 import lockstep
 from lockstep.checkpoint.local import LocalDraft
+from lockstep.checkpoint.saving import Saver, StepMetadata
+from lockstep.core.records import TrainingState
 from lockstep.monitor.tensorboard import records
 
 Damage = Callable[[list[bytes]], list[bytes]]
@@ -106,23 +109,41 @@ def test_a_whole_history_is_not_reported(
         shutil.rmtree(run / "checkpoints" / "step-00000009")
 
 
-def _train_until_killed(run: str) -> None:
-    publish = LocalDraft.publish
+def _train_until_killed(run: str, save_4_is_slow: bool) -> None:
+    """Train until the save of step 8 exists.
+
+    A slow save of step 4 is published only once that of step 8 waits for it; no update is made after that.
+    """
+    publish, finish, start, waits = LocalDraft.publish, Saver.finish, Saver.start, threading.Event()
 
     def published(draft: LocalDraft, manifest: bytes) -> None:
+        if save_4_is_slow and draft._target.name == "step-00000004":
+            waits.wait(30)
         publish(draft, manifest)
         if draft._target.name == "step-00000008":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    LocalDraft.publish = published  # type: ignore[method-assign]
+    def finished(saver: Saver) -> None:
+        if saver._save is not None:
+            waits.set()
+        finish(saver)
+
+    def started(saver: Saver, state: TrainingState, metadata: StepMetadata, *arguments: Any) -> Any:
+        wait_for_copies = start(saver, state, metadata, *arguments)
+        if save_4_is_slow and metadata.step == 8:
+            threading.Event().wait(30)  # until the process is killed
+        return wait_for_copies
+
+    LocalDraft.publish, Saver.finish, Saver.start = published, finished, started  # type: ignore[method-assign]
     lockstep.train(_config(Path(run), 400))
 
 
+@pytest.mark.parametrize("save_4_is_slow", [False, True])
 def test_a_kill_right_after_a_save_takes_nothing_that_came_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    save_4_is_slow: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    process = served().Process(target=_train_until_killed, args=(str(run),))
+    process = served().Process(target=_train_until_killed, args=(str(run), save_4_is_slow))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL

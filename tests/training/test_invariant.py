@@ -13,7 +13,8 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
 
 UPDATES = 5  # of 13 or 16 among 40 samples: a smaller one ends the epoch
 ADAMW = {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5}
@@ -243,7 +244,7 @@ REFUSALS = {
     ),
     "an objective that doesn't decompose": (
         points(objective={"kind": "custom", "target": "kit.drawing:Contrast"}),
-        "run.determinism: invariant, but the objective says that its loss is not the sum of its samples' losses "
+        "run.determinism: invariant, but the objective's loss is not the sum of its samples' losses "
         "(decomposes is False), so it may look at other ranks' samples; take deterministic",
     ),
     "double precision": (

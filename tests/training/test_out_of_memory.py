@@ -18,7 +18,7 @@ from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.core.control_groups import MemoryLimit
 from lockstep.core.out_of_memory import bytes_asked, error_location, mark, ran_out
-from lockstep.training.out_of_memory import advice, setting_of
+from lockstep.training.out_of_memory import advice, memory_factors
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
 CONFIG = {
@@ -53,7 +53,7 @@ def sentence(done: Done) -> str:
     [
         pytest.param(
             ["--model.arguments.where=forward"],
-            r"in the forward pass of micro-batch 1 of 2, update 1: 1,?024 TiB were asked for, and "
+            r"in the forward pass of micro-batch 1 of 2, update 1: 1,?024 TiB were requested, and "
             rf"{FREE}\. One sample alone would need 128 TiB: make the samples or the model smaller\.",
             id="forward",
         ),
@@ -65,13 +65,13 @@ def sentence(done: Done) -> str:
         ),
         pytest.param(
             ["--model.arguments.where=init"],
-            rf"while the model and its training state were set up: 1,?024 TiB were asked for, and {FREE}\. "
+            rf"while the model and its training state were set up: 1,?024 TiB were requested, and {FREE}\. "
             r"Set parallel\.strategy to fsdp on more ranks.*",
             id="before the first update",
         ),
         pytest.param(
             ["--model.arguments.where=evaluation"],
-            rf"in the evaluation on held-out: 1,?024 TiB were asked for, and {FREE}\. One sample alone .*",
+            rf"in the evaluation on held-out: 1,?024 TiB were requested, and {FREE}\. One sample alone .*",
             id="evaluation",
         ),
         pytest.param(
@@ -105,7 +105,7 @@ def test_one_rank_of_two_is_named_and_has_the_traceback_in_its_log(tmp_path: Pat
 def test_the_advised_micro_batch_fits(tmp_path: Path) -> None:
     """Under a real limit on the process's address space, where 8 samples don't fit, and 6 would."""
     done = train(tmp_path, "--model.arguments.where=limit")
-    assert "1.25 GiB were asked for" in sentence(done)
+    assert "1.25 GiB were requested" in sentence(done)
     assert "(ulimit -v limit)" in sentence(done)
     found = re.search(r"Set batch\.micro_size to (\d+)", sentence(done))
     assert found is not None
@@ -194,31 +194,31 @@ def test_the_innermost_place_counts() -> None:
     assert place.phase == "forward"
 
 
-def _setting(**sections: object) -> Config:
+def _config(**sections: object) -> Config:
     return validate({**CONFIG, **sections}).config
 
 
 def test_a_micro_batch_of_one_leaves_the_other_remedies() -> None:
-    config = _setting(batch={"global_size": 4, "micro_size": 1})
-    assert advice(setting_of(config, 1), "forward").startswith("Set memory.activation_checkpointing.mode to full.")
+    config = _config(batch={"global_size": 4, "micro_size": 1})
+    assert advice(memory_factors(config, 1), "forward").startswith("Set memory.activation_checkpointing.mode to full.")
 
 
 def test_what_is_computed_again_already_leaves_division() -> None:
-    config = _setting(
+    config = _config(
         batch={"global_size": 4, "micro_size": 1},
         memory={"activation_checkpointing": {"mode": "full"}},
         parallel={"strategy": "fsdp"},
     )
-    assert advice(setting_of(config, 4), "backward").startswith("Start more than 4 ranks")
+    assert advice(memory_factors(config, 4), "backward").startswith("Start more than 4 ranks")
 
 
 def test_no_micro_batch_makes_the_optimizer_state_smaller() -> None:
-    said = advice(setting_of(_setting(), 4), "update")
-    assert said.startswith("Set parallel.strategy to fsdp: each of the 4 ranks")
-    assert "micro_size" not in said
+    advised = advice(memory_factors(_config(), 4), "update")
+    assert advised.startswith("Set parallel.strategy to fsdp: each of the 4 ranks")
+    assert "micro_size" not in advised
 
 
 def test_a_far_too_large_allocation_asks_for_a_smaller_micro_batch_than_half() -> None:
-    setting = setting_of(_setting(batch={"global_size": 64}), 1)
-    room = MemoryLimit(total=8 << 30, free=1 << 30, owner="cuda:0's")
-    assert advice(setting, "forward", 32 << 30, room).startswith("Set batch.micro_size to 16 (it is 64).")
+    factors = memory_factors(_config(batch={"global_size": 64}), 1)
+    limit = MemoryLimit(total=8 << 30, free=1 << 30, owner="cuda:0's")
+    assert advice(factors, "forward", 32 << 30, limit).startswith("Set batch.micro_size to 16 (it is 64).")

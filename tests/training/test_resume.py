@@ -12,7 +12,8 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
 
 CUTS = (2, 4, 7)  # of four updates an epoch: in the first, at its very end, and in the second
 STEPS = 9

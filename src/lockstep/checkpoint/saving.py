@@ -126,13 +126,19 @@ class Saver:
 
     # --- on the main thread ---------------------------------------------------------------------------------------
 
-    def start(self, state: TrainingState, metadata: StepMetadata) -> Callable[[], None]:
+    def start(
+        self, state: TrainingState, metadata: StepMetadata, finished: Callable[[], None] = lambda: None
+    ) -> Callable[[], None]:
         """Start a save of the state as it is now; return what must be called before the state changes.
 
         Waits for a save that is still in progress.
+
+        Args:
+            finished: Called once that save has ended, while the new one can't exist yet.
         """
         began = time.perf_counter()
         self.finish()
+        finished()
         layout = self._plan(state)
         if self._snapshot is None or self._snapshot.layout != layout:
             self._snapshot = None  # frees its memory before more is allocated

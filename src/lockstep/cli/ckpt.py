@@ -199,12 +199,12 @@ def _prune(words: Sequence[str]) -> int:
 
     from lockstep.checkpoint.inspection import prune, prune_moved_aside
     from lockstep.cli import ckpt_text
-    from lockstep.training.locations import at_rest
+    from lockstep.training.locations import lock_run
 
     place = _all_of(args.run, "prune deletes some of")
     wanted = {"keep_last": args.keep_last, "keep_every": args.keep_every}
     section = _section(place).model_copy(update={key: value for key, value in wanted.items() if value is not None})
-    with nullcontext() if args.dry_run or place.run is None else at_rest(place.run):
+    with nullcontext() if args.dry_run or place.run is None else lock_run(place.run):
         pruned = prune(place.storage, section, dry=args.dry_run)
         aside = prune_moved_aside(place.storage, dry=args.dry_run) if args.aside else {}
     _print(ckpt_text.pruned(pruned, aside, dry=args.dry_run))

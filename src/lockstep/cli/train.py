@@ -37,8 +37,8 @@ def run(words: Sequence[str]) -> int:
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run, writes=True)
 
     from lockstep.monitor.folder import read_summary, recipe_of
-    from lockstep.training.checkpoints import Resume
     from lockstep.training.locations import find
+    from lockstep.training.resuming import Resume
     from lockstep.training.start_run import train
 
     forked = find(origin, trusted=args.trust_run).storage if origin is not None and args.fork is not None else None

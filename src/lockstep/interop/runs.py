@@ -23,9 +23,10 @@ from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import RunFolder, is_run
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.job import opened
 from lockstep.training.locations import storage_of
+from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
 from lockstep.training.user_objects import UserObjects
 
@@ -68,7 +69,7 @@ def import_run(
     """
     if is_run(folder) or (folder.exists() and any(folder.iterdir())):
         raise ConfigError(f"{folder} isn't empty; give a new folder for the run")
-    storage = storage_of(config, folder)
+    storage = storage_of(config.checkpoint, folder)
     if storage.names():
         raise ConfigError(Problem("", "checkpoint.folder", f"{storage.place} holds checkpoints; give another folder"))
     if config.optim.name not in _OPTIMIZERS:
@@ -107,7 +108,8 @@ def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:
     environment = {"recipe": recipe, **describe()}
     run_folder = RunFolder.create(folder, recipe)
     try:
-        checkpoints = Checkpoints(session, storage_of(config, folder), environment, folder.absolute(), recipe)
+        storage = storage_of(config.checkpoint, folder)
+        checkpoints = Checkpoints(session, storage, environment, folder.absolute(), recipe)
         checkpoints.begin(Resume())
         checkpoints.save()
         for report in checkpoints.finish():

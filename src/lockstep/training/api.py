@@ -24,9 +24,9 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.local import refuse_import_of_script
 from lockstep.launch.other_launchers import refuse_rank_count
-from lockstep.training.checkpoints import Resume
 from lockstep.training.job import Finished, Job, opened, run_job
 from lockstep.training.rescue import rescuing
+from lockstep.training.resuming import Resume
 from lockstep.training.session import Session
 from lockstep.training.user_objects import Objects, UserObjects, refuse_missing, user_objects
 

@@ -1,4 +1,4 @@
-"""A session from a config: calls the constructors of its components in order; what can't be built is refused by name.
+"""Builds a session from a config, component by component.
 
 data --> model --> plan --> objective --> parallelize --> engine, vote --> loader --> session
 """
@@ -6,9 +6,9 @@ data --> model --> plan --> objective --> parallelize --> engine, vote --> loade
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -26,28 +26,30 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
 from lockstep.models.weight_matching import match_initial_weights
+from lockstep.optim.groups import parameter_groups, user_groups
+from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer, custom_optimizer
 from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
 from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.schedule import learning_rate
+from lockstep.training.components import Components, Rate
 from lockstep.training.engines import build_engine, computed_objective
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
-from lockstep.training.invariance import refuse_coupled
-from lockstep.training.memory_watch import MemoryWatch
-from lockstep.training.optimizer_factory import ConfiguredOptimizer
 from lockstep.training.parallelize import WholeModel, load_builder, parallelize, tensor_plan_of
 from lockstep.training.readback import readback_from
-from lockstep.training.session import Components, Rate, Session
+from lockstep.training.requests import MemoryWatch
+from lockstep.training.session import Session
 from lockstep.training.sources import make_objective, open_sources, users_model
 from lockstep.training.user_objects import UserObjects, user_transforms
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config
-    from lockstep.core.protocols import EvaluatedObjective, Source
+    from lockstep.config.schema import ActivationCheckpointing, Config, Optim, Run, Schedule
+    from lockstep.core.protocols import EvaluatedObjective, Optimizer, Source
     from lockstep.distributed.process_group import World
     from lockstep.models.meta_model import MetaModel
     from lockstep.models.model_tensors import ModelTensors
+    from lockstep.plan.grouping import Grouping
     from lockstep.plan.plan import Plan
     from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 
@@ -59,9 +61,9 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
         world: This rank's place among all.
 
     Raises:
-        ConfigError: The config asks for what is impossible; nothing has been trained yet.
+        ConfigError: The config can't be run; nothing has been trained yet.
     """
-    _set_process(config)
+    _configure_process(config.run, config.precision.tf32)
     prepared = _prepare(config, world, given)
     whole, plan, source, objective = prepared.whole, prepared.plan, prepared.source, prepared.objective
     optimizer = ConfiguredOptimizer(config.optim, plan.groups, given.optimizer)
@@ -98,7 +100,7 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
             made.sharding,
             objective,
             prepared.evaluation,
-            _evaluation_size(config, plan),
+            _evaluation_size(config.evaluation.micro_size, plan),
             config.data.loader,
             made.position,
             world,
@@ -106,10 +108,10 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
         consensus=consensus,
         readback=readback_from(world.device),
         scaler=LossScaler(config.precision.loss_scale, enabled=scaled, device=world.device),
-        rate=_rate(config, given),
+        rate=_rate(config.optim, config.schedule, given.schedule),
         coupled=prepared.coupled,
         flops_per_token=prepared.flops,
-        watch=_memory_watch(config, made.recomputed, world),
+        watch=_memory_watch(config.memory.activation_checkpointing, made.recomputed, world),
     )
     return Session(components)
 
@@ -130,15 +132,20 @@ class _Prepared:
 
 
 def _prepare(config: Config, world: World, given: UserObjects) -> _Prepared:
-    """Return data, model, plan and objective; what the config asks for in vain is refused here, without a
-    collective."""
+    """Return data, model, plan and objective. Raises ConfigError without a collective if the config can't be run."""
     own = users_model(config, given)
     source, evaluation = open_sources(config, given, own)
     automatic = config.parallel.strategy == "auto"
     memory = rank_memory(world.device, world.axis, world.machine_ranks) if automatic else None
     machine = Machine(world.machine_ranks, memory, world.device.type)
     meta = _meta_model(config, source.facts, given, world, machine)
-    model = own if own is not None else meta.model if meta is not None else _whole(config, source.facts, given)
+    if own is not None:
+        model = own
+    elif meta is not None:
+        model = meta.model
+    else:
+        seed, trust = config.run.seed, given.trust_remote_code
+        model = build_model(config.model, source.facts, seed, trust_remote_code=trust)
     refuse_parameters(model)
     refuse_unknown_names(model, config.model.inputs)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
@@ -149,40 +156,37 @@ def _prepare(config: Config, world: World, given: UserObjects) -> _Prepared:
             pretrained.put()
 
     objective, source, evaluation = make_objective(config, (source, evaluation), given, model)
-    tensor_plan = tensor_plan_of(config, plan.mesh, model)
+    tensor_plan = tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, model)
     if tensor_plan:
         _refuse_for_tensor_parallel(config, given, objective)
-    computed = computed_objective(config, plan.mesh, model, objective)
+    computed = computed_objective(config.memory.loss_chunk, plan.mesh, model, objective)
+    coupled = coupling(model)
     if config.run.determinism == "invariant":
-        refuse_coupled(model, objective)
+        _refuse_coupled(coupled, objective)
 
-    tensors, coupled, flops = model_tensors(model), coupling(model), training_flops(model, source, world.device)
+    tensors, flops = model_tensors(model), training_flops(model, source, world.device)
     sample = evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu"))
     whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, lambda: next(sample).inputs)
     return _Prepared(whole, plan, source, evaluation, objective, computed, tensors, coupled, flops)
 
 
-def _set_process(config: Config) -> None:
-    """Set what is the process's: seeds, determinism, TF32."""
-    seed_everything(config.run.seed)
-    set_tf32(config.precision.tf32)
-    if config.run.determinism == "default":
+def _configure_process(run: Run, tf32: bool) -> None:
+    """Set the process's seeds, determinism and TF32."""
+    seed_everything(run.seed)
+    set_tf32(tf32)
+    if run.determinism == "default":
         return
-    if config.run.determinism == "invariant":
+    if run.determinism == "invariant":
         torch.set_num_threads(1)  # kernels add in another order with another number, which launchers derive from ranks
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it; read when CUDA starts
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
-def _whole(config: Config, facts: DataFacts, given: UserObjects) -> nn.Module:
-    return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
-
-
 def _meta_model(
     config: Config, facts: DataFacts, given: UserObjects, world: World, machine: Machine
 ) -> MetaModel | None:
-    """Return a model that gets its values after it is divided; None: it isn't divided, or they can't come in parts."""
+    """Return a model that gets its values after it is sharded or partitioned; None: it needn't, or it can't."""
     strategy: str = config.parallel.strategy
     partitioned = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))
     if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):
@@ -193,10 +197,11 @@ def _meta_model(
     return build_meta_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
 
 
-def _evaluation_size(config: Config, plan: Plan) -> int:
-    """Return the samples per forward of a rank in an evaluation. A pipeline stage holds one micro-batch's activations
-    at a time here: `auto` gives it the whole share at once."""
-    size = config.evaluation.micro_size
+def _evaluation_size(size: int | Literal["auto"], plan: Plan) -> int:
+    """Return the samples per forward of a rank in an evaluation; in a pipeline, `auto` is the rank's whole share.
+
+    A pipeline stage holds the activations of one micro-batch at a time in an evaluation.
+    """
     if size != "auto":
         return size
     return plan.batch.micro_size * (plan.batch.accumulation if plan.mesh.pipeline > 1 else 1)
@@ -211,26 +216,98 @@ def _refuse_for_tensor_parallel(config: Config, given: UserObjects, objective: E
         )
         raise ConfigError(Problem("", "parallel.tensor", why))
     if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, TargetLoss | ClassifierLoss):
-        why = "true, but an objective of your own takes whole logits; write false"
+        why = "true, but a custom objective takes whole logits; write false"
         raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
 
 
-def _memory_watch(config: Config, recomputed: RecomputeBlocks | None, world: World) -> MemoryWatch | None:
-    options = config.memory.activation_checkpointing
+def _refuse_coupled(coupled: str | None, objective: EvaluatedObjective) -> None:
+    """Raise ConfigError if samples of different micro-batches or ranks depend on each other in an invariant run."""
+    if coupled is not None:
+        why = (
+            f"invariant, but the model has {coupled}, which ties the samples of a rank together (running means are "
+            f"each rank's own); take deterministic, or a model without it, such as one with layer or group norm"
+        )
+    elif not objective.decomposes:
+        why = (
+            "invariant, but the objective's loss is not the sum of its samples' losses (decomposes is False), so it "
+            "may look at other ranks' samples; take deterministic"
+        )
+    else:
+        return
+    raise ConfigError(Problem("", "run.determinism", why))
+
+
+def _memory_watch(
+    options: ActivationCheckpointing, recomputed: RecomputeBlocks | None, world: World
+) -> MemoryWatch | None:
     if options.mode != "adaptive" or recomputed is None:
         return None
     limit = rank_memory(world.device, world.axis, world.machine_ranks)
     return MemoryWatch(
         recomputed.switch,
-        used=lambda: peak_memory(world.device) / limit,
+        peak_share=lambda: peak_memory(world.device) / limit,
         threshold=options.threshold,
-        look_every=options.look_every,
-        speaks=world.rank == 0,
+        check_every=options.look_every,
+        logs=world.rank == 0,
     )
 
 
-def _rate(config: Config, given: UserObjects) -> Rate:
-    custom, schedule, optim = given.schedule, config.schedule, config.optim
+def _rate(optim: Optim, schedule: Schedule, custom: Callable[[int, int | None], float] | None) -> Rate:
     if custom is not None:
         return lambda done, step, steps: optim.lr * custom(step, steps)
     return lambda done, step, steps: learning_rate(optim, schedule, done, step, steps)
+
+
+_NO_GROUPS = "doesn't support per-parameter options"  # in the message by which torch's LBFGS refuses groups
+
+
+class ConfiguredOptimizer:
+    """Makes the optimizer of the config, or a user's.
+
+    Args:
+        groups: Groups of the whole model's parameters, by settings.
+        make: A user's function of parameter groups; None: the config's optimizer, which may be a user's, too.
+
+    Attributes:
+        is_custom: Whether it is a user's.
+        used: The settings in effect; a user's optimizer may change some when it is made.
+    """
+
+    def __init__(
+        self,
+        optim: Optim,
+        groups: Sequence[Grouping],
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None,
+    ) -> None:
+        self._optim = optim
+        self._groups = groups
+        self._make = make or custom_optimizer(optim)
+        self.is_custom = self._make is not None
+        self.used = optim
+
+    def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        """Return the optimizer of these parameters."""
+        groups = parameter_groups(parameters, self._optim, self._groups)
+        if self._make is None:
+            return build_optimizer(self._optim, groups)
+        try:
+            made = self._make(user_groups(groups, self._optim))
+        except ValueError as error:
+            if _NO_GROUPS not in str(error):
+                raise
+            why = (
+                f"{error}, and a run sets the learning rate and weight decay of each group; use an optimizer that "
+                "takes groups and whose step() needs no closure, such as torch.optim.AdamW"
+            )
+            raise ConfigError(Problem("", "optimizer", why)) from error
+        optimizer, self.used = adapt_optimizer(made, self._optim)
+        return optimizer
+
+    def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
+        """Return an optimizer that may see the parameters flattened."""
+        if self.is_custom:
+            raise ConfigError(
+                "an optimizer that was handed over may look at a parameter's shape, and DeepSpeed gives it flat parts; "
+                "name one in optim.name, or take parallel.strategy: fsdp, or ddp"
+            )
+        return build_elementwise(self._optim, parameter_groups(parameters, self._optim, self._groups))

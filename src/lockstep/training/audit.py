@@ -1,13 +1,13 @@
-"""Whether a run was trained on every sample of its order, once: proved from a checkpoint's ledger, without the data.
+"""The proof from a checkpoint's ledger, without the data, that a run was trained on every sample of its order once.
 
 ledger    [0 ..... 4,096) digest     [4,096 ..... 9,216) digest       what the ranks added up in their votes
 order     digest of 0 ..... 4,096    digest of 4,096 ..... 9,216      what it must be: recomputed from the seed
-              equal?                     equal?                       and the segments lie end to end?
+              equal?                     equal?                       and are the segments contiguous?
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,24 +18,24 @@ from lockstep.core.errors import VerificationError
 from lockstep.data.order import MODULUS, SampleOrder, digest
 from lockstep.training.ledger import OrderFacts, Segment, segments_in
 
-MOST_SAMPLES = 2**36  # to recompute in an audit: about an hour
-_CHUNK = 2**14  # positions at a time: what is computed of them stays in the cache
+MAX_SAMPLES = 2**36  # recomputing their digests takes about an hour
+_CHUNK = 2**14  # positions at a time: intermediate results stay in the CPU's cache
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a ledger proves of the samples that a run has consumed.
+    """What a ledger proves about the samples that a run has consumed. Spans are positions, the last exclusive.
 
     Attributes:
-        samples: consumed by the run, as its progress says.
-        gaps: positions that no update has had, from the first of them up to, not including, the last.
-        repeats: positions that more than one update has had.
-        mismatches: segments that had other samples than the order says.
-        segments: what attempts have done, as the ledger has it.
-        expected: the digest that each must have.
-        changes: what made the positions from here on other samples: (position, what was changed).
+        samples: samples that the run has consumed, by its progress.
+        gaps: spans that no update consumed.
+        repeats: spans that more than one update consumed.
+        mismatches: segments whose samples were not those of the order.
+        segments: the segments of the ledger.
+        expected: the digest that each segment must have.
+        changes: (position, what changed there in how positions map to samples).
     """
 
     samples: int
@@ -48,26 +48,31 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """Every position once, each with the sample that belongs there."""
+        """Whether every position was consumed once, with the right sample."""
         return not (self.gaps or self.repeats or self.mismatches)
 
 
 def audit(state: Mapping[str, Any], samples: int) -> Audit:
-    """Of the state in a checkpoint's manifest, whose progress is `samples`.
+    """Audit the state in a checkpoint's manifest.
+
+    Args:
+        samples: samples that the run has consumed, by the manifest's progress.
 
     Raises:
-        VerificationError: it has no ledger, or none that makes sense.
+        VerificationError: the state has no ledger, or its ledger is invalid.
     """
     segments = _segments(state)
-    expected = tuple(expected_digest(one.order, one.first, one.last) for one in segments)
+    expected = tuple(expected_digest(segment.order, segment.first, segment.last) for segment in segments)
     gaps, repeats = _coverage(segments, samples)
-    shifted_gaps, shifted_repeats = _shifts(segments)
+    shifted_gaps, shifted_repeats = _epoch_shifts(segments)
     return Audit(
         samples=samples,
         gaps=tuple(sorted(gaps + shifted_gaps)),
         repeats=tuple(sorted(repeats + shifted_repeats)),
         mismatches=tuple(
-            (one.first, one.last) for one, wanted in zip(segments, expected, strict=True) if one.digest != wanted
+            (segment.first, segment.last)
+            for segment, right in zip(segments, expected, strict=True)
+            if segment.digest != right
         ),
         segments=tuple(segments),
         expected=expected,
@@ -76,66 +81,63 @@ def audit(state: Mapping[str, Any], samples: int) -> Audit:
 
 
 def expected_digest(order: OrderFacts, first: int, last: int) -> int:
-    """Of samples `first` up to `last` of a run in this order."""
-    drawn = SampleOrder(order.samples, order.seed, shuffle=order.shuffle)
+    """Return the digest of the samples at positions `first` to `last`, exclusive."""
+    sample_order = SampleOrder(order.samples, order.seed, shuffle=order.shuffle)
     total = 0
     while first < last:
         epoch, position = divmod(first, order.epoch_samples)
         end = min(last, (epoch + 1) * order.epoch_samples)
-        whole = end - first == order.samples  # then its order changes nothing, and takes the most time
+        is_whole_epoch = end - first == order.samples  # its order, which takes most of the time, doesn't matter then
         for start in range(first, end, _CHUNK):
             positions = np.arange(start, min(start + _CHUNK, end), dtype=np.int64) - (first - position)
-            total += digest(epoch, positions if whole else drawn.indices(epoch, positions))
+            total += digest(epoch, positions if is_whole_epoch else sample_order.indices(epoch, positions))
         first = end
     return total % MODULUS
 
 
 def _segments(state: Mapping[str, Any]) -> list[Segment]:
-    found = state.get("ledger")
-    if not found:
-        raise VerificationError("it has no ledger: nothing says which samples it was trained on")
+    if not state.get("ledger"):
+        raise VerificationError("it has no ledger, so there is no record of the samples it was trained on")
     try:
-        segments = segments_in(found)
+        segments = segments_in(state["ledger"])
     except (TypeError, KeyError) as error:
         raise VerificationError(f"its ledger can't be read: {error}") from None
-    for number, one in enumerate(segments):
-        if not _makes_sense(one):
-            raise VerificationError(f"its ledger makes no sense: segment {number} is {one}")
-    claimed = sum(one.last - one.first for one in segments)
-    if claimed > MOST_SAMPLES:
-        raise VerificationError(f"its ledger names {claimed:,} samples, and an audit computes {MOST_SAMPLES:,} at most")
+    for number, segment in enumerate(segments):
+        order = segment.order
+        numbers = (segment.first, segment.last, segment.digest, order.seed, order.samples, order.epoch_samples)
+        if not (
+            all(isinstance(value, int) for value in numbers)
+            and 0 <= segment.first < segment.last
+            and 0 < order.epoch_samples <= order.samples
+        ):
+            raise VerificationError(f"its ledger is invalid: segment {number} is {segment}")
+    claimed = sum(segment.last - segment.first for segment in segments)
+    if claimed > MAX_SAMPLES:
+        raise VerificationError(f"its ledger has {claimed:,} samples, and an audit computes {MAX_SAMPLES:,} at most")
     return segments
 
 
-def _makes_sense(one: Segment) -> bool:
-    numbers = (one.first, one.last, one.digest, one.order.seed, one.order.samples, one.order.epoch_samples)
-    if not all(isinstance(number, int) for number in numbers):
-        return False
-    return 0 <= one.first < one.last and 0 < one.order.epoch_samples <= one.order.samples
-
-
-# --- end to end? --------------------------------------------------------------------------------------------------
-
-
 def _coverage(segments: Iterable[Segment], samples: int) -> tuple[list[Span], list[Span]]:
-    """Positions of 0 .. `samples` that are in no segment, and those that are in more than one, or beyond."""
+    """Return the positions of 0 .. `samples` in no segment, and those in more than one segment or beyond."""
     gaps, repeats, reach = [], [], 0
-    for one in sorted(segments, key=lambda one: one.first):
-        if one.first > reach:
-            gaps.append((reach, one.first))
-        if one.first < reach:
-            repeats.append((one.first, min(one.last, reach)))
-        reach = max(reach, one.last)
+    for segment in sorted(segments, key=lambda segment: segment.first):
+        if segment.first > reach:
+            gaps.append((reach, segment.first))
+        if segment.first < reach:
+            repeats.append((segment.first, min(segment.last, reach)))
+        reach = max(reach, segment.last)
     if reach < samples:
         gaps.append((reach, samples))
     if reach > samples:
-        repeats.append((samples, reach))  # the next attempt will have them again
+        repeats.append((samples, reach))  # the next attempt would consume them again
     return gaps, repeats
 
 
-def _shifts(segments: Sequence[Segment]) -> tuple[list[Span], list[Span]]:
-    """Where an epoch got another length, the same position is another one of the same order: what lies between the two
-    was skipped, or comes again. Counted by the positions of before."""
+def _epoch_shifts(segments: Sequence[Segment]) -> tuple[list[Span], list[Span]]:
+    """Return what was skipped, and what repeated, where the length of an epoch changed and nothing else did.
+
+    The same position is another one of the same order then. Spans count positions with the length before.
+    """
     gaps, repeats = [], []
     for before, after in pairwise(segments):
         length = before.order.epoch_samples
@@ -150,20 +152,19 @@ def _shifts(segments: Sequence[Segment]) -> tuple[list[Span], list[Span]]:
     return gaps, repeats
 
 
-_WORDS = {
+_ORDER_TERMS = {
     "seed": "run.seed",
     "shuffle": "data.shuffle",
-    "samples": "samples of the data set",
+    "samples": "samples of the dataset",
     "epoch_samples": "samples of an epoch",
 }
 
 
-def _changes(segments: Sequence[Segment]) -> Iterable[tuple[int, str]]:
-    """What somebody has accepted, or has changed of the batch."""
+def _changes(segments: Sequence[Segment]) -> Iterator[tuple[int, str]]:
     for before, after in pairwise(segments):
-        for name, word in _WORDS.items():
+        for name, term in _ORDER_TERMS.items():
             then, now = getattr(before.order, name), getattr(after.order, name)
             if then != now:
-                yield after.first, f"{word}: {then}, then {now}"
+                yield after.first, f"{term}: {then}, then {now}"
         if before.order.fingerprint != after.order.fingerprint:
             yield after.first, "other data"

@@ -1,44 +1,40 @@
-"""The saves of a run, and how it goes on from one.
+"""The saves of a run.
 
-resume    is there a checkpoint that verifies? --> the same run? --> state back --> what lies beyond it put aside
-see       after each update: due? asked for? --> save, in the background
-finish    the last save exists, or the run says that it doesn't
+begin           the storage is checked, and the run resumes from the newest checkpoint, if there is one
+each update     scheduled? requested? --> saved, in the background
+finish          the last save exists, or the run reports why it doesn't
 """
 
 from __future__ import annotations
 
-import difflib
-import logging
 import math
 import os
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest, move_newer_aside
+from lockstep.checkpoint.loading import load_newest, move_newer_aside
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.manifest import CorruptCheckpoint
 from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
-from lockstep.checkpoint.storage import MANIFEST, checkpoint_name
+from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
-from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.errors import RunFailed
 from lockstep.core.local_paths import local_path
 from lockstep.core.out_of_memory import mark
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
+from lockstep.training.components import FailureState, VoteParticipant
+from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
-from lockstep.training.saved_state import changes, check_state, data_identity
-from lockstep.training.session import FailureState, Session, components_of
-from lockstep.training.triggers import Trigger
+from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_best, restore
+from lockstep.training.saved_state import check_state, data_identity
+from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -47,26 +43,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
     from lockstep.monitor.history import HistoryFiles
 
-_log = logging.getLogger("lockstep.checkpoint")
-
-HISTORY = "history"  # in a manifest's environment: how far the run's files had been written
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """How a run begins.
-
-    Attributes:
-        fresh: anew, whatever was saved before.
-        step: from this checkpoint; None: from the newest.
-        origin: from a checkpoint in this storage, another run's; None: from its own.
-        accept_changes: although data, model or seed are others than before.
-    """
-
-    fresh: bool = False
-    step: int | None = None
-    origin: Storage | None = None
-    accept_changes: bool = False
+HISTORY = "history"  # key in a manifest's environment: how far the run's files had been written
 
 
 def checkpoints_in(
@@ -88,19 +65,20 @@ def checkpoints_in(
     return checkpoints
 
 
-class Checkpoints:
-    """Of one run, on one rank; all ranks call the same methods at the same updates.
+class Checkpoints(VoteParticipant):
+    """The checkpoints of one run, on one rank; all ranks call the same methods at the same updates.
 
     Args:
         home: the run's folder; None: a session without one.
         recipe: what the run is called.
 
     Attributes:
+        environment: of this attempt, on the first rank.
         run: id of the run, from `begin` on.
-        look: on the first rank, makes the run's folder again if somebody has deleted it.
-        history: of the run, on the first rank; what a checkpoint counts on is flushed before it exists.
+        look: on the first rank, restores the run's folder if it was deleted.
+        history: of the run, on the first rank; flushed before a checkpoint that refers to it exists.
         written: how far the history had been written when the checkpoint was saved that this attempt resumed from.
-        resumed_from: the step that this attempt went on from; None: it began anew.
+        resumed_from: the step that this attempt resumed from; None: it started from the beginning.
     """
 
     def __init__(
@@ -118,67 +96,85 @@ class Checkpoints:
         self._storage = storage
         self._axis = components.world.axis
         self._section = section
-        self._environment = environment
         self._home = home
         self._recipe = recipe
         self._retention = Retention(storage, section, epoch_samples)
-        self._due = Trigger(section.every, Request.SAVE, epoch_samples)
-        self._saver: Saver | None = None
+        self._trigger = Trigger(section.every, Request.SAVE, epoch_samples)
+        self._begun_saver: Saver | None = None
         self._saved_at: int | None = None
         self._best: float | None = None
         self._began_at = 0
         self._saves_again = False
         self._owner: Owner | None = None
         self._newest: int | None = None
-        self._release: Callable[[], None] | None = None
+        self._wait_for_copies: Callable[[], None] | None = None
         self._failure_state = FailureState(fails_together=True)
+        self.environment = environment
         self.look: Callable[[], None] = lambda: None
         self.history: HistoryFiles | None = None
         self.written: object = None
         self.resumed_from: int | None = None
         self.run = ""
 
+    @property
+    def place(self) -> str:
+        """Path or address of the checkpoints."""
+        return self._storage.place
+
+    @property
+    def _saver(self) -> Saver:
+        assert self._begun_saver is not None, "begin() comes first"
+        return self._begun_saver
+
     # --- at the start ---------------------------------------------------------------------------------------------
 
     def begin(self, resume: Resume) -> list[str]:
-        """Goes on from a checkpoint, if there is one; returns what a person should know of it.
+        """Resume from a checkpoint, if there is one; return notes for the user.
 
         Raises:
             ConfigError: it is another run's, or not all ranks see the same folder.
-            RunFailed: none can be read, or the one that was asked for isn't there; or nothing can be written there.
+            RunFailed: none can be read, or the requested one doesn't exist; or the storage can't be written.
         """
         try:
             return self._begin(resume)
         except OSError as error:
-            where = error.filename or self._storage.place
-            raise RunFailed(f"checkpoints can't be kept in {where}: {error.strerror or error}") from error
+            where = error.filename or self.place
+            raise RunFailed(f"checkpoints can't be written to {where}: {error.strerror or error}") from error
 
     def _begin(self, resume: Resume) -> list[str]:
-        self._refuse_unknown_best()
-        self._all_see_it()
-        self._claim()
+        components = components_of(self._session)
+        if self._section.best is not None:
+            refuse_unknown_best(self._section.best, components.objective, components.evaluator.sources)
+        refuse_local_storage(self._storage, self._axis)
+        lock_storage(self._storage, self._axis)
         notes: list[str] = []
-        begins_anew = resume.fresh or resume.origin is not None
-        identity = (None if begins_anew else self._storage.run) or uuid.uuid4().hex
+        starts_over = resume.fresh or resume.origin is not None
+        run = (None if starts_over else self._storage.run) or uuid.uuid4().hex
         if resume.fresh:
-            self._put_aside(-1, {}, notes)
+            self._set_back(-1, {}, notes)
         else:
             origin = resume.origin or self._storage
-            found = self._restore(origin, resume)
-            if found is not None:
-                self._go_on(found, resume, notes)
-                identity = found.manifest.run if resume.origin is None else identity
+            restored = restore(self._session, origin, resume, self._data)
+            if restored is not None:
+                loaded, notes = restored
+                manifest = loaded.manifest
+                self.written = manifest.environment.get(HISTORY)
+                self.resumed_from = manifest.step
+                if resume.origin is None:  # a fork begins with its own checkpoint and its own best metric
+                    run = manifest.run
+                    self._best = manifest.state.get("best")
+                    self._saved_at = self._newest = manifest.step
+                    self._set_back(manifest.step, loaded.broken, notes)
             elif resume.step is not None or resume.origin is not None:
                 raise RunFailed(f"there is no checkpoint in {origin.place}")
-        run = self.run = cast("str", self._axis.broadcast(identity))
-        self._own(run)
-        written = finite(to_public(components_of(self._session).config))
-        self._saver = Saver(
+        self.run = cast("str", self._axis.broadcast(run))
+        self._write_owner()
+        self._begun_saver = Saver(
             self._storage,
             self._axis,
-            components_of(self._session).world.device,
-            RunMetadata(run, written, self._environment),
-            self._was_published,
+            components.world.device,
+            RunMetadata(self.run, finite(to_public(components.config)), self.environment),
+            self._published,
             self._retention.make_room,
             lambda: self.history.flush() if self.history is not None else None,
         )
@@ -186,162 +182,62 @@ class Checkpoints:
         self._failure_state = self._session.attach(self)
         return notes
 
-    def _own(self, run: str) -> None:
-        """From now on the folder says whose it is; a session without a folder leaves what a run has written there."""
+    def _set_back(self, step: int, broken: Mapping[str, str], notes: list[str]) -> None:
+        if self._axis.rank == 0:
+            notes += [f"renamed to {path}" for path in move_newer_aside(self._storage, step, broken)]
+
+    def _write_owner(self) -> None:
+        """Record whose folder this is; a session without a folder keeps what a run has recorded there."""
         if self._axis.rank != 0:
             return
         owner = self._storage.owner()
-        if self._home is None and owner is not None and owner.run == run:
+        if self._home is None and owner is not None and owner.run == self.run:
             return
-        self._owner = Owner(run, str(self._home) if self._home is not None else None, self._recipe)
+        self._owner = Owner(self.run, str(self._home) if self._home is not None else None, self._recipe)
         self._storage.set_owner(self._owner)
 
-    def _was_published(self, manifest: Manifest) -> None:
+    def _published(self, manifest: Manifest) -> None:
         self._newest = manifest.step
         self._retention.on_published(manifest)
 
-    def _restore(self, origin: Storage, resume: Resume) -> LoadedCheckpoint | None:
-        """The newest checkpoint that the session takes; None: there is none. A manifest may have the right hash and
-        values that no run has written: the checkpoint before it is taken then."""
-        unusable: dict[int, str] = {}
-        while True:
-            found = self._load(origin, resume, partial(self._refuse_changes, resume, unusable))
-            if found is None:
-                return None
-            try:
-                self._session.restore(found.state)
-            except (AttributeError, TypeError, LookupError, ValueError) as error:
-                unusable[found.manifest.step] = f"its state makes no sense: {type(error).__name__}: {error}"
-                continue
-            return found
-
-    def _load(self, origin: Storage, resume: Resume, check: Callable[[Manifest], None]) -> LoadedCheckpoint | None:
-        try:
-            return load_newest(origin, self._axis, self._session.state(), resume.step, check)
-        except RunFailed as error:
-            if resume.origin is not None:
-                raise
-            raise RunFailed(f"{error}\n--fresh begins anew (in Python: fresh=True)") from error
-
-    def _refuse_changes(self, resume: Resume, unusable: Mapping[int, str], manifest: Manifest) -> None:
-        check_state(manifest)
-        if manifest.step in unusable:
-            raise CorruptCheckpoint(MANIFEST, unusable[manifest.step])
-        differences = self._changes(manifest)
-        if differences and not resume.accept_changes:
-            shown = "".join(f"\n  {one}" for one in differences)
-            raise ConfigError(
-                f"the checkpoint of step {manifest.step} is of a run with other data, model or seed:{shown}\n"
-                f"--accept-changes goes on from it all the same, --fresh begins anew (in Python: accept_changes=True, "
-                f"fresh=True)"
-            )
-
-    def _changes(self, manifest: Manifest) -> list[str]:
-        return changes(manifest, components_of(self._session).config, self._data)
-
-    def _go_on(self, found: LoadedCheckpoint, resume: Resume, notes: list[str]) -> None:
-        self._best = found.manifest.state.get("best")
-        self.written = found.manifest.environment.get(HISTORY)
-        self.resumed_from = self._saved_at = found.manifest.step
-        notes += [f"resumes from step {found.manifest.step:,} ({found.manifest.samples:,} samples)"]
-        notes += [f"{name} could not be used: {why}" for name, why in found.broken.items()]
-        changed = self._changes(found.manifest)
-        notes += [f"goes on although this changed: {one}" for one in changed]
-        if resume.origin is None:
-            self._put_aside(found.manifest.step, found.broken, notes)
-            self._newest = found.manifest.step
-        else:
-            self._saved_at = None  # a fork begins with a checkpoint of its own
-            self._best = None  # and keeps none of its origin's
-
-    def _put_aside(self, step: int, broken: Mapping[str, str], notes: list[str]) -> None:
-        if self._axis.rank == 0:
-            for path in move_newer_aside(self._storage, step, broken):
-                notes.append(f"put aside: {path}")
-
-    def _refuse_unknown_best(self) -> None:
-        """A name that no evaluation will ever have would leave `best` without a meaning, and nobody would notice."""
-        best, components = self._section.best, components_of(self._session)
-        if best is None:
-            return
-        try:
-            metrics = list(components.objective.metrics(1.0, 1.0, defaultdict(lambda: 1.0)))
-        except Exception:  # a user's may want more than it can be given here
-            metrics = [best.rpartition(".")[2]]
-        known = [f"{name}.{metric}" for name in components.evaluator.sources for metric in metrics]
-        if best not in known:
-            near = difflib.get_close_matches(best, known, n=1)
-            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'no evaluation sets'}"
-            raise ConfigError(Problem("", "checkpoint.best", f"no evaluation will have {best}; {meant}"))
-
-    def _claim(self) -> None:
-        """Two runs that save to one place would take each other's drafts for leftovers."""
-        free = self._storage.claim() if self._axis.rank == 0 else None
-        if not self._axis.broadcast(free):
-            raise RunFailed(
-                f"another run saves to {self._storage.place}; give checkpoint.folder another one, or end it"
-            )
-        if self._axis.rank == 0:
-            self._storage.remove_stale_drafts()
-        self._axis.barrier()
-
-    def _all_see_it(self) -> None:
-        """A folder on each host's own disk would hold a part of each checkpoint."""
-        token = cast("str", self._axis.broadcast(uuid.uuid4().hex))
-        if self._axis.rank == 0:
-            with self._storage.leave_marker(token):
-                self._axis.barrier()
-                seen = self._axis.gather(True)
-        else:
-            self._axis.barrier()
-            seen = self._axis.gather(self._storage.has_marker(token))
-        blind = [rank for rank, sees in enumerate(seen) if not sees]
-        if blind:
-            ranks = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
-            raise ConfigError(
-                f"ranks {ranks} don't see what rank 0 has written to {self._storage.place}; "
-                f"give checkpoint.folder one that all hosts share"
-            )
-
-    # --- in each vote -----------------------------------------------------------------------------------------------
+    # --- in each vote ---------------------------------------------------------------------------------------------
 
     def status(self) -> tuple[int, int]:
-        return self._saver.status if self._saver is not None else (0, 0)
+        return self._begun_saver.status if self._begun_saver is not None else (0, 0)
 
-    def hear(self, settled: float, failed: float) -> None:
-        if self._saver is not None:
-            self._saver.on_vote(settled, failed)
+    def receive(self, settled: float, failed: float) -> None:
+        if self._begun_saver is not None:
+            self._begun_saver.on_vote(settled, failed)
 
     def before_update(self) -> None:
-        if self._release is not None:
-            self._release()
-            self._release = None
+        if self._wait_for_copies is not None:
+            self._wait_for_copies()
+            self._wait_for_copies = None
 
-    # --- while it runs --------------------------------------------------------------------------------------------
+    # --- during the run -------------------------------------------------------------------------------------------
 
     def requests(self) -> tuple[Request, ...]:
-        """What this rank asks for in the next vote: also a save in place of one that has found no room, and now has, or
-        that somebody has deleted."""
-        if not self._saves_again:
-            return self._due.requests()
-        self._saves_again = False
-        return (*self._due.requests(), Request.SAVE)
+        """Return this rank's requests for the next vote: a save by the clock, or instead of one that was lost.
+
+        A save is lost if the disk was full, and now has space, or if its checkpoint was deleted.
+        """
+        saves_again, self._saves_again = self._saves_again, False
+        return (*self._trigger.requests(), Request.SAVE) if saves_again else self._trigger.requests()
 
     def outcomes(self) -> list[SaveReport]:
-        """Saves that have ended since the last call, on the first rank."""
-        assert self._saver is not None, "begin() comes first"
+        """Return the saves that have ended since the last call, on the first rank."""
         ended = self._saver.outcomes()
         self._saves_again |= any(report.made_room for report in ended)
         return ended
 
     def is_due(self, before: Progress, report: StepReport) -> bool:
-        """Whether a save follows the update between `before` and the session's progress."""
-        return self._due.after(before, self._session.progress, report)
+        """Return whether a save follows the update between `before` and the session's progress."""
+        return self._trigger.follows(before, self._session.progress, report)
 
     def is_best(self, evaluations: Iterable[EvaluationReport]) -> bool:
-        """Whether the metric of `checkpoint.best` has never been better."""
+        """Return whether the metric of `checkpoint.best` is better than ever."""
         name = self._section.best
-        metric = flat(evaluations).get(name) if name else None
+        metric = _metrics(evaluations).get(name) if name else None
         if name is None or metric is None or not math.isfinite(metric):
             return False
         if self._best is not None and not is_better(metric, self._best, name, self._section.best_is):
@@ -349,84 +245,78 @@ class Checkpoints:
         self._best = metric
         return True
 
-    def save(self, evaluations: Iterable[EvaluationReport] = ()) -> None:
-        """Begins a save of the session as it is, unless it was saved at this very step."""
-        session, saver = self._session, self._saver
-        assert saver is not None, "begin() comes first"
-        progress = session.progress
-        if self._saved_at == progress.steps:
+    def save(
+        self,
+        evaluations: Iterable[EvaluationReport] = (),
+        report_saves: Callable[[list[SaveReport]], None] | None = None,
+    ) -> None:
+        """Start a save of the session as it is, unless it was saved at this step.
+
+        Args:
+            report_saves: called with the saves that have ended since `outcomes`, before this one can exist: the run's
+                history has every save before the newest checkpoint, whenever the run is killed.
+        """
+        saver, step = self._saver, self._session.progress.steps
+        if self._saved_at == step:
             return
         try:
-            self._begin_save(evaluations)
+            state = self._session.state()
+            self._saves_again = False
+            metadata = self._metadata(state, evaluations)
+            finished = (lambda: report_saves(self.outcomes())) if report_saves is not None else lambda: None
+            self._wait_for_copies = saver.start(state, metadata, finished)
         except Exception as error:
-            mark(error, "checkpoint", f"in the save after update {progress.steps}")
+            mark(error, "checkpoint", f"in the save after update {step}")
             raise
+        self._saved_at = step
+        self._trigger.restart()
         if not self._section.asynchronous:
             saver.finish()
 
-    def _begin_save(self, evaluations: Iterable[EvaluationReport]) -> None:
-        session, saver = self._session, self._saver
-        assert saver is not None, "begin() comes first"
-        state = session.state()
-        self._saves_again = False
-        self._release = saver.start(state, self._moment(state, evaluations))
-        self._saved_at = session.progress.steps
-        self._due.restart()
-
-    def _moment(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> StepMetadata:
+    def _metadata(self, state: TrainingState, evaluations: Iterable[EvaluationReport] = ()) -> StepMetadata:
         progress = self._session.progress
         values = {**state.values, "data": self._data, "best": self._best}
-        known = {} if self.history is None else {HISTORY: self.history.marks()}
-        return StepMetadata(progress.steps, progress.samples, progress.tokens, values, finite(flat(evaluations)), known)
-
-    def rescue(self, error: BaseException) -> str | None:
-        """Save what a run that `error` ends has learned since its last save; return what to report."""
-        if self._saver is None or self._session.progress.steps == self._began_at:
-            return None
-        rescue = Rescue(self._session, self._storage, self._saver, self._failure_state, self._moment)
-        return rescue.save(error)
+        environment = {} if self.history is None else {HISTORY: self.history.marks()}
+        metrics = finite(_metrics(evaluations))
+        return StepMetadata(progress.steps, progress.samples, progress.tokens, values, metrics, environment)
 
     def finish(self) -> list[SaveReport]:
-        """Waits for the save under way; returns those that have ended since `outcomes`, on all ranks."""
-        assert self._saver is not None, "begin() comes first"
+        """Wait for the current save; return the saves that have ended since `outcomes`, on all ranks."""
         self._saver.finish()
         return cast("list[SaveReport]", self._axis.broadcast(self._saver.outcomes()))
 
-    @property
-    def environment(self) -> Mapping[str, Any]:
-        """Of this attempt, on the first rank."""
-        return self._environment
+    # --- instead of a save that failed or was lost ----------------------------------------------------------------
+
+    def rescue(self, error: BaseException) -> str | None:
+        """Save what a run that `error` ends has learned since its last save; return what to report."""
+        if self._begun_saver is None or self._session.progress.steps == self._began_at:
+            return None
+        rescue = Rescue(self._session, self._storage, self._saver, self._failure_state, self._metadata)
+        return rescue.save(error)
 
     def save_in(self, storage: Storage) -> str | None:
-        """Saves the session as it is in another place, all ranks together; returns why it could not be saved."""
-        saver = self._saver
-        assert saver is not None, "begin() comes first"
-        saver.abandon()
-        other = Saver(storage, self._axis, components_of(self._session).world.device, saver.run_metadata)
+        """Save the session in another place, all ranks together; return why it could not be saved."""
+        self._saver.abandon()
+        other = Saver(storage, self._axis, components_of(self._session).world.device, self._saver.run_metadata)
         state = self._session.state()
-        other.start(state, self._moment(state))
+        other.start(state, self._metadata(state))
         other.finish()
         ended = other.outcomes()
         return cast("str | None", self._axis.broadcast(ended[-1].failure if ended else None))
 
-    # --- what somebody has deleted ----------------------------------------------------------------------------------
+    def exist(self) -> bool:
+        """Return whether the newest checkpoint and the lock on the folder still exist.
 
-    @property
-    def place(self) -> str:
-        """Where they are kept."""
-        return self._storage.place
-
-    def are_there(self) -> bool:
-        """Whether the newest one, and what marks the folder as this run's, are still there. On the first rank, in
-        whatever thread. True as well where the disk doesn't say."""
+        On the first rank, in any thread. True, too, if the disk can't be read.
+        """
         newest = self._newest
         try:
             return self._storage.is_held() and (newest is None or checkpoint_name(newest) in self._storage.names())
         except OSError:
             return True
 
-    def make_again(self) -> None:
-        """Marks the folder as this run's again, and asks for a save. On the first rank, in whatever thread.
+    def reclaim(self) -> None:
+        """Lock a folder that was deleted again, and request a save. On the first rank, in any thread.
 
         Raises:
             OSError: it can't be written.
@@ -445,31 +335,31 @@ class Checkpoints:
         self._saves_again = True
 
     def restore_last(self) -> list[SaveReport]:
-        """Saves the last one again if somebody has deleted it, and waits for it; all ranks together."""
-        gone = False
+        """Save the last checkpoint again if it was deleted, and wait for it; all ranks together."""
+        is_gone = False
         if self._axis.rank == 0 and self._saved_at is not None:
             self.look()
-            gone = self._saves_again and checkpoint_name(self._saved_at) not in self._storage.names()
-        if not self._axis.broadcast(gone):
+            is_gone = self._saves_again and checkpoint_name(self._saved_at) not in self._storage.names()
+        if not self._axis.broadcast(is_gone):
             return []
         self.save_again()
         return self.finish()
 
     def save_again(self) -> None:
-        """Begins the last save once more: it found no room on the disk and some has been made, or it was deleted."""
+        """Start the last save once more: the disk was full and has space now, or it was deleted."""
         self._saved_at = None
         self.save()
 
     def load_best(self) -> None:
-        """Puts the model of the checkpoint with the best metric into the session's; all ranks together."""
+        """Restore the session from the checkpoint with the best metric; all ranks together."""
         step = cast("int | None", self._axis.broadcast(self._retention.best if self._axis.rank == 0 else None))
         if step is None or step == self._session.progress.steps:
             return
-        found = load_newest(self._storage, self._axis, self._session.state(), step, check_state)
-        assert found is not None, "a checkpoint of a given step is there, or RunFailed is raised"
-        self._session.restore(found.state)
+        loaded = load_newest(self._storage, self._axis, self._session.state(), step, check_state)
+        assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
+        self._session.restore(loaded.state)
 
 
-def flat(evaluations: Iterable[EvaluationReport]) -> dict[str, float]:
-    """`set.metric` -> value."""
+def _metrics(evaluations: Iterable[EvaluationReport]) -> dict[str, float]:
+    """Return the metrics by `set.metric`."""
     return {f"{report.name}.{name}": value for report in evaluations for name, value in report.metrics.items()}

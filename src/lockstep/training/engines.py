@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,18 +36,18 @@ _CHECKED_LENGTH = 32  # positions of a sequence
 
 
 def computed_objective(
-    config: Config, mesh: Mesh, model: nn.Module, objective: EvaluatedObjective
+    loss_chunk: int | None, mesh: Mesh, model: nn.Module, objective: EvaluatedObjective
 ) -> EvaluatedObjective:
-    """Return the objective as a rank computes it: of its positions, in the model's head.
+    """Return the objective as a rank computes it: for its positions, in the model's head.
 
     Raises:
-        ConfigError: A divided model can't compute it.
+        ConfigError: A partitioned model can't compute it.
     """
     if mesh.pipeline > 1 and isinstance(objective, ModelLoss) and not objective.decomposes:
         why = (
             f"{mesh.pipeline} stages, and the loss is the one that the forward of {type(model).__name__} computes, "
-            "perhaps of all its layers (output_router_logits), which no stage has; leave it out, or give an objective "
-            "of your own"
+            "perhaps of all its layers (output_router_logits), which no stage has; leave it out, or give a custom "
+            "objective"
         )
         raise ConfigError(Problem("", "parallel.pipeline", why))
     if mesh.context > 1:
@@ -57,8 +57,8 @@ def computed_objective(
             why = f"{mesh.context} divides a sequence of tokens that all have targets, and here is {kind}; leave it out"
             raise ConfigError(Problem("", "parallel.context", why))
         objective = objective.aligned()
-    if config.memory.loss_chunk is not None:
-        objective = chunk_head_loss(objective, model, config.memory.loss_chunk)
+    if loss_chunk is not None:
+        objective = chunk_head_loss(objective, model, loss_chunk)
     return objective
 
 
@@ -79,15 +79,15 @@ def build_engine(
         computed: The same as a rank computes it.
 
     Raises:
-        ConfigError: A divided model doesn't compute what it computes whole.
+        ConfigError: The parallelized model doesn't compute what the whole model computes.
     """
     sharding, position = made.sharding, made.position
     model = sharding.state.model
     autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
     on_host, loss_sum = world.device.type == "cpu", sharding.loss_sum
     consensus = HostConsensus(world.axis, loss_sum) if on_host else DeviceConsensus(world.axis, world.device, loss_sum)
-    few = partial(_few, source, world)
     draws = _draws(config, plan, made, world)
+    checked = evaluation_batches(source, 2, 0, 1, Loader(), world.device)
     if made.stages is not None:
         from lockstep.engine.pipeline import PipelineEngine
 
@@ -105,28 +105,30 @@ def build_engine(
             device=world.device,
         )
         forwards = [partial(pipelined.run_alone, stage) for stage in made.stages.own]
-        _check_tensor_plan(made, config, world, few, objective, forwards)
+        _check_tensor_plan(made, config, world, checked, objective, forwards)
         return pipelined, consensus
     prepare = computed.show if isinstance(computed, ChunkedHeadLoss) else None
     if made.context is not None:
         from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
 
         assert isinstance(objective, TargetLoss), "others were refused"
-        assert position.ring is not None, "sequences are divided over a ring"
+        assert position.ring is not None, "sequences are split over a ring"
         divider = SequenceDivider(model, made.context, position.ring, objective.targets_of)
         divide: Any = divider if prepare is None else lambda batch: prepare(divider(batch))
         eager = EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, divide)
         engine = ContextEngine(eager, divider)
         with muted_logging():
-            engine.check(few(), world.axis)
+            engine.check(next(checked), world.axis)
         return engine, consensus
-    _check_tensor_plan(made, config, world, few, objective, [lambda batch: call(model, batch.inputs)])
+    _check_tensor_plan(made, config, world, checked, objective, [lambda batch: call(model, batch.inputs)])
     return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare), consensus
 
 
 def _draws(config: Config, plan: Plan, made: Parallelized, world: World) -> KeyedDraws:
-    """Return the keys of what forwards draw. Sequences that are divided are drawn for apart; where bits don't depend on
-    ranks, micro-batches are numbered through all ranks."""
+    """Return the random draws of forwards, keyed by micro-batch; in an invariant run its number counts all ranks.
+
+    Ranks that share a sequence draw differently for their parts of it.
+    """
     position = made.position
     if config.run.determinism == "invariant":
         first = partial(plan.batch.share, rank=position.share)
@@ -136,34 +138,31 @@ def _draws(config: Config, plan: Plan, made: Parallelized, world: World) -> Keye
     return KeyedDraws(config.run.seed, position.share, world.device, part)
 
 
-def _few(source: Source, world: World) -> Batch:
-    return next(evaluation_batches(source, 2, 0, 1, Loader(), world.device))
-
-
 def _check_tensor_plan(
     made: Parallelized,
     config: Config,
     world: World,
-    few: Callable[[], Batch],
+    checked: Iterator[Batch],
     objective: EvaluatedObjective,
     forwards: Sequence[Callable[[Batch], object]],
 ) -> None:
-    """Raise ConfigError if the model doesn't compute as its tensor plan divides it. All ranks together.
+    """Raise ConfigError if the model computes something else under its tensor plan. All ranks together.
 
     Args:
-        forwards: Those of the whole model, or of each of this rank's stages.
+        checked: Yields the samples to check with.
+        forwards: The forward of the whole model, or of each of this rank's stages.
     """
     model = made.sharding.state.model
-    own_plan = isinstance(model, Transformer) and config.parallel.tensor_parallel.plan == "auto"
-    if made.tensor is None or made.tensor.group is None or own_plan:
+    is_own_plan = isinstance(model, Transformer) and config.parallel.tensor_parallel.plan == "auto"
+    if made.tensor is None or made.tensor.group is None or is_own_plan:
         return
     from lockstep.engine.dry_run import first_positions
     from lockstep.engine.tensor_check import TensorCheck
 
-    batch = few()
+    batch = next(checked)
     batches = [batch]
     if isinstance(objective, TargetLoss) and objective.language:
-        # long sequences may not fit where matrices are whole
+        # long sequences may not fit into memory where matrices are whole
         batches.insert(0, first_positions(batch, objective.targets_of(batch).shape[1], _CHECKED_LENGTH))
     check = TensorCheck(model, made.tensor.whole_weights, made.tensor.plan, made.tensor.group, world.axis, world.device)
     with muted_logging():

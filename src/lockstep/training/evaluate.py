@@ -1,4 +1,4 @@
-"""Evaluates the model on named sets: sums over all ranks, divided once. No sample counts twice, whatever the ranks."""
+"""Evaluates the model on named sets: sums over all ranks, divided once. No sample counts twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates a model as it is.
+    """Evaluates a session's model.
 
     Attributes:
         sources: evaluation sets by name, in the order of the config.
@@ -45,14 +45,13 @@ class Evaluator:
     def evaluate(self, step: int) -> list[EvaluationReport]:
         """Return a report for each set after update `step`; the same reports on every rank."""
         self.sharding.state.synchronize()
-        return [self.evaluate_on(name, source, step) for name, source in self.sources.items()]
+        return [self._evaluate_on(name, source, step) for name, source in self.sources.items()]
 
-    def evaluate_on(self, name: str, source: Source, step: int) -> EvaluationReport:
-        """Return the report for one set."""
+    def _evaluate_on(self, name: str, source: Source, step: int) -> EvaluationReport:
         began, place, device = time.perf_counter(), self.place, self.world.device
         batches = evaluation_batches(source, self.micro_size, place.share, place.shares, self.loader, device)
         try:
-            with recording(MetricLog()):  # what user code logs of an evaluation is not part of the training's curves
+            with recording(MetricLog()):  # what user code logs here is not part of the training's curves
                 local_sums = self.engine.evaluate(batches)
         except Exception as error:
             mark(error, "evaluation", f"in the evaluation on {name}")
@@ -69,8 +68,7 @@ class Evaluator:
 def _metrics(
     objective: EvaluatedObjective, name: str, loss_sum: float, count: float, sums: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the metrics. If a user's objective raises, all but the loss are lost, not the run: all ranks have the same
-    sums."""
+    """Return the metrics; if a user's objective raises, on all ranks alike, only the loss."""
     try:
         return {metric: float(value) for metric, value in objective.metrics(loss_sum, count, sums).items()}
     except Exception as error:

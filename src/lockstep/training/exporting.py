@@ -1,7 +1,7 @@
 """Exports the model of a run from one of its checkpoints, in a format that other tools read.
 
 RUN --> checkpoint: newest whose model verifies | --step N | --best --> its model's tensors, each byte verified
-    --> safetensors    a file, under the model's own names
+    --> safetensors    a file, with the model's own names
     --> torch          a state dict that torch.load(weights_only=True) reads
     --> hf             a folder that from_pretrained reads; for this alone the model is built
 """
@@ -43,7 +43,7 @@ from lockstep.training.weights import (
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import Config, Model
 
 Form = Literal["safetensors", "torch", "hf"]
 _MODEL = "model."
@@ -59,12 +59,12 @@ class ExportArguments:
 
     Attributes:
         step: Step of the checkpoint; None: the newest that verifies, or the best if the run is to end with it.
-        best: Take the checkpoint with the best metric.
+        best: Whether to export the checkpoint with the best metric.
         to: A folder, or a file whose suffix names the format; None: in the run's folder.
         format: `auto` is hf for a Hugging Face model, otherwise safetensors.
-        force: Replace what is there.
-        trust_remote_code: For hf: code that comes with a downloaded model may run.
-        trust_run: For hf: code that the config of somebody else's run names may run.
+        force: Whether to replace the target.
+        trust_remote_code: For hf: whether code that comes with a downloaded model may run.
+        trust_run: For hf: whether code that the config of another user's run names may run.
     """
 
     step: int | None = None
@@ -83,7 +83,7 @@ class Exported:
     Attributes:
         checkpoint: its source.
         target: the file; with `hf` the folder.
-        elements: of all tensors.
+        tensors, elements: their numbers.
         broken: newer checkpoints that could not be used, and why.
     """
 
@@ -106,95 +106,90 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
         ConfigError: the arguments contradict each other or the run, the target exists, or code isn't trusted.
         RunFailed: no checkpoint can be read, or the disk is full.
     """
-    place = find(run)
-    step = _step(place, arguments)
-    loaded = _config_of(place)
+    location = find(run)
+    step = _step(location, arguments)
+    loaded = _config_of(location)
     config = loaded.config
-    form = _form(config, arguments)
+    form = _form(config.model, arguments)
     if form == "hf":  # refused before anything large is read
         config = to_rebuild(loaded, trusted=arguments.trust_run)
     if arguments.to is not None:
         _refuse_to_overwrite(_target(None, form, "", arguments.to), form, force=arguments.force)
-    taken = _take(place.storage, step)
-    target = _target(run if place.run == run.absolute() else place.run, form, taken.name, arguments.to)
+    model = _read_model(location.storage, step)
+    target = _target(run if location.run == run.absolute() else location.run, form, model.name, arguments.to)
     _refuse_to_overwrite(target, form, force=arguments.force)
     try:
-        _write(taken, config, form, target, trust_remote_code=arguments.trust_remote_code)
+        _write(model, config, form, target, trust_remote_code=arguments.trust_remote_code)
     except Failure:
         raise
     except Exception as error:  # torch and safetensors have exceptions of their own for a full disk
-        raise RunFailed(f"{target} could not be written: {_cause(error)}") from error
+        raise RunFailed(f"{target} could not be written: {_disk_error(error)}") from error
     return Exported(
-        checkpoint=place.where(taken.name),
-        step=taken.manifest.step,
+        checkpoint=location.where(model.name),
+        step=model.manifest.step,
         form=form,
         target=target,
-        tensors=len(taken.tensors),
-        elements=sum(tensor.numel() for tensor in taken.tensors.values()),
-        broken=taken.broken,
+        tensors=len(model.tensors),
+        elements=sum(tensor.numel() for tensor in model.tensors.values()),
+        broken=model.broken,
     )
 
 
-# --- which checkpoint ---------------------------------------------------------------------------------------------
+# --- the checkpoint -----------------------------------------------------------------------------------------------
 
 
-def _step(place: CheckpointLocation, arguments: ExportArguments) -> int | None:
+def _step(location: CheckpointLocation, arguments: ExportArguments) -> int | None:
     """Return the checkpoint's step; None for the newest whose model verifies."""
-    steps = names_by_step(place.storage.names())
+    steps, step = names_by_step(location.storage.names()), arguments.step
     if not steps:
-        raise ConfigError(f"{place.place} has no checkpoint")
-    if place.name is not None:
-        if arguments.best or arguments.step is not None:
-            raise ConfigError(f"{place.name} is one checkpoint; --step and --best choose one of a run's")
-        return next(step for step, name in steps.items() if name == place.name)
-    if arguments.step is not None and arguments.step not in steps:
-        there = ", ".join(map(str, steps))
-        raise ConfigError(f"{place.place} has no checkpoint of step {arguments.step}; it has those of {there}")
-    if arguments.step is not None:
-        return arguments.step
-    config = _config_of(place).config
-    if arguments.best or config.run.end_with == "best":
-        return _best(place, config)
-    return None
-
-
-def _best(place: CheckpointLocation, config: Config) -> int:
+        raise ConfigError(f"{location.place} has no checkpoint")
+    if location.name is not None:
+        if arguments.best or step is not None:
+            raise ConfigError(f"{location.name} is one checkpoint; --step and --best choose one of a run's")
+        return next(step for step, name in steps.items() if name == location.name)
+    if step is not None:
+        if step not in steps:
+            saved = ", ".join(map(str, steps))
+            raise ConfigError(f"{location.place} has no checkpoint of step {step}; it has those of {saved}")
+        return step
+    config = _config_of(location).config
+    if not arguments.best and config.run.end_with != "best":
+        return None
     if config.checkpoint.best is None:
         raise ConfigError("--best: this run's config names no metric (checkpoint.best); give --step")
-    step = Retention(place.storage, config.checkpoint, epoch_samples=1).best
-    if step is None:
-        raise ConfigError(f"no checkpoint in {place.place} has {config.checkpoint.best} in it; give --step")
-    return step
+    best = Retention(location.storage, config.checkpoint, epoch_samples=1).best
+    if best is None:
+        raise ConfigError(f"no checkpoint in {location.place} has {config.checkpoint.best} in it; give --step")
+    return best
 
 
-def _config_of(place: CheckpointLocation) -> LoadedConfig:
-    """Return the config of the run or, for checkpoints without their run, of the newest of them."""
-    if place.loaded is not None:
-        return place.loaded
-    names = names_by_step(place.storage.names())
-    faults = []
+def _config_of(location: CheckpointLocation) -> LoadedConfig:
+    """Return the config of the run or, for checkpoints without their run, of the newest that can be read."""
+    if location.loaded is not None:
+        return location.loaded
+    names = names_by_step(location.storage.names())
+    broken: dict[str, str] = {}
     for step in sorted(names, reverse=True):
+        name = names[step]
         try:
-            return _config_in(read_manifest(place.storage, names[step]), f"{place.where(names[step])}/{MANIFEST}")
+            manifest = read_manifest(location.storage, name)
         except CorruptCheckpoint as fault:
-            faults.append(f"\n  {names[step]}: {fault}")
-    raise RunFailed(f"{place.place} has no checkpoint that can be used:{''.join(faults)}")
-
-
-def _config_in(manifest: Manifest, file: str) -> LoadedConfig:
-    """Return the manifest's config as that of its run."""
-    loaded = validate(manifest.config)
-    run = RunConfig(file, Path(file).parent, known_as(manifest.run, manifest.config))
-    return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
+            broken[name] = str(fault)
+            continue
+        file = f"{location.where(name)}/{MANIFEST}"
+        loaded = validate(manifest.config)
+        run = RunConfig(file, Path(file).parent, known_as(manifest.run, manifest.config))
+        return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
+    raise _no_usable_checkpoint(location.storage, broken)
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _SavedModel:
     """A checkpoint's model in memory, without the rest of the checkpoint.
 
     Attributes:
-        tensors: under the model's own names, tied ones once.
-        tied: other names of them.
+        tensors: by the model's own names, tied ones once.
+        tied: other names of tied tensors, and the names that are saved.
         broken: as in `Exported`.
     """
 
@@ -205,23 +200,27 @@ class _Taken:
     broken: Mapping[str, str]
 
 
-def _take(storage: Storage, step: int | None) -> _Taken:
+def _read_model(storage: Storage, step: int | None) -> _SavedModel:
     names = names_by_step(storage.names())
-    wanted = [names[known] for known in sorted(names, reverse=True) if step in (None, known)]
     broken: dict[str, str] = {}
-    for name in wanted:
+    for name in [names[known] for known in sorted(names, reverse=True) if step in (None, known)]:
         try:
             with storage.read_lock(name):
                 manifest = read_manifest(storage, name)
-                return _Taken(name, manifest, _read(storage, name, manifest), _tied(manifest), broken)
+                tied = dict(manifest.state.get("sharding", {}).get("tied", {}))
+                return _SavedModel(name, manifest, _read_tensors(storage, name, manifest), tied, broken)
         except CorruptCheckpoint as fault:
             broken[name] = str(fault)
-    shown = "".join(f"\n  {name}: {why}" for name, why in broken.items())
-    raise RunFailed(f"{storage.place} has no checkpoint that can be used:{shown}")
+    raise _no_usable_checkpoint(storage, broken)
 
 
-def _read(storage: Storage, name: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Raises CorruptCheckpoint."""
+def _no_usable_checkpoint(storage: Storage, broken: Mapping[str, str]) -> RunFailed:
+    listed = "".join(f"\n  {name}: {why}" for name, why in broken.items())
+    return RunFailed(f"{storage.place} has no checkpoint that can be used:{listed}")
+
+
+def _read_tensors(storage: Storage, name: str, manifest: Manifest) -> dict[str, Tensor]:
+    """Return the model's tensors. Raises CorruptCheckpoint."""
     entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(_MODEL)}
     memory = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
     with Reader(storage, name, manifest) as reader:
@@ -229,35 +228,29 @@ def _read(storage: Storage, name: str, manifest: Manifest) -> dict[str, Tensor]:
     return {key.removeprefix(_MODEL): tensor for key, tensor in memory.items()}
 
 
-def _tied(manifest: Manifest) -> dict[str, str]:
-    """Return tied names --> those that are saved."""
-    return dict(manifest.state.get("sharding", {}).get("tied", {}))
+# --- the file -----------------------------------------------------------------------------------------------------
 
 
-# --- in which form, where to --------------------------------------------------------------------------------------
-
-
-def _form(config: Config, arguments: ExportArguments) -> Form:
-    """Return the requested format; else the file's by its name; else the one that suits the model."""
-    named = _FORMS.get(arguments.to.suffix) if arguments.to is not None and not arguments.to.is_dir() else None
-    form = arguments.format
-    if named is None and arguments.to is not None and arguments.to.suffix[1:].isalpha() and not arguments.to.is_dir():
-        forms = ", ".join(f"*{suffix}" for suffix in _FORMS)
-        raise ConfigError(
-            f"--to {arguments.to}: no format is known by that name; a file is one of {forms}, or a folder"
-        )
+def _form(model: Model, arguments: ExportArguments) -> Form:
+    """Return the requested format; else that of the file's suffix; else the one that suits the model."""
+    form, to = arguments.format, arguments.to
+    suffix = to.suffix if to is not None and not to.is_dir() else ""
+    named = _FORMS.get(suffix)
+    if named is None and suffix[1:].isalpha():
+        forms = ", ".join(f"*{known}" for known in _FORMS)
+        raise ConfigError(f"--to {to}: unknown format; a file is one of {forms}, or a folder")
     if form == "auto":
-        return named or ("hf" if config.model.kind == "huggingface" else "safetensors")
+        return named or ("hf" if model.kind == "huggingface" else "safetensors")
     if named is not None and named != form:
-        raise ConfigError(f"--format {form} doesn't go with a file called {arguments.to}; leave one of them out")
-    if form == "hf" and config.model.kind == "given":
+        raise ConfigError(f"--format {form} contradicts the file name {to}; leave one of them out")
+    if form == "hf" and model.kind == "given":
         raise ConfigError(
             "--format hf builds the model from the config, and this one was passed in Python; if it is of the "
-            "transformers library, from_pretrained reads the folder model/ of the run; otherwise take --format "
+            "transformers library, from_pretrained reads the folder model/ of the run; otherwise use --format "
             "safetensors or torch"
         )
-    if form == "hf" and config.model.kind not in ("huggingface", "custom"):
-        raise ConfigError(_not_of_transformers(f"a model of kind {config.model.kind}"))
+    if form == "hf" and model.kind not in ("huggingface", "custom"):
+        raise ConfigError(_not_of_transformers(f"a model of kind {model.kind}"))
     return form
 
 
@@ -266,7 +259,7 @@ def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
     if to is not None and to.suffix in _FORMS and not to.is_dir():
         return to
     if to is None and run is None:
-        raise ConfigError(f"{name} lies in no run's folder; give the target with --to")
+        raise ConfigError(f"{name} is in no run's folder; give the target with --to")
     folder = to or cast("Path", run) / _EXPORTS / name
     if form == "hf":
         return folder
@@ -274,34 +267,33 @@ def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
 
 
 def _refuse_to_overwrite(target: Path, form: Form, *, force: bool) -> None:
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+    entries = list(target.iterdir()) if target.is_dir() else []
+    if not target.exists() or (target.is_dir() and not entries):
         return
     if form == "hf" and not target.is_dir():
         raise ConfigError(f"{target} is a file, and --format hf writes a folder")
     if not force:
         raise ConfigError(f"{target} exists; --force replaces it")
-    if target.is_dir() and not _is_a_model(target):
+    is_model = (target / "config.json").is_file() and all(entry.is_file() for entry in entries)
+    if target.is_dir() and not is_model:
         raise ConfigError(f"{target} holds more than a model: --force doesn't delete it; give another folder")
 
 
-def _is_a_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and all(entry.is_file() for entry in folder.iterdir())
-
-
-def _write(taken: _Taken, config: Config, form: Form, target: Path, *, trust_remote_code: bool) -> None:
+def _write(saved: _SavedModel, config: Config, form: Form, target: Path, *, trust_remote_code: bool) -> None:
     match form:
         case "safetensors":
-            save_tensors(taken.tensors, target)
+            save_tensors(saved.tensors, target)
         case "torch":
-            others = {other: taken.tensors[name] for other, name in taken.tied.items()}
+            others = {other: saved.tensors[name] for other, name in saved.tied.items()}
             with whole_file(target) as partial, partial.open("wb") as file:
-                torch.save({**taken.tensors, **others}, file)
+                torch.save({**saved.tensors, **others}, file)
         case "hf":
-            model = _model(taken, config, trust_remote_code)
-            save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer_of(config))
+            model = _build_model(saved, config, trust_remote_code)
+            tokenizer = tokenizer_of(config.model, config.data.train)
+            save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer)
 
 
-def _cause(error: BaseException) -> str:
+def _disk_error(error: BaseException) -> str:
     """Return the disk's message: torch's writer raises another one when it is closed."""
     before = error.__context__
     while before is not None and not isinstance(error, OSError):
@@ -309,17 +301,17 @@ def _cause(error: BaseException) -> str:
     return str(error)
 
 
-def _model(taken: _Taken, config: Config, trust_remote_code: bool) -> nn.Module:
+def _build_model(saved: _SavedModel, config: Config, trust_remote_code: bool) -> nn.Module:
     given = UserObjects(trust_remote_code=trust_remote_code)
     model: Any = make_model(config, facts_of_data(config, given), given)
     if not is_transformers_model(model):
         raise ConfigError(_not_of_transformers(f"a {type(model).__name__}"))
-    fit = match_weights(model, Weights(Path(taken.name), taken.tensors))
+    fit = match_weights(model, Weights(Path(saved.name), saved.tensors))
     if not fit.whole:
         raise RunFailed(fit.mismatches().rstrip())
     fit.put()
     return cast("nn.Module", model)
 
 
-def _not_of_transformers(what: str) -> str:
-    return f"--format hf is for models of the transformers library, and this is {what}: --format safetensors or torch"
+def _not_of_transformers(kind: str) -> str:
+    return f"--format hf is for models of the transformers library, and this is {kind}: --format safetensors or torch"

@@ -1,4 +1,4 @@
-"""Where a run's last state goes when its own folder can't take it: a new run folder, from which the run resumes.
+"""The save of a run's last state where its own folder can't take it: a new run folder, from which the run resumes.
 
 RUN/checkpoints: Read-only file system --> working directory, then the folder for temporary files --> RUN-unsaved-x7f2/
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -24,44 +25,40 @@ if TYPE_CHECKING:
 
 
 def save_elsewhere(session: Session, checkpoints: Checkpoints, folder: Path) -> Path | None:
-    """Saves the session's state in a new run folder, all ranks together; returns it, or None if no place takes it.
+    """Save the session's state in a new run folder, all ranks together; return it, or None if no place takes it.
 
     Args:
-        folder: of the run, which gives the new one its name.
+        folder: of the run, after which the new one is named.
     """
     for parent in dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir()))):
-        place = _save_below(parent, session, checkpoints, folder)
+        place = _save_below(parent, session, checkpoints, folder.name)
         if place is not None:
             return place
     return None
 
 
-def _save_below(parent: Path, session: Session, checkpoints: Checkpoints, folder: Path) -> Path | None:
-    axis = components_of(session).world.axis
-    place = cast("Path | None", axis.broadcast(_new_folder(parent, folder.name) if axis.rank == 0 else None))
+def _save_below(parent: Path, session: Session, checkpoints: Checkpoints, name: str) -> Path | None:
+    axis, place = components_of(session).world.axis, None
+    if axis.rank == 0:
+        with suppress(OSError):
+            place = Path(tempfile.mkdtemp(prefix=f"{name}-unsaved-", dir=parent))
+    place = cast("Path | None", axis.broadcast(place))
     if place is None:
         return None
-    saved = False
+    is_saved = False
     if all(axis.gather(place.is_dir())):  # not on another host's disk
-        saved = checkpoints.save_in(LocalStorage(place / CHECKPOINTS)) is None
-    if axis.rank == 0 and saved:
-        saved = _describe(place, components_of(session).config, checkpoints)
-    saved = bool(axis.broadcast(saved))
-    if axis.rank == 0 and not saved:
+        is_saved = checkpoints.save_in(LocalStorage(place / CHECKPOINTS)) is None
+    if axis.rank == 0 and is_saved:
+        is_saved = _make_run_folder(place, components_of(session).config, checkpoints)
+    is_saved = bool(axis.broadcast(is_saved))
+    if axis.rank == 0 and not is_saved:
         shutil.rmtree(place, ignore_errors=True)
-    return place if saved else None
+    return place if is_saved else None
 
 
-def _new_folder(parent: Path, name: str) -> Path | None:
-    try:
-        return Path(tempfile.mkdtemp(prefix=f"{name}-unsaved-", dir=parent))
-    except OSError:
-        return None
-
-
-def _describe(place: Path, config: Config, checkpoints: Checkpoints) -> bool:
-    """Whether the folder could be made that of a run, which keeps its checkpoints there."""
-    here = config.model_copy(
+def _make_run_folder(place: Path, config: Config, checkpoints: Checkpoints) -> bool:
+    """Write what makes a folder that of the run, with its checkpoints inside; return whether that was possible."""
+    moved = config.model_copy(
         update={
             "run": config.run.model_copy(update={"folder": str(place)}),
             "checkpoint": config.checkpoint.model_copy(update={"folder": None}),
@@ -69,7 +66,7 @@ def _describe(place: Path, config: Config, checkpoints: Checkpoints) -> bool:
     )
     try:
         folder = RunFolder(place)
-        folder.write_config(recorded(here, checkpoints.run))
+        folder.write_config(recorded(moved, checkpoints.run))
         folder.write_environment({**checkpoints.environment, "run": checkpoints.run})
         LocalStorage(place / CHECKPOINTS).set_owner(Owner(checkpoints.run, str(place), place.name))
     except (RunFailed, OSError):

@@ -1,4 +1,4 @@
-"""What can be done with the weights that a run left: evaluate them, and generate text."""
+"""Evaluation of the weights that a run left, and text generation with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EVALUATION_SET = "data.evaluation: {held-out: {kind: digits, split: held-out}}"
 
 
 def loaded_config(run: Path) -> LoadedConfig:
-    """Return the resolved config in a run's folder, and whether this user started the run; secrets are hidden in it."""
+    """Return the resolved config in a run's folder, without secrets, and whether this user started the run."""
     from lockstep.config.loading import load
 
     file = RunFolder.open(run).config
@@ -38,7 +38,7 @@ def loaded_config(run: Path) -> LoadedConfig:
 
 
 def run_config(run: Path) -> Config:
-    """Return the resolved config in a run's folder, to be looked at; secrets are hidden in it."""
+    """Return the resolved config in a run's folder, without secrets."""
     return loaded_config(run).config
 
 
@@ -74,7 +74,7 @@ def _evaluation_config(config: Config) -> Config:
     """Return the config without what an evaluation doesn't need.
 
     The weights that a run left are whole: nothing partitions the model, and DeepSpeed shards it only together with its
-    optimizer. Optimizer, schedule and training set may be objects that were handed over in Python, and are absent here.
+    optimizer. Optimizer, schedule and training set may be objects that were passed in Python, and are absent here.
     """
     name = config.parallel.strategy
     strategy = AUTO if name != AUTO and find_strategy(name).needs_optimizer else name
@@ -116,12 +116,12 @@ def generate_text(
     trust_remote_code: bool,
     trust_run: bool,
 ) -> str:
-    """Return how the language model that a run left continues a prompt.
+    """Return the continuation of a prompt by the language model that a run left.
 
     Args:
-        tokens: New tokens at most.
+        tokens: Maximum number of new tokens.
         temperature: Temperature of the softmax; 0 takes the likeliest token.
-        top_k: Sample from this many of the likeliest tokens; None: from all.
+        top_k: Number of the likeliest tokens to sample from; None: all.
         seed: Seed of the samples.
     """
     import torch
@@ -131,7 +131,7 @@ def generate_text(
 
     config = to_rebuild(loaded_config(run), trusted=trust_run)
     given = UserObjects(trust_remote_code=trust_remote_code)
-    codec = codec_of(config)
+    codec = codec_of(config.model, config.data.train)
     facts = facts_of_data(config, given)
     model = make_model(config, facts, given).eval()
     load_weights(model, run)

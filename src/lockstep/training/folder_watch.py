@@ -1,9 +1,9 @@
-"""Looks after a run's folder while the run goes on, beside the training.
+"""Restores a run's folder that is deleted during the training, in a thread of the first rank.
 
 every half second    run folder, checkpoints, open files: still there?
-  deleted, moved     reported once --> made again, with what is known of the run --> saved after the update under way
-  another run's      reported once --> nothing is written there any more; the run fails at its end
-  can't be made      reported once --> tried again each time; the last save tells whether the run fails
+  deleted, moved     reported once --> written again --> the state is saved after the current update
+  another run's      reported once --> nothing is written there anymore; the run fails at its end
+  can't be written   reported once --> tried again each time; the last save decides whether the run fails
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep")
 _SECONDS_BETWEEN_LOOKS = 0.5
-_ONE_DELETION_S = 10.0  # what goes on being deleted is made again without another word
+_ONE_DELETION_S = 10.0  # a folder that is deleted repeatedly is restored silently
 
 
 class FolderWatch:
-    """On the first rank. Its methods may be called in any thread."""
+    """Watches the folder on the first rank. Its methods may be called in any thread."""
 
     def __init__(self, folder: LockedRunFolder, checkpoints: Checkpoints, history: HistoryFiles) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class FolderWatch:
         self._failed = False
 
     def look(self) -> None:
-        """Makes again what is missing. Never raises."""
+        """Restore what is missing. Never raises."""
         with self._lock:
             if self._taken is not None:
                 return
@@ -48,12 +48,12 @@ class FolderWatch:
             try:
                 if lost is not None:
                     self._folder.recreate()
-                    self._checkpoints.make_again()
+                    self._checkpoints.reclaim()
                 self._history.reopen()
                 streams.reopen()
             except RunFolderTaken as error:
                 self._taken = error
-                _log.warning("%s; this run writes nothing there any more, and fails at its end", error)
+                _log.warning("%s; this run writes nothing there anymore, and fails at its end", error)
             except OSError as error:
                 self._report_failure(lost or "files in the run's folder were deleted", error)
             else:
@@ -62,7 +62,7 @@ class FolderWatch:
                     self._report(lost)
 
     def refuse_taken(self) -> None:
-        """Raises RunFolderTaken: the folder is another run's now."""
+        """Raise RunFolderTaken if the folder is another run's now."""
         self.look()
         if self._taken is not None:
             raise self._taken
@@ -73,20 +73,20 @@ class FolderWatch:
             self._folder.close()
 
     def _lost(self) -> str | None:
-        """What is missing; None if nothing is."""
+        """Return what is missing, for messages; None if nothing is."""
         if not self._folder.is_complete():
             where = self._folder.moved_to()
             if where is None:
-                return f"the run folder {self._folder.path}, or a part of it, was deleted while the run goes on"
-            return f"the run folder {self._folder.path} was moved to {where} while the run goes on"
-        if not self._checkpoints.are_there():
-            return f"checkpoints in {self._checkpoints.place} were deleted while the run goes on"
+                return f"the run folder {self._folder.path}, or a part of it, was deleted during the run"
+            return f"the run folder {self._folder.path} was moved to {where} during the run"
+        if not self._checkpoints.exist():
+            return f"checkpoints in {self._checkpoints.place} were deleted during the run"
         return None
 
     def _report(self, lost: str) -> None:
         now = time.monotonic()
         if now - self._reported_at > _ONE_DELETION_S:
-            _log.warning("%s; what is known of the run is written there again, and its state saved at once", lost)
+            _log.warning("%s; the files are written there again, and the state is saved now", lost)
         self._reported_at = now
 
     def _report_failure(self, lost: str, error: OSError) -> None:
@@ -94,22 +94,22 @@ class FolderWatch:
             return
         self._failed = True
         reason = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-        _log.warning("%s, and can't be written again: %s; the run goes on, and tries it until its end", lost, reason)
+        _log.warning("%s, and can't be written again: %s; the run continues, and retries until its end", lost, reason)
 
 
 @contextmanager
-def looking(look: Callable[[], None]) -> Iterator[None]:
-    """Calls `look` in a thread, every half second while the block runs."""
+def polling(look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` in a thread, every half second while the block runs."""
     ended = threading.Event()
 
-    def keep_looking() -> None:
+    def poll() -> None:
         while not ended.wait(_SECONDS_BETWEEN_LOOKS):
             look()
 
-    thread = threading.Thread(target=keep_looking, name="folder-watch", daemon=True)
+    thread = threading.Thread(target=poll, name="folder-watch", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join(_SECONDS_BETWEEN_LOOKS)  # a disk that hangs may hold it for ever
+        thread.join(_SECONDS_BETWEEN_LOOKS)  # a disk that hangs may block it forever

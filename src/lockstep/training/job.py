@@ -1,7 +1,7 @@
-"""One run, as one rank sees it, from joining the others to the last line.
+"""A whole run on one rank, from joining the other ranks to its summary.
 
 Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, summary
-                                                    '-- the first rank alone writes and shows anything
+                                                    '-- only the first rank writes and prints
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,12 +41,13 @@ from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
-from lockstep.training.checkpoints import Checkpoints, Resume
+from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.fallback_folder import save_elsewhere
-from lockstep.training.folder_watch import FolderWatch, looking
+from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.locations import storage_of
-from lockstep.training.out_of_memory import Setting, explain, setting_of
+from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors
 from lockstep.training.ownership import run_folder_for
+from lockstep.training.resuming import Resume
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of
@@ -57,9 +58,9 @@ from lockstep.training.weights import save_weights, tokenizer_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.config.schema import MonitorConfig
+
 _log = logging.getLogger("lockstep")
-_NONE: tuple[Request, ...] = ()
-_SHOW_LOG = (Request.SHOW_LOG,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,8 @@ class Job:
 
     Attributes:
         recipe: what the run is called.
-        folder: of the run; None: the first rank makes one and tells the others.
-        given: objects handed over in Python.
-        resume: how it begins.
+        folder: of the run; None: the first rank makes one.
+        given: objects that were passed in Python.
     """
 
     config: Config
@@ -82,7 +82,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run that is over.
+    """A finished run.
 
     Attributes:
         summary: as in RUN/summary.json; the same on every rank.
@@ -94,8 +94,10 @@ class Finished:
 
 
 def imports_ahead(config: Config) -> list[str]:
-    """What every rank is going to import, for seconds: for a launcher that forks them. Asks the hub in their place, if
-    the config names anything there."""
+    """Return the slow modules that every rank will import, for a launcher that imports them once and forks ranks.
+
+    Fails early if the config needs the hub, which can't be reached.
+    """
     if names_hub(config):
         needs_hub()
     models = ["transformers.modeling_utils"] if config.model.kind == "huggingface" else []
@@ -103,57 +105,41 @@ def imports_ahead(config: Config) -> list[str]:
 
 
 def run_job(job: Job) -> Finished:
-    """Trains on this rank, and returns when the run is done."""
-    if job.config.evaluation.prompt is not None:
-        codec_of(job.config)  # refuses what makes no text, before anything is trained
-    with opened(job.config, job.given) as session, _tracebacks_kept(job, session) as folder:
+    """Train on this rank, and return when the run is finished."""
+    config, prompt = job.config, job.config.evaluation.prompt
+    if prompt is not None:
+        codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
+    with opened(config, job.given) as session, _logged_tracebacks(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
-        world = components_of(session).world
-        users = user_monitors(job.config, job.given) if world.rank == 0 else []
-        monitors = Monitors(_watchers(job.config, folder, world, checkpoints), users)
-        with _watched(session, checkpoints, folder) as held:
-            with metric_log.recording(MetricLog()) as log, _shown(monitors, facts):
-                if checkpoints.resumed_from is not None:
-                    monitors.restarted(
-                        RestartReport(session.attempt, checkpoints.resumed_from, session.progress.samples)
-                    )
-                drain = _Drain(session, monitors, log)
+        is_first = components_of(session).world.rank == 0
+        builtin = _monitors(config.monitor, folder, checkpoints) if is_first else []
+        monitors = Monitors(builtin, user_monitors(config, job.given) if is_first else [])
+        with _watched(session, checkpoints, folder) as checked_folder:
+            with metric_log.recording(MetricLog()) as log, _started(monitors, facts):
+                resumed_from = checkpoints.resumed_from
+                if resumed_from is not None:
+                    monitors.restarted(RestartReport(session.attempt, resumed_from, session.progress.samples))
+                user_logs = _UserLogs(session, monitors, log)
                 try:
-                    results = run(session, monitors, checkpoints, drain)
+                    results = run(session, monitors, checkpoints, user_logs.after)
                 except SaveFailed as failure:
-                    raise RunFailed(f"{failure}; {_keep(session, checkpoints, folder, held)}") from failure
-                if job.config.evaluation.prompt is not None:
-                    metric_log.text("sample", sample(session, job.config.evaluation.prompt))
-                drain.show(results.progress.steps)
-            with run_signals(shown=world.rank == 0, ends=True):  # the run is done: there is nothing to stop
-                summary = _leave(session, checkpoints, facts, results, held)
+                    rescued = _save_elsewhere(session, checkpoints, folder, checked_folder)
+                    raise RunFailed(f"{failure}; {rescued}") from failure
+                if prompt is not None:
+                    metric_log.text("sample", sample(session, prompt))
+                user_logs.show(results.progress.steps)
+            with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
+                summary = _publish_results(session, checkpoints, facts, results, checked_folder)
     return Finished(summary, folder)
 
 
-@contextmanager
-def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterator[Callable[[], Path]]:
-    """While the block runs, what somebody deletes of the run's folder is made again. Yields what returns the folder, on
-    the first rank, and raises RunFailed if it is another run's by now."""
-    if components_of(session).world.rank != 0:
-        with looking(streams.reopen):
-            yield lambda: folder
-        return
-    assert checkpoints.history is not None, "the first rank writes the history"
-    watch = FolderWatch(LockedRunFolder(folder, checkpoints.run), checkpoints, checkpoints.history)
-    checkpoints.look = watch.look
-
-    def held() -> Path:
-        watch.refuse_taken()
-        return folder
-
-    with closing(checkpoints.history), closing(watch), looking(watch.look):
-        yield held
+# --- the session --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def opened(config: Config, given: UserObjects) -> Iterator[Session]:
-    """A session on this rank, among the ranks that the environment names."""
+    """Open a session on this rank, among the ranks that the environment names."""
     grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
     with launch_environment(config.launch), joined(config.launch, grouped=grouped) as world:
         session: Session | None = None
@@ -163,7 +149,7 @@ def opened(config: Config, given: UserObjects) -> Iterator[Session]:
                 world.exchange.listen()
             yield session
         except Exception as error:
-            failure = explain(error, _setting(config, world, session), world.device)
+            failure = explain(error, _memory_factors(config, world.size, session), world.device)
             if failure is None:
                 raise
             raise failure from error
@@ -172,24 +158,127 @@ def opened(config: Config, given: UserObjects) -> Iterator[Session]:
                 session.close()
 
 
-def _setting(config: Config, world: World, session: Session | None) -> Setting:
-    """What decides how much memory a rank needs; without a session, as far as the config tells."""
-    setting = setting_of(config, world.size)
+def _memory_factors(config: Config, ranks: int, session: Session | None) -> MemoryFactors:
+    """Return what determines how much memory a rank needs; without a session, as far as the config does."""
+    factors = memory_factors(config, ranks)
     if session is None:
-        return setting
-    plan = components_of(session).plan
+        return factors
+    components = components_of(session)
     return replace(
-        setting,
-        micro_size=plan.batch.micro_size,
-        evaluation_size=components_of(session).evaluator.micro_size,
-        strategy=plan.strategy,
-        has_blocks=bool(repeated_blocks(components_of(session).sharding.state.model)),
+        factors,
+        micro_size=components.plan.batch.micro_size,
+        evaluation_size=components.evaluator.micro_size,
+        strategy=components.plan.strategy,
+        can_checkpoint=factors.can_checkpoint and bool(repeated_blocks(components.sharding.state.model)),
     )
 
 
+def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str]]:
+    """Start or resume from a checkpoint; in either case the folder then has the history of one run, up to here."""
+    components = components_of(session)
+    is_first = components.world.rank == 0
+    environment = {"recipe": job.recipe, **describe()} if is_first else {}
+    storage = storage_of(job.config.checkpoint, folder, job.given.storage)
+    checkpoints = Checkpoints(session, storage, environment, folder, job.recipe)
+    notes = checkpoints.begin(job.resume)
+    if is_first:
+        run_folder = RunFolder.open(folder)
+        if checkpoints.resumed_from is None or job.resume.origin is not None:
+            run_folder.archive_attempt()
+        else:
+            run_folder.rewind(checkpoints.resumed_from)
+            notes += history.faults(folder, checkpoints.written)
+        run_folder.write_config(recorded(components.config, checkpoints.run))
+        run_folder.write_environment({**environment, "run": checkpoints.run})
+    components.world.axis.barrier()
+    if job.resume.origin is not None:
+        checkpoints.save()
+    return checkpoints, notes
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def _shown(monitors: Monitors, facts: RunInfo) -> Iterator[None]:
-    """Monitors hear the start and, however it comes, the end."""
+def _run_folder(job: Job, world: World) -> Iterator[Path]:
+    """Yield the run's folder, the same on all ranks; it is locked while the block runs."""
+    if job.folder is not None:
+        yield job.folder
+        return
+    folder: RunFolder | None = None
+    failure: Failure | None = None
+    if world.rank == 0:
+        try:
+            path = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
+            folder = RunFolder.create(path, job.recipe, again=True)
+        except Failure as error:
+            failure = error
+    result = world.axis.broadcast(folder.path if folder is not None else failure)
+    if isinstance(result, Failure):
+        raise result
+    try:
+        yield cast("Path", result)
+    finally:
+        if folder is not None:
+            folder.release()
+
+
+@contextmanager
+def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
+    """Yield the run's folder; write the traceback behind a failure's message to the rank's log there.
+
+    Lockstep's launcher does that itself, and a single process prints its traceback: this is for other launchers.
+    """
+    world = components_of(session).world
+    with _run_folder(job, world) as folder:
+        holder = lock_holder(folder)
+        try:
+            yield folder
+        except Exception as error:
+            is_message = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
+            is_held = lock_holder(folder) == holder  # it may have been deleted, or belong to another run now
+            if is_message and is_held and job.folder is None and names_a_rank(os.environ):
+                append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))
+            raise
+
+
+@contextmanager
+def _watched(session: Session, checkpoints: Checkpoints, folder: Path) -> Iterator[Callable[[], Path]]:
+    """Restore what is deleted of the run's folder while the block runs.
+
+    Yields a function for the first rank that returns the folder, or raises RunFailed if another run has taken it.
+    """
+    if components_of(session).world.rank != 0:
+        with polling(streams.reopen):
+            yield lambda: folder
+        return
+    assert checkpoints.history is not None, "the first rank writes the history"
+    watch = FolderWatch(LockedRunFolder(folder, checkpoints.run), checkpoints, checkpoints.history)
+    checkpoints.look = watch.look
+
+    def checked_folder() -> Path:
+        watch.refuse_taken()
+        return folder
+
+    with closing(checkpoints.history), closing(watch), polling(watch.look):
+        yield checked_folder
+
+
+# --- monitors -----------------------------------------------------------------------------------------------------
+
+
+def _monitors(options: MonitorConfig, folder: Path, checkpoints: Checkpoints) -> list[ThrottledMonitor]:
+    """Return Lockstep's monitors, and make their files the history that checkpoints refer to."""
+    run_folder = RunFolder.open(folder)
+    log, console = EventLog(run_folder.metrics, options.every), Console(options.every, options.progress)
+    board = [TensorBoard(run_folder.tensorboard, options.every)] if options.tensorboard else []
+    checkpoints.history = history.HistoryFiles(folder, [log, *board])
+    return [log, console, *board]
+
+
+@contextmanager
+def _started(monitors: Monitors, facts: RunInfo) -> Iterator[None]:
+    """Start the monitors, and finish them with the block's exception, if any."""
     monitors.start(facts)
     try:
         yield
@@ -199,135 +288,61 @@ def _shown(monitors: Monitors, facts: RunInfo) -> Iterator[None]:
     monitors.finish(None)
 
 
-class _Drain:
-    """Collects what user code logged on all ranks, at the steps that are written down; costs nothing if none did."""
+class _UserLogs:
+    """Collects what user code logs on all ranks, at the steps that monitors record; free while nothing is logged."""
 
     def __init__(self, session: Session, monitors: Monitors, log: MetricLog) -> None:
         self._axis = components_of(session).world.axis
         self._every = components_of(session).config.monitor.every
         self._monitors = monitors
         self._log = log
-        self._somebody_logged = False
+        self._has_entries = False
 
-    def __call__(self, report: StepReport) -> Iterable[Request]:
-        self._somebody_logged |= Request.SHOW_LOG in report.requests
-        if self._somebody_logged and report.step % self._every == 0:
+    def after(self, report: StepReport) -> tuple[Request, ...]:
+        """Collect if a rank has requested it; return this rank's request."""
+        self._has_entries |= Request.SHOW_LOG in report.requests
+        if self._has_entries and report.step % self._every == 0:
             self.show(report.step)
-        return _NONE if self._log.empty else _SHOW_LOG
+        return () if self._log.empty else (Request.SHOW_LOG,)
 
     def show(self, step: int) -> None:
-        """All ranks together."""
-        self._somebody_logged = False
+        """Pass the entries of all ranks to the monitors; all ranks together."""
+        self._has_entries = False
         logged = merge([cast("LogEntries", entries) for entries in self._axis.gather(self._log.drain())])
         if logged:
             self._monitors.logged(step, logged)
 
 
-@contextmanager
-def _tracebacks_kept(job: Job, session: Session) -> Iterator[Path]:
-    """The run's folder. Under a launcher that isn't ours, the traceback of what ends in a sentence is written to the
-    rank's log there; ours does it itself, and one process alone shows its traceback."""
-    with _run_folder(job, components_of(session).world) as folder:
-        holder = lock_holder(folder)
-        try:
-            yield folder
-        except Exception as error:
-            told = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
-            is_ours = lock_holder(folder) == holder  # it may be deleted by now, or another run's
-            if told and is_ours and job.folder is None and names_a_rank(os.environ):
-                append(log_path(folder / LOGS, components_of(session).world.rank), _traceback_of(error))
-            raise
+# --- the end ------------------------------------------------------------------------------------------------------
 
 
-def _traceback_of(error: Exception) -> str:
-    return "".join(traceback.format_exception(error))
-
-
-@contextmanager
-def _run_folder(job: Job, world: World) -> Iterator[Path]:
-    """The run's folder, the same on all ranks; nobody else has it while the block runs."""
-    if job.folder is not None:
-        yield job.folder
-        return
-    made = _folder_or_failure(job) if world.rank == 0 else None
-    found = world.axis.broadcast(made.path if isinstance(made, RunFolder) else made)
-    if isinstance(found, Failure):
-        raise found
-    try:
-        yield cast("Path", found)
-    finally:
-        if isinstance(made, RunFolder):
-            made.release()
-
-
-def _folder_or_failure(job: Job) -> RunFolder | Failure:
-    try:
-        folder = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
-        return RunFolder.create(folder, job.recipe, again=True)
-    except Failure as failure:
-        return failure
-
-
-def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str]]:
-    """Goes on from a checkpoint or begins anew; either way the folder then tells of one run, up to here."""
-    first = components_of(session).world.rank == 0
-    environment = {"recipe": job.recipe, **describe()} if first else {}
-    checkpoints = Checkpoints(
-        session, storage_of(job.config, folder, job.given.storage), environment, folder, job.recipe
-    )
-    notes = checkpoints.begin(job.resume)
-    if first:
-        place = RunFolder.open(folder)
-        if checkpoints.resumed_from is None or job.resume.origin is not None:
-            place.archive_attempt()
-        else:
-            place.rewind(checkpoints.resumed_from)
-            notes += history.faults(folder, checkpoints.written)
-        place.write_config(recorded(components_of(session).config, checkpoints.run))
-        place.write_environment({**environment, "run": checkpoints.run})
-    components_of(session).world.axis.barrier()
-    if job.resume.origin is not None:
-        checkpoints.save()
-    return checkpoints, notes
-
-
-def _watchers(config: Config, folder: Path, world: World, checkpoints: Checkpoints) -> list[ThrottledMonitor]:
-    """The first rank writes and shows; the others have nothing to say that it doesn't know."""
-    if world.rank != 0:
-        return []
-    place, monitor = RunFolder.open(folder), config.monitor
-    log, console = EventLog(place.metrics, monitor.every), Console(monitor.every, monitor.progress)
-    board = [TensorBoard(place.tensorboard, monitor.every)] if monitor.tensorboard else []
-    checkpoints.history = history.HistoryFiles(folder, [log, *board])
-    return [log, console, *board]
-
-
-def _leave(
-    session: Session, checkpoints: Checkpoints, facts: RunInfo, results: Results, held: Callable[[], Path]
+def _publish_results(
+    session: Session, checkpoints: Checkpoints, facts: RunInfo, results: Results, checked_folder: Callable[[], Path]
 ) -> dict[str, Any]:
-    """Weights and summary in the run's folder; the summary, written last, says that the run is finished."""
+    """Write weights and summary to the run's folder; the summary, written last, marks the run as finished."""
+    components = components_of(session)
+    world, ends_with_best = components.world, components.config.run.end_with == "best"
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
-    if components_of(session).config.run.end_with == "best":
+    if ends_with_best:
         checkpoints.load_best()
     weights = whole_weights(session)
-    step, place = results.progress.steps, checkpoints.place
-    saved = f"the state after step {step:,} is saved in {place}"
-    _on_first_rank(components_of(session).world, lambda: publish(session, weights, held()), saved)
-    if components_of(session).config.run.end_with != "best":
+    saved = f"the state after step {results.progress.steps:,} is saved in {checkpoints.place}"
+    _on_first_rank(world, lambda: publish(session, weights, checked_folder()), saved)
+    if not ends_with_best:
         checkpoints.restore_last()
-    _on_first_rank(components_of(session).world, lambda: RunFolder.open(held()).write_summary(summary), saved)
-    if components_of(session).world.rank == 0:
-        _report(held())
-    components_of(session).world.axis.barrier()
+    _on_first_rank(world, lambda: RunFolder.open(checked_folder()).write_summary(summary), saved)
+    if world.rank == 0:
+        _write_report(checked_folder())
+    world.axis.barrier()
     return summary
 
 
-def _on_first_rank(world: World, act: Callable[[], object], saved: str) -> None:
-    """Acts there; if that fails, all ranks raise the same RunFailed, which adds what is saved."""
+def _on_first_rank(world: World, action: Callable[[], object], saved: str) -> None:
+    """Run an action on the first rank; if it fails, all ranks raise the same RunFailed, which states what is saved."""
     failure: RunFailed | None = None
     if world.rank == 0:
         try:
-            act()
+            action()
         except RunFailed as error:
             failure = RunFailed(f"{error}; {saved}")
     failure = cast("RunFailed | None", world.axis.broadcast(failure))
@@ -336,43 +351,39 @@ def _on_first_rank(world: World, act: Callable[[], object], saved: str) -> None:
 
 
 def whole_weights(session: Session) -> dict[str, Tensor]:
-    """Return them on the first rank, an empty mapping on the others. All ranks together."""
-    return dict(components_of(session).sharding.state.weights(wanted=components_of(session).world.rank == 0))
+    """Return the weights on the first rank, an empty mapping on the others. All ranks together."""
+    components = components_of(session)
+    return dict(components.sharding.state.weights(wanted=components.world.rank == 0))
 
 
 def publish(session: Session, weights: Mapping[str, Tensor], folder: Path) -> Path:
-    """Writes the gathered weights as a run leaves them. Returns where. Raises RunFailed: as `save_weights`."""
+    """Write the gathered weights to a run's folder; return their path. Raises RunFailed, as `save_weights`."""
     components = components_of(session)
-    return save_weights(
-        components.sharding.state.model, components.tensors, weights, folder, tokenizer_of(components.config)
-    )
+    tokenizer = tokenizer_of(components.config.model, components.config.data.train)
+    return save_weights(components.sharding.state.model, components.tensors, weights, folder, tokenizer)
 
 
-def _keep(session: Session, checkpoints: Checkpoints, folder: Path, held: Callable[[], Path]) -> str:
-    """What is left of a run whose last state its own folder can't take; says where, on all ranks."""
+def _save_elsewhere(
+    session: Session, checkpoints: Checkpoints, folder: Path, checked_folder: Callable[[], Path]
+) -> str:
+    """Save the last state of a run whose own folder can't take it, or else its weights; return what to report."""
     place = save_elsewhere(session, checkpoints, folder)
-    if place is None:
-        return _keep_weights(session, held)
-    return f"it is saved in {place}, from which the run continues: lockstep train {place}"
-
-
-def _keep_weights(session: Session, held: Callable[[], Path]) -> str:
-    """What is left of a run whose state can't be saved; says where, on all ranks."""
-    said, weights = "", whole_weights(session)
+    if place is not None:
+        return f"it is saved in {place}, from which the run continues: lockstep train {place}"
+    report, weights = "", whole_weights(session)
     if components_of(session).world.rank == 0:
         try:
-            place = publish(session, weights, held())
-            said = f"its weights are in {place}"
+            report = f"its weights are in {publish(session, weights, checked_folder())}"
         except RunFailed as error:
-            said = f"neither could its weights: {error}"
-    return str(components_of(session).world.axis.broadcast(said))
+            report = f"neither could its weights: {error}"
+    return str(components_of(session).world.axis.broadcast(report))
 
 
-def _report(folder: Path) -> None:
-    """Write the run's page. One that can't be written is no reason to fail a run that is done."""
+def _write_report(folder: Path) -> None:
+    """Write the run's page. One that can't be written must not fail a run that is finished."""
     try:
         importlib.import_module("lockstep.report").write_report(folder)  # by name: it is in a layer above this one
     except RunFailed as failure:
         _log.warning("%s", failure)
-    except Exception as error:  # an installation that was replaced while the run went on, among others
+    except Exception as error:  # for example, an installation that was replaced meanwhile
         _log.warning("the report could not be written: %s: %s", type(error).__name__, error)

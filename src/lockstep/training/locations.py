@@ -1,8 +1,8 @@
-"""Which checkpoints a person means by a path; no torch is needed to find out.
+"""What a path on the command line refers to: a run's checkpoints, or one of them. Importing this needs no torch.
 
-runs/digits                              a run            all of its checkpoints, wherever its config has put them
-runs/digits/checkpoints                  a folder of them
-runs/digits/checkpoints/step-00000480    one of them
+runs/digits                              a run            all its checkpoints, wherever its config has put them
+runs/digits/checkpoints                  a folder of checkpoints
+runs/digits/checkpoints/step-00000480    one checkpoint
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,19 +29,17 @@ from lockstep.monitor.folder import CHECKPOINTS, CONFIG, LOCK, is_run, refuse_es
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config
-    from lockstep.core.protocols import ObjectStore
+    from lockstep.config.schema import Checkpoint, Config
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLocation:
-    """The checkpoints that a path stands for.
+    """The checkpoints that a path refers to.
 
     Attributes:
-        storage: holds them.
-        run: folder of the run that they belong to; None: only they were named.
-        loaded: the config of that run, if it has one; not yet approved.
-        name: of the single checkpoint that was named; None: all of them were.
+        run: folder of the run that they belong to; None: unknown.
+        loaded: the config of that run, not yet approved; None: unknown.
+        name: of the checkpoint that the path refers to; None: it refers to all.
     """
 
     storage: Storage
@@ -63,75 +61,85 @@ class CheckpointLocation:
         return f"{self.place}/{name}"
 
 
-def checkpoint_folder(config: Config, run: Path) -> Path:
-    """Return the absolute folder of a run's checkpoints. Raises ConfigError if that is a file."""
-    place = Path(config.checkpoint.folder or run / CHECKPOINTS).absolute()
+def checkpoint_folder(folder: str | None, run: Path) -> Path:
+    """Return the absolute folder of a run's checkpoints. Raises ConfigError if that is a file.
+
+    Args:
+        folder: the config's checkpoint.folder.
+        run: the run's folder.
+    """
+    place = Path(folder or run / CHECKPOINTS).absolute()
     if place.exists() and not place.is_dir():
         raise ConfigError(Problem("", "checkpoint.folder", f"{place} is a file; name a folder"))
     return place
 
 
-def storage_of(config: Config, run: Path, given: ObjectStore | None = None) -> Storage:
+def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = None) -> Storage:
     """Return the storage of a run's checkpoints.
 
     Args:
+        checkpoint: the config's section.
         run: the run's folder.
         given: the object store that was passed in Python, if any.
 
     Raises:
-        ConfigError: checkpoint.folder is a file, or checkpoint.storage can't be had.
+        ConfigError: checkpoint.folder is a file, or checkpoint.storage can't be built.
     """
-    section = config.checkpoint.storage
+    section = checkpoint.storage
     if section is None:
-        return LocalStorage(checkpoint_folder(config, run), id_of_run(run))
+        return LocalStorage(checkpoint_folder(checkpoint.folder, run), id_of_run(run))
     key = "checkpoint.storage.target"
     if section.target != GIVEN:
-        return ObjectStorage(
-            instance("storage", section.target, section.arguments, ObjectStore, key=key), id_of_run(run)
-        )
-    if given is None:
+        store = instance("storage", section.target, section.arguments, ObjectStore, key=key)
+    elif given is not None:
+        store = given
+    else:
         raise ConfigError(Problem("", key, "the checkpoints are in a storage that was passed in Python; pass it again"))
-    return ObjectStorage(given, id_of_run(run))
+    return ObjectStorage(store, id_of_run(run))
 
 
 def find(path: Path, *, trusted: bool = False) -> CheckpointLocation:
-    """Args:
-        trusted: the config of a run that somebody else has started may say where its checkpoints lie.
+    """Return the checkpoints that a path refers to.
+
+    Args:
+        trusted: the config of another user's run may name a folder of checkpoints outside the run's folder.
 
     Raises:
-        ConfigError: it is none of the three; or it is somebody else's run, whose config or links lead elsewhere.
+        ConfigError: the path is no run, folder of checkpoints or checkpoint; or it is another user's run, whose config
+            or links point outside its folder.
     """
     where = path.absolute()
     if is_run(where):
         return _of_run(where, trusted=trusted)
     if is_checkpoint(where):
-        around = _around(where.parent)
-        return CheckpointLocation(around.storage, around.run, around.loaded, where.name)
-    if _holds_checkpoints(where):
-        return _around(where)
+        return replace(_of_folder(where.parent), name=where.name)
+    if where.is_dir():
+        storage = LocalStorage(where)
+        if names_by_step(storage.names()) or storage.moved_aside() or where.name == CHECKPOINTS:
+            return _of_folder(where)
     if not path.exists():
         raise ConfigError(f"{path} doesn't exist; give a run's folder, its folder of checkpoints, or one of them")
     raise ConfigError(f"{path} is neither a run's folder, nor a folder of checkpoints, nor a checkpoint")
 
 
-def choose(place: CheckpointLocation, step: int | None) -> str:
-    """The name of the checkpoint of `step`; None: of the one that was named, or of the newest.
+def choose(location: CheckpointLocation, step: int | None) -> str:
+    """Return the name of the checkpoint of `step`; None: of the one that the path refers to, or of the newest.
 
     Raises:
         ConfigError: there is none.
     """
-    if place.name is not None:
+    if location.name is not None:
         if step is not None:
-            raise ConfigError(f"--step chooses among checkpoints, and {place.where(place.name)} is one")
-        return place.name
-    steps = names_by_step(place.storage.names())
+            raise ConfigError(f"--step selects one of several checkpoints, and {location.where(location.name)} is one")
+        return location.name
+    steps = names_by_step(location.storage.names())
     if not steps:
-        raise ConfigError(f"there is no checkpoint in {place.place}")
+        raise ConfigError(f"there is no checkpoint in {location.place}")
     if step is None:
         return steps[max(steps)]
     if step not in steps:
-        near = min(steps, key=lambda known: abs(known - step))
-        raise ConfigError(f"{place.place} has no checkpoint of step {step}; the nearest is that of step {near}")
+        nearest = min(steps, key=lambda known: abs(known - step))
+        raise ConfigError(f"{location.place} has no checkpoint of step {step}; the nearest is that of step {nearest}")
     return steps[step]
 
 
@@ -141,65 +149,53 @@ def _of_run(run: Path, *, trusted: bool = False) -> CheckpointLocation:
 
     refuse_escaping_links(run)
     file = run / CONFIG
-    loaded = load([file], environ={}, of_runs=[file]) if file.is_file() else None
-    if loaded is None:
+    if not file.is_file():
         return CheckpointLocation(LocalStorage(run / CHECKPOINTS, id_of_run(run)), run)
-    config = loaded.config
-    if config.checkpoint.storage is not None:
-        config = approved(loaded, trusted=trusted)  # the storage is code that the run's config names
-    folder = config.checkpoint.folder
+    loaded = load([file], environ={}, of_runs=[file])
+    section = loaded.config.checkpoint
+    if section.storage is not None:
+        section = approved(loaded, trusted=trusted).checkpoint  # the storage is code that the run's config names
+    folder = section.folder
     if folder is not None and not trusted and loaded.runs[0].known is None and outside(folder, run):
         raise ConfigError(
-            f"{file} says that its checkpoints lie in {Path(folder).absolute()}, outside of the run's folder, and you "
-            "have not started that run here; if you mean that folder, name it instead of the run"
+            f"{file}: checkpoint.folder is {Path(folder).absolute()}, outside of the run's folder, and you have not "
+            "started that run here; if you mean that folder, name it instead of the run"
         )
-    return CheckpointLocation(storage_of(config, run), run, loaded)
+    return CheckpointLocation(storage_of(section, run), run, loaded)
 
 
-def _around(folder: Path) -> CheckpointLocation:
-    """Return a folder of checkpoints, with the run that it is part of, if it is."""
+def _of_folder(folder: Path) -> CheckpointLocation:
+    """Return a folder of checkpoints, with its run if that keeps its checkpoints there."""
     if folder.name == CHECKPOINTS and is_run(folder.parent):
-        of_run = _of_run(folder.parent, trusted=True)  # what is returned lies where the user has said
-        if of_run.place == str(folder):
-            return of_run
+        location = _of_run(folder.parent, trusted=True)  # what is returned is in the folder that the user named
+        if location.place == str(folder):
+            return location
     return CheckpointLocation(LocalStorage(folder))
 
 
-def _holds_checkpoints(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    return (
-        bool(names_by_step(LocalStorage(folder).names()) or LocalStorage(folder).moved_aside())
-        or folder.name == CHECKPOINTS
-    )
-
-
 @contextmanager
-def at_rest(run: Path) -> Iterator[None]:
-    """While the block runs, nobody trains this run.
+def lock_run(run: Path) -> Iterator[None]:
+    """Prevent the run from being trained while the block runs.
 
     Raises:
-        RunFailed: it is under way.
+        RunFailed: it is being trained.
     """
     try:
         handle = os.open(run / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:  # nobody has started it with the command here, so there is nothing to hold
+    except FileNotFoundError:  # the command never started it here
         yield
         return
-    try:
-        _take(handle, run)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _take(handle: int, run: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
+        os.close(handle)
         raise RunFailed(
-            f"the run in {run} is under way ({holder}) and prunes by itself; --dry-run tells what would go"
+            f"the run in {run} is being trained ({holder}) and prunes by itself; --dry-run shows what would be deleted"
         ) from None
-    except OSError:  # a file system that can't lock: as when a run is started
+    except OSError:  # a file system without locks: the start of a run tolerates it, too
         pass
+    try:
+        yield
+    finally:
+        os.close(handle)

@@ -1,16 +1,16 @@
-"""Whose checkpoints `checkpoint.folder` holds, decided before a run begins there.
+"""The check of which run the checkpoints in `checkpoint.folder` belong to, before a run starts there.
 
-nobody's                              --> this run's
-this run's (its id, or its folder)    --> the run resumes
-another's, the same config, not done  --> the same command was started again: it resumes in that run's folder
-another's                             --> refused, with a free place
+no checkpoints                              --> this run takes the folder
+this run's (its id, or its folder)          --> the run resumes
+another run's: same config, not finished    --> the same command was started again: it resumes in that run's folder
+another run's                               --> refused, with a free subfolder
 
-Checkpoints in the run's own folder need none of this: they move and are copied with it.
+Checkpoints in the run's own folder need no check: they are moved and copied with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,68 +36,69 @@ if TYPE_CHECKING:
 
 LENGTHS = ("steps", "samples", "tokens", "epochs")
 _NOT_OF_THE_RUN = ("description", "launch", "monitor")  # sections that may differ between two starts of one command
-_CHANGES_NOTHING = ("checkpoint", "evaluation", "parallel", "memory")  # sections that don't change what is learned
+_NOT_OF_THE_TRAINING = ("checkpoint", "evaluation", "parallel", "memory")  # sections that don't affect what is learned
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What a folder of checkpoints holds.
-
-    Attributes:
-        newest: manifest of the newest checkpoint of `owner`; None: there is none that can be read.
-    """
+class _Occupant:
+    """The run whose checkpoints a folder has, and the manifest of its newest readable checkpoint, if any."""
 
     owner: Owner
     newest: Manifest | None
 
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder, if it still exists and is still that run's."""
+        if self.owner.folder is None or id_of_run(Path(self.owner.folder)) != self.owner.run:
+            return None
+        return Path(self.owner.folder)
+
 
 def run_folder_for(config: Config, recipe: str, *, fresh: bool = False) -> Path | None:
-    """Return the run's folder: that of the config, or of the run that `checkpoint.folder` belongs to and that this
-    config continues; None: a new one.
+    """Return the folder of the config, or of the run that owns `checkpoint.folder` and that this config continues.
 
     Args:
-        fresh: the run begins anew.
+        fresh: the run starts over.
+
+    Returns:
+        None: the run needs a new folder.
 
     Raises:
         ConfigError: checkpoint.folder belongs to another run.
     """
-    asked = Path(config.run.folder).absolute() if config.run.folder is not None else None
+    folder = Path(config.run.folder).absolute() if config.run.folder is not None else None
     if config.checkpoint.folder is None:
-        return asked
-    storage = LocalStorage(checkpoint_folder(config, Path()))
-    held = _held(storage)
-    if held is None or (asked is not None and _belongs_to(asked, held.owner)):
-        return asked
-    if asked is None and _is_continued(config, held, fresh=fresh):
-        return _folder_of(held.owner)
-    raise ConfigError(Problem("", "checkpoint.folder", _refusal(config, recipe, storage, held)))
+        return folder
+    storage = LocalStorage(checkpoint_folder(config.checkpoint.folder, Path()))
+    occupant = _occupant(storage)
+    if occupant is None or (folder is not None and _belongs_to(folder, occupant.owner)):
+        return folder
+    if folder is None and _is_continued(config, occupant, fresh=fresh):
+        return occupant.folder
+    subfolder = _free_subfolder(config.checkpoint.folder, recipe)
+    raise ConfigError(Problem("", "checkpoint.folder", _refusal(storage.place, occupant, subfolder)))
 
 
-def other_settings(config: Config, other: Config) -> list[str]:
-    """Return what `other` says otherwise about what is trained, as `optim.lr: 0.1 then, 0.2 now`; not how long, where,
-    or what is shown."""
-    then, now = _what_is_trained(to_public(other)), _what_is_trained(to_public(config))
-    flat_then, flat_now = dict(_flat(then)), dict(_flat(now))
-    keys = dict.fromkeys([*flat_then, *flat_now])
-    return [
-        f"{key}: {flat_then.get(key)} then, {flat_now.get(key)} now"
-        for key in keys
-        if flat_then.get(key) != flat_now.get(key)
-    ]
+def other_settings(config: Config, earlier: Config) -> list[str]:
+    """Return the settings that affect what is learned and differ, as `optim.lr: 0.1 then, 0.2 now`; without lengths."""
+    then, now = (dict(_flat(_of_training(to_public(settings)))) for settings in (earlier, config))
+    keys = dict.fromkeys([*then, *now])
+    return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
 
 
-def _held(storage: Storage) -> _Held | None:
-    """None: there is nothing that another run could lose."""
-    if not names_by_step(storage.names()):
+def _occupant(storage: Storage) -> _Occupant | None:
+    """Return the run whose checkpoints are in the storage; None if another run could overwrite nothing there."""
+    names = names_by_step(storage.names())
+    if not names:
         return None
-    owner, newest = storage.owner(), _newest(storage)
+    owner, newest = storage.owner(), _newest(storage, [names[step] for step in sorted(names, reverse=True)])
     if owner is None and newest is not None:  # an earlier version wrote no owner.json
         owner = Owner(newest.run, None, "a run")
-    return _Held(owner, newest) if owner is not None else None
+    return _Occupant(owner, newest) if owner is not None else None
 
 
-def _newest(storage: Storage) -> Manifest | None:
-    for _, name in sorted(names_by_step(storage.names()).items(), reverse=True):
+def _newest(storage: Storage, names: list[str]) -> Manifest | None:
+    for name in names:
         try:
             return read_manifest(storage, name)
         except CorruptCheckpoint:
@@ -106,79 +107,62 @@ def _newest(storage: Storage) -> Manifest | None:
 
 
 def _belongs_to(folder: Path, owner: Owner) -> bool:
-    own = id_of_run(folder)
-    if own is None:  # a run that was killed before it wrote its id, or one of an earlier version
+    run = id_of_run(folder)
+    if run is None:  # a run that was killed before it wrote its id, or one of an earlier version
         return owner.folder == str(folder) or (owner.folder is None and is_run(folder))
-    return own == owner.run and not _is_copied(folder, owner)
+    is_copy = owner.folder not in (None, str(folder)) and id_of_run(Path(str(owner.folder))) == owner.run
+    return run == owner.run and not is_copy
 
 
-def _is_copied(folder: Path, owner: Owner) -> bool:
-    """Whether the run's folder of before is still there: this one is a copy of it then, and would not be alone."""
-    if owner.folder is None or owner.folder == str(folder):
+def _is_continued(config: Config, occupant: _Occupant, *, fresh: bool) -> bool:
+    """Return whether this is the command that started the other run, and that run isn't finished or starts over."""
+    newest, folder = occupant.newest, occupant.folder
+    if newest is None or _of_run(newest.config) != _of_run(finite(to_public(config))):
         return False
-    return id_of_run(Path(owner.folder)) == owner.run
-
-
-def _is_continued(config: Config, held: _Held, *, fresh: bool) -> bool:
-    """Whether this is the command that began the other run, started again."""
-    if held.newest is None:
-        return False
-    if _all_but_place(held.newest.config) != _all_but_place(finite(to_public(config))):
-        return False
-    return fresh or not _is_done(config, held)
-
-
-def _is_done(config: Config, held: _Held) -> bool:
-    assert held.newest is not None, "only a run that has a checkpoint is continued"
-    folder = _folder_of(held.owner)
+    if fresh:
+        return True
     if folder is not None:
-        return is_finished(folder)
-    progress = Progress(held.newest.step, held.newest.samples, held.newest.tokens)
-    return is_at_its_end(config.run, progress, epoch_samples_in(held.newest))
+        return not is_finished(folder)
+    progress = Progress(newest.step, newest.samples, newest.tokens)
+    return not is_at_its_end(config.run, progress, epoch_samples_in(newest))
 
 
-def _folder_of(owner: Owner) -> Path | None:
-    """The run's folder, if it is still there and the run's."""
-    if owner.folder is None or id_of_run(Path(owner.folder)) != owner.run:
-        return None
-    return Path(owner.folder)
-
-
-def _refusal(config: Config, recipe: str, storage: Storage, held: _Held) -> str:
-    at = f", at step {held.newest.step:,}" if held.newest is not None else ""
-    folder = _folder_of(held.owner)
-    done = " (finished)" if folder is not None and is_finished(folder) else ""
+def _refusal(place: str, occupant: _Occupant, subfolder: str) -> str:
+    step = f", at step {occupant.newest.step:,}" if occupant.newest is not None else ""
+    folder = occupant.folder
+    finished = " (finished)" if folder is not None and is_finished(folder) else ""
     resume = f". To continue the other run: lockstep train {folder}" if folder is not None else ""
     return (
-        f"{storage.place} holds the checkpoints of another run, {held.owner}{at}{done}; set checkpoint.folder: "
-        f"{_free_subfolder(config, recipe)}, or leave it out: a run keeps its checkpoints in run.folder then{resume}"
+        f"{place} holds the checkpoints of another run, {occupant.owner}{step}{finished}; set checkpoint.folder: "
+        f"{subfolder}, or leave it out: a run keeps its checkpoints in run.folder then{resume}"
     )
 
 
-def _free_subfolder(config: Config, recipe: str) -> str:
-    folder = str(config.checkpoint.folder).rstrip("/")
-    name, number = Path(recipe).stem or "run", 1
-    while True:
-        free = f"{folder}/{name}" if number == 1 else f"{folder}/{name}-{number}"
-        if not Path(free).exists():
-            return free
+def _free_subfolder(folder: str, recipe: str) -> str:
+    first = free = f"{folder.rstrip('/')}/{Path(recipe).stem or 'run'}"
+    number = 1
+    while Path(free).exists():
         number += 1
+        free = f"{first}-{number}"
+    return free
 
 
-def _all_but_place(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what may differ between two starts of one command."""
+def _of_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what may differ between two starts of one command."""
     kept = {name: section for name, section in config.items() if name not in _NOT_OF_THE_RUN}
     run = kept.get("run")
     kept_of_run = {key: value for key, value in run.items() if key != "folder"} if isinstance(run, Mapping) else {}
     return {**kept, "run": kept_of_run}
 
 
-def _what_is_trained(config: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: section for name, section in _all_but_place(config).items() if name not in _CHANGES_NOTHING}
+def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: section for name, section in _of_run(config).items() if name not in _NOT_OF_THE_TRAINING}
     return {**kept, "run": {key: value for key, value in kept["run"].items() if key not in LENGTHS}}
 
 
-def _flat(value: Any, key: str = "") -> list[tuple[str, Any]]:
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(value, Mapping) or not value:
-        return [(key, value)]
-    return [pair for name, part in value.items() for pair in _flat(part, f"{key}.{name}" if key else name)]
+        yield key, value
+        return
+    for name, part in value.items():
+        yield from _flat(part, f"{key}.{name}" if key else name)

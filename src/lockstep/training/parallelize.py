@@ -1,9 +1,9 @@
 """How a model is parallelized, from top to bottom.
 
-transforms            checkpointing, offload, compiling, a user's own, in the order that their rules give
+transforms            checkpointing, offload, compiling, a user's own, in the order of their rules
 pipeline partition    this rank keeps its stages
-tensor parallel       and what else comes after the partition
-shard                 the strategy divides the parameters
+tensor parallel       and other transforms that come after the partition
+shard                 the strategy shards the parameters
 materialize           parameters get memory and values, on this rank's device
 build                 optimizer, gradient step, model state
 """
@@ -39,7 +39,7 @@ from lockstep.transforms.sync_batchnorm import SyncBatchNorm
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import ActivationCheckpointing, Config, PipelineParallel, TensorParallelOptions
     from lockstep.core.protocols import Transform
     from lockstep.core.records import Inputs
     from lockstep.distributed.process_group import World
@@ -65,9 +65,9 @@ class WholeModel:
     Attributes:
         module: On the CPU, or on the meta device.
         tensors: Names of its parameters and saved buffers, in order.
-        meta: What yields the values of a module on the meta device; None: it has its values.
+        meta: Materializes a module on the meta device; None: the module has its values.
         pretrained: Weights that replace these values; None: none do.
-        tensor_plan: How modules are divided over a tensor-parallel group, by name; empty: they aren't.
+        tensor_plan: Tensor-parallel style by module name; empty: no tensor parallelism.
         sample: Returns inputs of a few samples, on the CPU.
     """
 
@@ -86,8 +86,8 @@ class Parallelized:
     Attributes:
         position: This rank's position in the mesh.
         stages: This rank's stages of a pipeline; None: it has the whole model.
-        tensor: How matrices are divided; None: they are whole.
-        context: What divides sequences; None: they are whole.
+        tensor: The tensor-parallel transform; None: matrices are whole.
+        context: The context-parallel transform; None: sequences are whole.
         recomputed: Its activation checkpointing, if any.
     """
 
@@ -113,27 +113,29 @@ def parallelize(
         custom: A user's transforms.
 
     Raises:
-        ConfigError: The model can't be parallelized so.
+        ConfigError: The model doesn't support it.
     """
     model, blocks, device = whole.module, repeated_blocks(whole.module), world.device
-    position = cache(partial(mesh_position, plan.mesh, world))  # makes groups: what can be refused is refused before
+    position = cache(partial(mesh_position, plan.mesh, world))  # creates process groups, so it comes after refusals
     mode = ForwardMode()
-    recomputed = recompute_blocks(config, model, blocks, world)
-    tensor = tensor_parallel(whole.tensor_plan, position, mode)
-    context = context_parallel(config, plan.mesh, mode)
-    chosen = [
-        *transforms_of(config, device),
-        *(transform for transform in (recomputed, tensor, context) if transform is not None),
-    ]
-    before, after = split_at(PARTITION, [*chosen, *custom])
+    options = config.memory.activation_checkpointing
+    recomputed = recompute_blocks(options, model, blocks, world, compiles=config.model.compile)
+    tensor = _tensor_parallel(whole.tensor_plan, position, mode)
+    context = _context_parallel(plan.mesh.context, mode, allow_untested=config.run.allow_untested)
+    parallel = [transform for transform in (recomputed, tensor, context) if transform is not None]
+    before, after = split_at(PARTITION, [*transforms_of(config, device), *parallel, *custom])
 
     model = apply_transforms(model, before, device)
-    spec = partition_spec(config, plan.mesh, world.rank)
-    stages = partition_pipeline(model, blocks, spec, whole.sample, device, mode)
+    spec, stages = partition_spec(config.parallel.pipeline_parallel, plan.mesh, world.rank), None
+    if spec is not None:
+        from lockstep.engine.stages import PartitionedModel
+
+        chain = blocks_in_line(model, blocks)
+        stages = PartitionedModel(model, chain, spec, device, whole.sample(), muted_logging, mode)
     model = apply_transforms(model, after, device)
 
     builder = load_builder(plan.strategy, config.run.determinism)
-    given = ShardingContext(
+    sharding_context = ShardingContext(
         model,
         config,
         plan,
@@ -147,18 +149,18 @@ def parallelize(
         unused_remedy=before_unused(plan.strategy, plan.mesh),
     )
     if builder.shard is not None:
-        builder.shard(given)
+        builder.shard(sharding_context)
     materialize(model, whole, device, move=builder.shard is None)
-    return Parallelized(position(), stages, tensor, context, recomputed, builder.build(given))
+    return Parallelized(position(), stages, tensor, context, recomputed, builder.build(sharding_context))
 
 
 def check_model(model: nn.Module, config: Config, plan: Plan) -> None:
-    """Raise ConfigError if the model can't be parallelized so, as far as can be told without a forward."""
-    tensor_plan_of(config, plan.mesh, model)
+    """Raise ConfigError if the model can't be parallelized so, as far as that shows without a forward."""
+    tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, model)
     check = find_strategy(plan.strategy).check_model
     if check:
         resolved(check)(model, config)
-    spec = partition_spec(config, plan.mesh, 0)
+    spec = partition_spec(config.parallel.pipeline_parallel, plan.mesh, 0)
     if spec is not None:
         from lockstep.engine.partitioning import check_partition
 
@@ -188,31 +190,30 @@ def transforms_of(config: Config, device: torch.device) -> list[Transform]:
     return chosen
 
 
-def recompute_blocks(config: Config, model: nn.Module, blocks: Sequence[str], world: World) -> RecomputeBlocks | None:
-    """Return the activation checkpointing that the config names; None: none, or the compiler does it."""
-    options = config.memory.activation_checkpointing
-    if options.mode == "none" or (options.mode == "budget" and config.model.compile):
+def recompute_blocks(
+    options: ActivationCheckpointing, model: nn.Module, blocks: Sequence[str], world: World, *, compiles: bool
+) -> RecomputeBlocks | None:
+    """Return the config's activation checkpointing; None: there is none, or the compiler does it."""
+    if options.mode == "none" or (options.mode == "budget" and compiles):
         return None
     chain = blocks_in_line(model, list(blocks)) if options.mode == "segments" else blocks
     return RecomputeBlocks(options, chain, muted_logging, world.axis.broadcast)
 
 
-def tensor_plan_of(config: Config, mesh: Mesh, model: nn.Module) -> dict[str, str]:
-    """Return how each module is divided over the tensor axis; empty if the axis has one rank."""
+def tensor_plan_of(options: TensorParallelOptions, mesh: Mesh, model: nn.Module) -> dict[str, str]:
+    """Return the tensor-parallel style of each module by name; empty if the tensor axis has one rank."""
     if mesh.tensor == 1:
         return {}
     from lockstep.models.transformer import SEQUENCE_PLAN, TENSOR_PLAN, Transformer
     from lockstep.transforms.tensor_plans import tensor_plan
 
-    options = config.parallel.tensor_parallel
     own = SEQUENCE_PLAN if options.sequence_parallel else TENSOR_PLAN
     return tensor_plan(model, options, mesh.tensor, own if isinstance(model, Transformer) else None)
 
 
-def tensor_parallel(
+def _tensor_parallel(
     plan: Mapping[str, str], position: Callable[[], MeshPosition], mode: ForwardMode
 ) -> TensorParallel | None:
-    """Return the transform that divides matrices by the plan; None: the plan is empty."""
     if not plan:
         return None
     from lockstep.transforms.tensor_parallel import TensorParallel  # DTensors take 0.5 s to import
@@ -220,25 +221,23 @@ def tensor_parallel(
     return TensorParallel(plan, position, mode)
 
 
-def context_parallel(config: Config, mesh: Mesh, mode: ForwardMode) -> ContextParallel | None:
-    """Return the transform that divides sequences; None: they are whole."""
-    if mesh.context == 1:
+def _context_parallel(ranks: int, mode: ForwardMode, *, allow_untested: bool) -> ContextParallel | None:
+    if ranks == 1:
         return None
     from lockstep.transforms.context_parallel import ContextParallel
 
-    return ContextParallel(mesh.context, mode, allow_untested=config.run.allow_untested)
+    return ContextParallel(ranks, mode, allow_untested=allow_untested)
 
 
 # --- the pipeline partition ---------------------------------------------------------------------------------------
 
 
-def partition_spec(config: Config, mesh: Mesh, rank: int) -> PartitionSpec | None:
+def partition_spec(options: PipelineParallel, mesh: Mesh, rank: int) -> PartitionSpec | None:
     """Return how the model is partitioned into stages; None: it isn't."""
     if mesh.pipeline == 1:
         return None
     from lockstep.engine.partitioning import PartitionSpec
 
-    options = config.parallel.pipeline_parallel
     return PartitionSpec(
         rank=mesh.coordinates(rank)["pipeline"],
         ranks=mesh.pipeline,
@@ -246,22 +245,6 @@ def partition_spec(config: Config, mesh: Mesh, rank: int) -> PartitionSpec | Non
         stages_per_rank=stages_of(options.schedule, options.stages_per_rank),
         split=None if options.split == "auto" else options.split,
     )
-
-
-def partition_pipeline(
-    model: nn.Module,
-    blocks: Sequence[str],
-    spec: PartitionSpec | None,
-    sample: Callable[[], Inputs],
-    device: torch.device,
-    mode: ForwardMode,
-) -> PartitionedModel | None:
-    """Remove other ranks' stages from the model, in place; return this rank's."""
-    if spec is None:
-        return None
-    from lockstep.engine.stages import PartitionedModel
-
-    return PartitionedModel(model, blocks_in_line(model, blocks), spec, device, sample(), muted_logging, mode)
 
 
 def partition_of(
@@ -286,7 +269,7 @@ def materialize(model: nn.Module, whole: WholeModel, device: torch.device, *, mo
     """Give the parameters memory and values, each rank those that it holds.
 
     Args:
-        move: Whether to move the model to the device; what a strategy has divided is there, or where it wants it.
+        move: Whether to move the model to the device; a strategy places the parameters that it shards itself.
     """
     if whole.meta is not None:
         whole.meta.materialize(device)

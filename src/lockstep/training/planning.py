@@ -1,4 +1,4 @@
-"""What follows from a config, without starting a process or allocating the model."""
+"""Plans derived from a config without starting a process or allocating the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: boo
     """Return the plan of a run.
 
     Args:
-        memory: Bytes that each rank has; None: as many as it would have on this machine.
+        memory: Bytes of each rank; None: those that it would have on this machine.
     """
     from lockstep.models.build import parameter_facts, sketch_model
     from lockstep.plan.plan import Machine, make_plan
@@ -45,13 +45,13 @@ def plan_run(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: boo
 
 
 def _data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]]:
-    """Return the facts that the config states of its data, or else those of the data itself; and notes for readers."""
+    """Return the facts about the data that the config states, or else those of the data; and notes for the user."""
     facts = facts_of_config(config)
     return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
 
 
 def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
-    """Print the DeepSpeed config that makes the same run without Lockstep; on stderr, what no config can say."""
+    """Print the DeepSpeed config of the same run without Lockstep; on stderr, what a config can't express."""
     from lockstep.config.deepspeed import derived_of, plain_config
     from lockstep.models.build import describe_model
     from lockstep.plan.plan import make_plan
@@ -64,20 +64,14 @@ def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
         raise ConfigError(Problem("", "parallel.strategy", why))
     facts, _ = _data_facts(config, given)
     parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
-    made = make_plan(config, choose_ranks(config.launch), facts, parameters)
-    echo(json.dumps(plain_config(config, derived_of(made)), indent=2))
-    for note in _beyond_deepspeed(config, len(made.groups)):
+    plan, schedule = make_plan(config, choose_ranks(config.launch), facts, parameters), config.schedule
+    echo(json.dumps(plain_config(config, derived_of(plan)), indent=2))
+    notes = ["a script's usual loss is the mean of each micro-batch, Lockstep's the mean over all targets of an update"]
+    if len(plan.groups) > 1:
+        groups = f"{len(plan.groups)} groups of parameters (optim.decay, optim.rules)"
+        notes.append(f"the optimizer has {groups}: make them in the script")
+    if schedule.kind != "constant" or schedule.warmup_steps or schedule.warmup_ratio:
+        notes.append("DeepSpeed's schedules run two updates behind Lockstep's; a constant rate without warmup doesn't")
+    for note in notes:
         echo(f"note: {note}", file=sys.stderr)
     return 0
-
-
-def _beyond_deepspeed(config: Config, groups: int) -> list[str]:
-    schedule = config.schedule
-    notes = ["a script's usual loss is the mean of each micro-batch, Lockstep's the mean over all targets of an update"]
-    if groups > 1:
-        notes.append(
-            f"the optimizer has {groups} groups of parameters (optim.decay, optim.rules): make them in the script"
-        )
-    if schedule.kind != "constant" or schedule.warmup_steps or schedule.warmup_ratio:
-        notes.append("DeepSpeed's schedules run two updates behind Lockstep's; a constant rate without warm-up doesn't")
-    return notes

@@ -1,8 +1,8 @@
-"""When the host reads the numbers of an update.
+"""The time at which the host reads the numbers of an update.
 
-CPU    at once: they are already here
-GPU    update k is launched, then the numbers of update k - 1 are read: they were finished long ago, so the
-       host waits for nothing and the GPU never idles
+CPU    at once: they are on the host already
+GPU    update k is launched, then the numbers of update k - 1 are read: they have been ready for long, so the host
+       doesn't wait and the GPU never idles
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Reporter = Callable[[list[float], float, bool, float, float], StepReport]
 
 @dataclass(frozen=True, slots=True)
 class UpdateNumbers:
-    """What a report is made of, where it lies: on the host or on the GPU.
+    """The numbers of a report, on the host or on the GPU.
 
     Attributes:
         norm: of the gradient, unscaled, before clipping.
-        keep: whether the update was made.
-        scale, count: the loss scale and the valid targets that its loss was multiplied with and divided by.
+        keep: whether the update was kept.
+        scale, count: the loss scale, and the number of valid targets by which the loss was divided.
     """
 
     outcome: VoteResult
@@ -40,7 +40,7 @@ class UpdateNumbers:
 
 
 class PendingReport:
-    """The report of one update, which may still be on its way from a GPU."""
+    """The report of an update, whose numbers may not have arrived from a GPU yet."""
 
     __slots__ = ("_land", "_report")
 
@@ -52,7 +52,7 @@ class PendingReport:
         self._report = report
 
     def result(self) -> StepReport:
-        """Return the report; waits until the GPU has finished the update."""
+        """Return the report; wait until the GPU has finished the update."""
         if self._report is None:
             self._land()
         assert self._report is not None, "a later update reads the numbers of those before"
@@ -65,9 +65,6 @@ class PendingReport:
         )
 
 
-def _no_waiting() -> None: ...
-
-
 class HostReadback:
     """Reads numbers that are on the host."""
 
@@ -76,15 +73,15 @@ class HostReadback:
         self._latest: StepReport | None = None
 
     def start(self, tokens: int) -> None:
-        """Take the number of tokens of the first update."""
+        """Set the number of tokens of the first update."""
         self._tokens = tokens
 
     def tokens(self) -> int:
-        """Return the tokens of the current update, over all ranks."""
+        """Return the number of tokens of the current update, over all ranks."""
         return self._tokens
 
     def push(self, numbers: UpdateNumbers, reporter: Reporter) -> PendingReport:
-        """Take an update's numbers; return its report."""
+        """Start reading an update's numbers; return its report."""
         outcome = numbers.outcome
         self._tokens = int(outcome.next_tokens)
         self._latest = reporter(
@@ -94,7 +91,7 @@ class HostReadback:
             cast("float", numbers.scale),
             cast("float", numbers.count),
         )
-        return PendingReport(_no_waiting, self._latest)
+        return PendingReport(self.land, self._latest)
 
     def arrived(self) -> StepReport | None:
         """Return the report that has arrived since the last call, without waiting for one."""
@@ -102,11 +99,11 @@ class HostReadback:
         return report
 
     def flush(self) -> StepReport | None:
-        """Return the report that is still on its way, if any."""
+        """Return the report that hasn't arrived yet, if any."""
         return self.arrived()
 
     def land(self) -> None:
-        """Read what is on its way; `arrived` returns its report when it would have."""
+        """Read the numbers that haven't arrived yet; `arrived` returns the same reports as without this call."""
 
 
 class DeviceReadback:
@@ -115,7 +112,7 @@ class DeviceReadback:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tokens = 0
-        self._on_its_way: tuple[Tensor, torch.cuda.Event | None, Reporter, PendingReport] | None = None
+        self._pending: tuple[Tensor, torch.cuda.Event | None, Reporter, PendingReport] | None = None
         self._ready: StepReport | None = None
         self._delivered: StepReport | None = None
 
@@ -133,7 +130,7 @@ class DeviceReadback:
         rest = [numbers.norm, numbers.keep, numbers.scale, numbers.count]
         together = torch.cat([slots, *(self._number(value) for value in rest)])
         pending = PendingReport(self.land)
-        self._on_its_way = (*self._to_host(together), reporter, pending)
+        self._pending = (*self._to_host(together), reporter, pending)
         return pending
 
     def arrived(self) -> StepReport | None:
@@ -146,10 +143,10 @@ class DeviceReadback:
         return ready
 
     def land(self) -> None:
-        if self._on_its_way is None:
+        if self._pending is None:
             return
-        numbers, event, reporter, pending = self._on_its_way
-        self._on_its_way = None
+        numbers, event, reporter, pending = self._pending
+        self._pending = None
         if event is not None:
             event.synchronize()
         *slots, norm, keep, scale, count = numbers.tolist()

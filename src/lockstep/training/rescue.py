@@ -1,7 +1,7 @@
-"""The save that an exception triggers: the state after the last finished update is saved before the run ends.
+"""The save after an exception: the state after the last finished update is saved before the run ends.
 
-exception in a data set, an objective, a custom loop --> saved, if the state is sound --> the exception
-sys.exit(), Ctrl-C                                   --> saved, if the state is sound --> the same exit code
+exception in a dataset, an objective, a custom loop --> saved, if the state is consistent --> the exception
+sys.exit(), Ctrl-C                                  --> saved, if the state is consistent --> the same exit code
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import SaveReport, TrainingState
     from lockstep.distributed.store_exchange import StoreExchange
-    from lockstep.training.session import FailureState, Session
+    from lockstep.training.components import FailureState
+    from lockstep.training.session import Session
 
 
 @contextmanager
@@ -58,15 +59,14 @@ class Rescue:
     """Saves what a run that fails has learned since its last save. No older checkpoint is deleted for it.
 
     Attributes:
-        saver: of the run.
-        moment: describes a state, for its manifest.
+        metadata: describes a state, for its manifest.
     """
 
     session: Session
     storage: Storage
     saver: Saver
     failure_state: FailureState
-    moment: Callable[[TrainingState], StepMetadata]
+    metadata: Callable[[TrainingState], StepMetadata]
 
     def save(self, error: BaseException) -> str:
         """Save the state, and return what to report.
@@ -92,16 +92,16 @@ class Rescue:
             self.saver.finish()
         else:
             self.saver.abandon()
-        unsound = self._why_unsound()
-        if not together and not self._holds_everything():
-            return self._save_with_others(unsound, error)
+        inconsistency = self._inconsistency()
+        if not together and not self._has_whole_state():
+            return self._save_with_others(inconsistency, error)
         if self._is_saved():
             return None
-        if unsound is not None:
-            return unsound
+        if inconsistency is not None:
+            return inconsistency
         return self._save_together() if together else self._save_alone()
 
-    def _why_unsound(self) -> str | None:
+    def _inconsistency(self) -> str | None:
         """Return why the state is not that after the last update, and can't be restored to it; None if it is."""
         if self.failure_state.updating:
             return "the failure came in the middle of an update"
@@ -111,7 +111,7 @@ class Rescue:
             return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"
         return None
 
-    def _holds_everything(self) -> bool:
+    def _has_whole_state(self) -> bool:
         """Return whether this rank has the whole state, and no part of it differs between ranks."""
         plan = components_of(self.session).plan
         if not find_strategy(plan.strategy).holds_everything or plan.mesh.ranks != plan.mesh.data:
@@ -125,30 +125,30 @@ class Rescue:
         """Save by all ranks together; return why it failed, None if the checkpoint exists."""
         self.saver.disable_deletion()
         step, state = self.session.progress.steps, self.session.state()
-        self.saver.start(state, self.moment(state))
+        self.saver.start(state, self.metadata(state))
         self.saver.finish()
         reports = components_of(self.session).world.axis.broadcast(self.saver.outcomes())
         return next((report.failure for report in cast("list[SaveReport]", reports) if report.step == step), None)
 
-    def _save_with_others(self, unsound: str | None, error: BaseException) -> str | None:
+    def _save_with_others(self, inconsistency: str | None, error: BaseException) -> str | None:
         """Save with the other ranks, which may not know of the failure yet; collectives can't be used anymore."""
         exchange = components_of(self.session).world.exchange
         assert exchange is not None, "a single rank fails together with all ranks"
         if not exchange.called():
             if blames_a_peer(error) or is_timeout(error):
-                return "it is divided over ranks, and another rank has ended or hangs"
+                return "it is sharded over ranks, and another rank has ended or hangs"
             exchange.call()
-        states = cast("list[tuple[int, str | None]]", exchange.meet((self.session.progress.steps, unsound)))
+        states = cast("list[tuple[int, str | None]]", exchange.meet((self.session.progress.steps, inconsistency)))
         try:
             return self._save_over_store(exchange, states)
         finally:
             exchange.close()
 
     def _save_over_store(self, exchange: StoreExchange, states: Sequence[tuple[int, str | None]]) -> str | None:
-        """Save over the store, if every rank's (step, why it is unsound) allows it."""
-        for rank, (_, unsound) in enumerate(states):
-            if unsound is not None:
-                return f"rank {rank}: {unsound}"
+        """Save over the store, if every rank's (step, inconsistency) allows it."""
+        for rank, (_, inconsistency) in enumerate(states):
+            if inconsistency is not None:
+                return f"rank {rank}: {inconsistency}"
         steps = [step for step, _ in states]
         if len(set(steps)) > 1:
             most, least = steps.index(max(steps)), steps.index(min(steps))
@@ -159,15 +159,14 @@ class Rescue:
             return None if is_saved else self._save_together()
 
     def _save_alone(self) -> str | None:
-        """Save by this rank, without a collective; or wait for the rank that does: this one's end would end it."""
+        """Save by this rank, without a collective; or wait for the rank that does, because this one's end ends it."""
         components, name = components_of(self.session), checkpoint_name(self.session.progress.steps)
         state = self.session.state(synchronized=False)
         with self.storage.try_lock(name) as first:
             if first:
-                saver = Saver(
-                    self.storage.with_separate_drafts(), LocalGroup(), components.world.device, self.saver.run_metadata
-                )
-                saver.start(state, self.moment(state))
+                storage, device = self.storage.with_separate_drafts(), components.world.device
+                saver = Saver(storage, LocalGroup(), device, self.saver.run_metadata)
+                saver.start(state, self.metadata(state))
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)
         until = time.monotonic() + components.config.launch.timeout

@@ -1,7 +1,7 @@
-"""A whole run on one rank: the loop, what is due in it, and who looks on.
+"""A whole run on one rank: the loop, with its evaluations, saves and monitors.
 
-for report in session:        requests of monitors, signals and clocks are heard in the next vote
-    monitors look --> evaluate? --> save? --> stop?
+for report in session:        requests of monitors, signals and clocks reach all ranks with the next vote
+    monitors see it --> evaluate? --> save? --> stop?
 evaluate --> save --> results
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Paused, RunFailed
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.resilience.signals import run_signals
 from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.requests import Trigger
 from lockstep.training.rescue import rescuing
 from lockstep.training.session import Session, components_of
-from lockstep.training.triggers import Trigger
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
@@ -30,7 +30,7 @@ class SaveFailed(RunFailed):
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a run came to, identical on every rank.
+    """The results of a run, identical on every rank.
 
     Attributes:
         last: report of the last update; None if the run made none.
@@ -48,17 +48,22 @@ def run(
     session: Session,
     monitor: Monitor,
     checkpoints: Checkpoints,
-    drain_log: Callable[[StepReport], Iterable[Request]],
+    user_logs: Callable[[StepReport], Iterable[Request]],
 ) -> Results:
-    """Trains until the config's budget is used up, evaluating and saving when due.
+    """Train until the config's budget is used up, with the config's evaluations and saves.
 
     Args:
-        drain_log: called with each report; shows what user code has logged.
+        user_logs: called with each report; shows what user code has logged.
 
     Raises:
-        Paused: somebody asked for it; all ranks stop at the same update, and it is saved.
+        Paused: a rank was asked to stop; all ranks have stopped after the same update, and its state is saved.
         SaveFailed: the last save failed.
     """
+
+    def report_saves(ended: Iterable[SaveReport]) -> None:
+        for report in ended:
+            monitor.saved(report)
+
     last: StepReport | None = None
     evaluations: tuple[EvaluationReport, ...] = ()
     evaluated_at = -1
@@ -69,53 +74,31 @@ def run(
         for report in session:
             last = report
             session.request(monitor.see(report))
-            session.request(drain_log(report))
+            session.request(user_logs(report))
             session.request((*signals.requests(), *evaluation.requests(), *checkpoints.requests()))
-            _tell(monitor, checkpoints.outcomes())
+            report_saves(checkpoints.outcomes())
             stops = Request.STOP in report.requests
-            found: tuple[EvaluationReport, ...] = ()
-            if evaluation.after(before, session.progress, report):
-                found = evaluations = _evaluate(session, monitor)
+            new: tuple[EvaluationReport, ...] = ()
+            if evaluation.follows(before, session.progress, report):
+                new = evaluations = _evaluate(session, monitor)
                 evaluated_at = session.progress.steps
                 evaluation.restart()
-            wanted = checkpoints.is_best(found) or checkpoints.is_due(before, report)
-            if stops or (wanted and not session.finished):  # at the end, what is evaluated there is saved with it
-                checkpoints.save(found)
+            saves = checkpoints.is_best(new) or checkpoints.is_due(before, report)
+            if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
+                checkpoints.save(new, report_saves)
             if stops:
-                _pause(session, monitor, checkpoints)
+                _finish(checkpoints, report_saves)
+                raise Paused(
+                    f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
+                )
             before = session.progress
-        found = evaluations if evaluated_at == session.progress.steps else ()
-        if components.config.evaluation.at_end and not found:
-            found = evaluations = _evaluate(session, monitor)
-        checkpoints.is_best(found)
-        checkpoints.save(found)
-        _finish(monitor, checkpoints)
+        new = evaluations if evaluated_at == session.progress.steps else ()
+        if components.config.evaluation.at_end and not new:
+            new = evaluations = _evaluate(session, monitor)
+        checkpoints.is_best(new)
+        checkpoints.save(new, report_saves)
+        _finish(checkpoints, report_saves)
     return Results(session.progress, last, evaluations, session.seconds)
-
-
-def _pause(session: Session, monitor: Monitor, checkpoints: Checkpoints) -> NoReturn:
-    _finish(monitor, checkpoints)
-    raise Paused(f"stopped at step {session.progress.steps:,}, as asked, and saved; start it again to go on")
-
-
-def _finish(monitor: Monitor, checkpoints: Checkpoints) -> None:
-    """The last save exists; or the run fails with the reason."""
-    ended = checkpoints.finish()
-    _tell(monitor, ended)
-    while ended and ended[-1].made_room:  # each time with one checkpoint less
-        checkpoints.save_again()
-        ended = checkpoints.finish()
-        _tell(monitor, ended)
-    restored = checkpoints.restore_last()
-    _tell(monitor, restored)
-    ended = restored or ended
-    if ended and ended[-1].failure is not None:
-        raise SaveFailed(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")
-
-
-def _tell(monitor: Monitor, ended: Iterable[SaveReport]) -> None:
-    for report in ended:
-        monitor.saved(report)
 
 
 def _evaluate(session: Session, monitor: Monitor) -> tuple[EvaluationReport, ...]:
@@ -123,3 +106,18 @@ def _evaluate(session: Session, monitor: Monitor) -> tuple[EvaluationReport, ...
     for report in reports:
         session.request(monitor.evaluated(report))
     return reports
+
+
+def _finish(checkpoints: Checkpoints, report_saves: Callable[[Iterable[SaveReport]], None]) -> None:
+    """Wait until the last save exists. Raises SaveFailed if it can't."""
+    ended = checkpoints.finish()
+    report_saves(ended)
+    while ended and ended[-1].made_room:  # each time with one checkpoint less on the disk
+        checkpoints.save_again()
+        ended = checkpoints.finish()
+        report_saves(ended)
+    restored = checkpoints.restore_last()
+    report_saves(restored)
+    ended = restored or ended
+    if ended and ended[-1].failure is not None:
+        raise SaveFailed(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")

@@ -1,4 +1,4 @@
-"""What the start of a run prints."""
+"""The facts about a run that its start prints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from lockstep.core.records import RunInfo
 from lockstep.optim.precision import resolve_compute
 from lockstep.plan.plan import because, strategy_of
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.invariance import NOTE
+from lockstep.training.components import Components
 from lockstep.training.session import Session, components_of
+
+_INVARIANT = (
+    "run.determinism invariant: each rank computes with one thread on the CPU; training has the same bits on any "
+    "number of ranks, evaluations may differ in their last digits"
+)
 
 
 def run_info(
     session: Session, recipe: str, folder: str, resumed_from: int | None = None, notes: Sequence[str] = ()
 ) -> RunInfo:
-    """Of a session that is assembled."""
+    """Return the facts about the run of a session."""
     from lockstep.monitor.meters import peak_flops
 
     components = components_of(session)
@@ -44,23 +49,22 @@ def run_info(
         flops_per_token=components.flops_per_token,
         resumed_from=resumed_from,
         shares=components.place.shares,
-        notes=(*plan.warnings, *_notes(session), *notes),
+        notes=(*plan.warnings, *_notes(components), *notes),
     )
 
 
-def _notes(session: Session) -> tuple[str, ...]:
-    components = components_of(session)
+def _notes(components: Components) -> tuple[str, ...]:
     strategy = find_strategy(components.plan.strategy)
     options = strategy.options_of(components.config.parallel)
     notes = []
-    if strategy.divides and (told := because(components.plan)):
-        notes.append(told)
+    if strategy.divides and (reason := because(components.plan)):
+        notes.append(reason)
     coupled = components.coupled
     if coupled is not None or not components.objective.decomposes:
-        reason = coupled or "the objective says that it does not decompose over samples"
+        reason = coupled or "the objective does not decompose over samples"
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
     if components.plan.batch.fixed:
-        notes.append(NOTE)
+        notes.append(_INVARIANT)
     if strategy.unwrapped and components.sharding.step.module is components.sharding.state.model:
         notes.append(strategy.unwrapped)
     if (loss := strategy.lossy(options)) is not None:

@@ -1,8 +1,8 @@
-"""What the state in a checkpoint must be, before a run goes on from it.
+"""The check of a checkpoint's state before a run resumes from it, and of how the run's settings differ from it.
 
-manifest.state --> every field there, of the right kind? --> the same progress as the manifest's? --> believed
+manifest.state --> every field there, of the right type? --> the same progress as the manifest's? --> accepted
 
-A manifest whose hash is right says what somebody wrote; whether that makes sense is another question.
+A manifest whose hash is right contains what was written; that may still be no valid state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Source
 
 
-class _Patience(BaseModel):
+class _Discards(BaseModel):
     discarded: int
     in_a_row: int
 
@@ -41,11 +41,11 @@ class _Data(BaseModel):
 
 
 class _State(BaseModel):
-    """What `Session.state` and `Checkpoints.save` write, as far as a run would stumble over it."""
+    """What `Session.state` and `Checkpoints.save` write, as far as a resuming run needs it."""
 
     progress: Progress
     loss_scale: dict[str, float]
-    patience: _Patience
+    patience: _Discards
     seconds: float
     ledger: list[Segment]
     sharding: _Sharding
@@ -54,27 +54,27 @@ class _State(BaseModel):
 
 
 def check_state(manifest: Manifest) -> None:
-    """Raises CorruptCheckpoint unless a run can go on from what the manifest says, tensors aside."""
+    """Raise CorruptCheckpoint unless a run can resume from the manifest's state, tensors aside."""
     try:
         _State.model_validate_json(json.dumps(manifest.state), strict=True)
         progress = Progress(**manifest.state["progress"])
         segments_in(manifest.state["ledger"])
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))[:200]
-        raise CorruptCheckpoint(MANIFEST, f"its state makes no sense: {place}: {first['msg'][:200]}") from None
-    except TypeError as error:  # a field too many
-        raise CorruptCheckpoint(MANIFEST, f"its state makes no sense: {error}") from None
-    said = Progress(manifest.step, manifest.samples, manifest.tokens)
-    if progress != said:
-        raise CorruptCheckpoint(MANIFEST, f"its state contradicts it: {progress} there, {said} here")
+        key = ".".join(map(str, first["loc"]))[:200]
+        raise CorruptCheckpoint(MANIFEST, f"its state is invalid: {key}: {first['msg'][:200]}") from None
+    except TypeError as error:  # an unknown field
+        raise CorruptCheckpoint(MANIFEST, f"its state is invalid: {error}") from None
+    expected = Progress(manifest.step, manifest.samples, manifest.tokens)
+    if progress != expected:
+        raise CorruptCheckpoint(MANIFEST, f"its state contradicts it: {progress} there, {expected} here")
 
 
 def epoch_samples_in(manifest: Manifest) -> int:
-    """Return how many samples an epoch of the run has; 1 where the manifest doesn't say."""
+    """Return how many samples an epoch of the run has; 1 if the manifest has no record of it."""
     data = manifest.state.get("data")
-    found = data.get("epoch_samples") if isinstance(data, dict) else None
-    return found if isinstance(found, int) and found > 0 else 1
+    samples = data.get("epoch_samples") if isinstance(data, dict) else None
+    return samples if isinstance(samples, int) and samples > 0 else 1
 
 
 def data_identity(source: Source, epoch_samples: int) -> dict[str, Any]:
@@ -87,34 +87,26 @@ _DATA = {
     "samples": "the samples of data.train",
     "epoch_samples": "the samples of an epoch (those that fill batch.global_size, with data.drop_last)",
 }
-_THE_RUN = (
-    "model",
-    "objective",
-    "data.train",
-    "data.shuffle",
-    "data.drop_last",
-    "run.seed",
-    "optim.name",
-    "transforms",
-)
+_RUN_KEYS = (
+    "model", "objective", "data.train", "data.shuffle", "data.drop_last", "run.seed", "optim.name", "transforms",
+)  # fmt: skip
 
 
 def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list[str]:
-    """Return how this run differs from the one that was saved, one line each.
+    """Return how this run's data, model and seed differ from those of the saved run, one line each.
 
     Args:
-        config: of this run.
-        data: of this run, as `data_identity` has it.
+        data: of this run, as `data_identity` returns it.
     """
-    here = finite(to_public(config))
+    current = finite(to_public(config))
     lines = []
-    for key in _THE_RUN:
-        then, now = _at(manifest.config, key), _at(here, key)
+    for key in _RUN_KEYS:
+        then, now = _value(manifest.config, key), _value(current, key)
         if then is None and now == []:  # a key that earlier versions did not have
             continue
         if then != now and not (key == "optim.name" and now == "given"):  # earlier versions recorded another name
             lines += _differences(key, then, now)
-    then, now = _at(manifest.config, "schedule.kind"), _at(here, "schedule.kind")
+    then, now = _value(manifest.config, "schedule.kind"), _value(current, "schedule.kind")
     if then == "given" != now:  # a schedule of the config may be changed; one that was passed was only forgotten
         lines += _differences("schedule.kind", then, now)
     saved = manifest.state.get("data", {})
@@ -125,20 +117,16 @@ def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list
     return lines
 
 
-def _at(config: Mapping[str, Any], place: str) -> Any:
+def _value(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
-    for key in place.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
-def _differences(place: str, then: Any, now: Any) -> list[str]:
+def _differences(key: str, then: Any, now: Any) -> list[str]:
     """Return the values that differ. A key that is missing then came with a newer version, as its default."""
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        return [
-            line
-            for key in then
-            if then[key] != now.get(key)
-            for line in _differences(f"{place}.{key}", then[key], now.get(key))
-        ]
-    return [f"{place}: {json.dumps(then)} then, {json.dumps(now)} now"]
+        names = [name for name in then if then[name] != now.get(name)]
+        return [line for name in names for line in _differences(f"{key}.{name}", then[name], now.get(name))]
+    return [f"{key}: {json.dumps(then)} then, {json.dumps(now)} now"]

@@ -2,7 +2,7 @@
 
     batches --> accumulate --> verdict --> update(keep) --> report
                     |            |
-                    '--- vote ---'   losses, requests, and the counts of the next batch, whose loss they will divide
+                    '--- vote ---'   losses, requests, and the counts of the next batch, which will divide its loss
 
 A session is one run on one rank. An update is a transaction: it is prepared (`accumulate`), and kept or discarded by a
 verdict that is the same on all ranks (`commit`). Schedule, cursor and triggers follow attempted updates.
@@ -13,15 +13,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from lockstep.core.errors import PeerFailed, RunFailed, Stopped
 from lockstep.core.out_of_memory import mark
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
-from lockstep.distributed.consensus import Consensus, gradients_agree, requests_in, tallies_in
+from lockstep.distributed.consensus import gradients_agree, requests_in, tallies_in
 from lockstep.distributed.user_collectives import print_once
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.refusals import before_unused
@@ -29,87 +29,17 @@ from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.guard import DiscardLimit, is_finite, ranks_differ, verdict
 from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.single import unused_parameters
-from lockstep.training.evaluate import Evaluator
+from lockstep.training.components import Components, FailureState, VoteParticipant
 from lockstep.training.ledger import Ledger, OrderFacts, Segment
-from lockstep.training.memory_watch import MemoryWatch
-from lockstep.training.readback import PendingReport, Readback, UpdateNumbers
+from lockstep.training.readback import PendingReport, UpdateNumbers
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from lockstep.config.schema import Config
-    from lockstep.core.protocols import Engine, EvaluatedObjective, ObjectStore, Source
-    from lockstep.data.loader import TrainingLoader
-    from lockstep.distributed.mesh_position import MeshPosition
-    from lockstep.distributed.process_group import World
-    from lockstep.models.model_tensors import ModelTensors
-    from lockstep.optim.precision import LossScaler
-    from lockstep.plan.plan import Plan
-    from lockstep.sharding.context import Sharding
+    from lockstep.core.protocols import ObjectStore
     from lockstep.training.checkpoints import Checkpoints
 
 _MODEL = "model."  # before the names of the model's tensors in a saved state
-Rate = Callable[[float, int, int | None], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Components:
-    """The parts of a run on one rank, as `assemble` builds them.
-
-    Attributes:
-        tensors: names and shapes of the whole model's tensors.
-        coupled: why the loss of a batch is not a sum over its samples; None if it is.
-        flops_per_token: of the whole model; None if unknown.
-        rate: learning rate as a function of (fraction of the run done, step from 0, steps of the run or None).
-        watch: watches this rank's memory, if the config asks for it.
-    """
-
-    config: Config
-    plan: Plan
-    world: World
-    place: MeshPosition
-    objective: EvaluatedObjective
-    sharding: Sharding
-    tensors: ModelTensors
-    engine: Engine
-    loader: TrainingLoader
-    source: Source
-    evaluator: Evaluator
-    consensus: Consensus
-    readback: Readback
-    scaler: LossScaler
-    rate: Rate
-    coupled: str | None
-    flops_per_token: float | None
-    watch: MemoryWatch | None = None
-
-
-class VoteParticipant(Protocol):
-    """Takes part in each vote, and reads parameters and optimizer state between updates: the saves of a run."""
-
-    def status(self) -> tuple[int, int]:
-        """Return what this rank adds to the vote: saves that it has settled, and how many of them failed."""
-
-    def hear(self, settled: float, failed: float) -> None:
-        """Take the sums of all ranks' `status`."""
-
-    def before_update(self) -> None:
-        """Return once parameters and optimizer state may change."""
-
-    def rescue(self, error: BaseException) -> str | None:
-        """Save the state of a run that `error` ends, if possible; return what to report, None if nothing."""
-
-
-class _NoSaves:
-    def status(self) -> tuple[int, int]:
-        return 0, 0
-
-    def hear(self, settled: float, failed: float) -> None: ...
-
-    def before_update(self) -> None: ...
-
-    def rescue(self, error: BaseException) -> str | None:
-        return None
 
 
 class Session:
@@ -122,10 +52,18 @@ class Session:
     def __init__(self, components: Components) -> None:
         self._components = components
         self.progress = Progress()
-        self._patience = DiscardLimit()
-        self._ledger = Ledger(components.world.size, _order_facts(components))
-        self._saves: VoteParticipant = _NoSaves()
-        self._undo = FailureState(components.world.size == 1)
+        self._discard_limit = DiscardLimit()
+        config, source = components.config, components.source
+        order = OrderFacts(
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            samples=source.facts.samples,
+            epoch_samples=components.plan.epoch_samples,
+            fingerprint=source.fingerprint,
+        )
+        self._ledger = Ledger(components.world.size, order)
+        self._saves = VoteParticipant()
+        self._failure_state = FailureState(components.world.size == 1)
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
@@ -135,11 +73,11 @@ class Session:
         self._requests: set[Request] = set()
         self._began = time.perf_counter()
 
-    # --- the loop -----------------------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[StepReport]:
-        """Train until the run is finished, and yield a report per update; on a GPU each comes one update late, so that
-        the host never waits."""
+        """Train until the run is finished, and yield a report per update.
+
+        On a GPU each report comes one update late, so that the host never waits.
+        """
         for batch in self.batches():
             self.accumulate(batch)
             self.commit()
@@ -188,9 +126,9 @@ class Session:
     def accumulate(self, batch: GlobalBatch) -> None:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
         components = self._components
-        self._undo.begin_forward()
+        self._failure_state.begin_forward()
         if components.sharding.updates_in_backward:
-            self._undo.updating = True
+            self._failure_state.updating = True
             self._saves.before_update()
         components.sharding.step.begin_update(batch.samples, self._rate)
         components.engine.accumulate(batch, components.scaler.scale / self._count, self._open_vote)
@@ -199,8 +137,7 @@ class Session:
 
     @property
     def gradient_unit(self) -> float | Tensor:
-        """The accumulated gradient divided by this is the update's gradient. A mean over ranks is corrected here:
-        multiplied into the loss, the factor would overflow fp16 earlier than in one process."""
+        """Divisor that turns the accumulated gradient into the update's gradient: the loss scale."""
         return self._components.scaler.scale
 
     def request(self, requests: Iterable[Request]) -> None:
@@ -220,7 +157,7 @@ class Session:
         norm = outcome.squared_norm**0.5 / scale
         keep = is_finite(norm + outcome.loss_sum)
         rate = self._rate()
-        self._undo.updating = True
+        self._failure_state.updating = True
         self._saves.before_update()
         try:
             step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), keep)
@@ -234,10 +171,13 @@ class Session:
         pending = components.readback.push(numbers, self._reporter(batch, rate, tokens))
         self._arrived = report = components.readback.arrived()
         self._batch, self._count, self._upcoming = upcoming, nonzero_count(outcome.next_count), None
-        self._undo.updated()
+        self._failure_state.updated()
         if report is not None:
             self._note_failure(report)
-        self._watch_memory(report)
+        if components.watch is not None:
+            self.request(components.watch.requests(self.progress.steps))
+            if report is not None:
+                components.watch.update(report)
         return pending
 
     @property
@@ -248,7 +188,7 @@ class Session:
 
     @property
     def attempt(self) -> int:
-        """Number of this attempt at the run, from 1: one more than the checkpoint's that it resumed from."""
+        """Number of this attempt at the run, from 1; a resumed run has one more than its checkpoint."""
         return self._ledger.attempt
 
     @property
@@ -274,7 +214,7 @@ class Session:
 
         Args:
             place: a folder, or an object store.
-            fresh: start from the beginning; the checkpoints that are there are set aside.
+            fresh: start from the beginning; the checkpoints that are there are renamed.
             accept_changes: resume although data, model or seed differ from those of the checkpoint.
 
         Raises:
@@ -285,10 +225,10 @@ class Session:
 
         return checkpoints_in(self, place, fresh=fresh, accept_changes=accept_changes)
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------------
 
     def state(self, *, synchronized: bool = True) -> TrainingState:
-        """Return all that a run is between two updates, from which `restore` continues bit for bit.
+        """Return the whole state of a run between two updates, from which `restore` continues bit for bit.
 
         Args:
             synchronized: all ranks together, with the first rank's buffers; false: this rank's state alone, whose
@@ -299,13 +239,9 @@ class Session:
         if synchronized:
             components.sharding.state.synchronize()
         own = {
-            "progress": {
-                "steps": self.progress.steps,
-                "samples": self.progress.samples,
-                "tokens": self.progress.tokens,
-            },
+            "progress": asdict(self.progress),
             "loss_scale": components.scaler.state(),
-            "patience": self._patience.state(),
+            "patience": self._discard_limit.state(),
             "seconds": self.seconds,
             "ledger": self._ledger.state(),
         }
@@ -318,25 +254,25 @@ class Session:
         )
 
     def restore(self, state: TrainingState) -> None:
-        """Continue from `state`; before the first batch, or in place of what was done until now."""
+        """Continue from `state`: before the first batch, or instead of what was done until now."""
         values = state.values
         self._components.sharding.state.restore(TrainingState(state.tensors, values["sharding"]))
         generators.restore(state.tensors, self._components.world.rank)
         self.progress = Progress(**values["progress"])
         self._components.scaler.restore(values["loss_scale"])
-        self._patience.restore(values["patience"])
+        self._discard_limit.restore(values["patience"])
         self._ledger.restore(values["ledger"])
         self._began = time.perf_counter() - values["seconds"]
         self._batch = self._upcoming = None
 
     def attach(self, saves: VoteParticipant) -> FailureState:
-        """Let `saves` take part in each vote from now on; return what a save after a failure needs to know.
+        """Let `saves` take part in each vote; return what it needs to save after a failure.
 
-        Copies of the model's buffers are kept from now on while a forward may change them.
+        From now on the model's buffers are copied before a forward may change them.
         """
         self._saves = saves
-        self._undo.buffers = BufferSnapshot(self._components.sharding.state.model)
-        return self._undo
+        self._failure_state.buffers = BufferSnapshot(self._components.sharding.state.model)
+        return self._failure_state
 
     def rescue(self, error: BaseException) -> str | None:
         """Save the state of a run that `error` ends, if it has checkpoints; return what to report, None if nothing."""
@@ -360,8 +296,8 @@ class Session:
         self._requests.clear()
 
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
-        """Return the next update's batch. If its data fail, the current update is finished first, and the vote tells
-        all ranks."""
+        """Return the next update's batch. If its data fail, all ranks learn of it from the vote and finish the current
+        update."""
         try:
             return next(batches)
         except Stopped:
@@ -372,25 +308,17 @@ class Session:
             return replace(self._current, count=0, tokens=0)
 
     def _note_failure(self, report: StepReport) -> None:
-        """Note that a rank has no more data. On a GPU the report is of the update before, and comes too late: there the
-        other ranks fail with their peer."""
+        """Record that a rank's data failed. On a GPU the report is of the update before: there other ranks fail with
+        their peer."""
         if report.step != self.progress.steps or Request.FAIL not in report.requests:
             return
-        self._undo.fails_together = True
+        self._failure_state.fails_together = True
         if self._failure is None:
             self._failure = PeerFailed(f"another rank has no data for the update after step {report.step}")
 
     def _counts(self, batch: GlobalBatch) -> tuple[float, int]:
         """Return valid targets and tokens of a batch; 0 where another rank with the same samples counts them."""
         return (batch.count, batch.tokens) if self._components.place.reports_counts else (0, 0)
-
-    def _watch_memory(self, report: StepReport | None) -> None:
-        watch = self._components.watch
-        if watch is None:
-            return
-        self.request(watch.requests(self.progress.steps))
-        if report is not None:
-            watch.hear(report)
 
     def _rate(self) -> float:
         plan = self._components.plan
@@ -405,11 +333,11 @@ class Session:
         def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
             if not gradients_agree(slots, self._components.world.axis.size):
                 raise RunFailed(ranks_differ(progress.steps - 1))
-            judged = verdict(keep, scaled=self._components.scaler.enabled)
-            self._patience.see(judged, progress.steps)
+            result = verdict(keep, scaled=self._components.scaler.enabled)
+            self._discard_limit.see(result, progress.steps)
             digest, settled, failed = tallies_in(slots)
             self._ledger.add(progress.samples - batch.samples, progress.samples, digest)
-            self._saves.hear(settled, failed)
+            self._saves.receive(settled, failed)
             return StepReport(
                 step=progress.steps,
                 samples=progress.samples,
@@ -419,9 +347,9 @@ class Session:
                 count=count,
                 grad_norm=norm,
                 lr=rate,
-                verdict=judged,
+                verdict=result,
                 loss_scale=scale,
-                discarded=self._patience.discarded,
+                discarded=self._discard_limit.discarded,
                 seconds=time.perf_counter() - self._began,
                 update_samples=batch.samples,
                 update_tokens=tokens,
@@ -431,7 +359,8 @@ class Session:
         return report
 
     def _refuse_unused_parameters(self) -> None:
-        """Under DDP a parameter without a gradient stops the run at the next step; under any strategy it is a bug."""
+        """Raise for parameters without a gradient: under DDP they stop the next step, under any strategy they are a
+        bug."""
         if self._components.config.parallel.ddp.find_unused_parameters:
             return
         unused = self._components.sharding.step.parameters_without_gradient()
@@ -440,56 +369,9 @@ class Session:
             raise unused_parameters(unused, remedy=before_unused(plan.strategy, plan.mesh))
 
 
-class FailureState:
-    """What an error in the middle of an update leaves behind, and how to undo it.
-
-    Attributes:
-        fails_together: all ranks know that one of them fails, and have finished the same update.
-        updating: an update has begun to change parameters and optimizer state, and has not ended.
-        buffers: copies of the model's buffers; None: none are kept.
-    """
-
-    def __init__(self, fails_together: bool) -> None:
-        self.fails_together = fails_together
-        self.updating = False
-        self.buffers: BufferSnapshot | None = None
-        self._accumulating = False
-
-    def begin_forward(self) -> None:
-        """Copy the buffers, which a forward may change; not again if a micro-batch is repeated."""
-        if self.buffers is not None and not self._accumulating:
-            self.buffers.take()
-        self._accumulating = True
-
-    def updated(self) -> None:
-        self._accumulating = self.updating = False
-
-    def undo_forward(self, model: nn.Module) -> list[str]:
-        """Restore the buffers that forwards have changed since the last update; return the names of what else they may
-        have changed."""
-        if not self._accumulating:
-            return []
-        lost = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if self.buffers is not None:
-            self.buffers.put_back()
-            lost -= self.buffers.names
-        return [*sorted(lost), *generators.registered()]
-
-
 def components_of(session: Session) -> Components:
     """Return the parts of a session, which are no part of the public interface."""
     return session._components
-
-
-def _order_facts(components: Components) -> OrderFacts:
-    config, source = components.config, components.source
-    return OrderFacts(
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        samples=source.facts.samples,
-        epoch_samples=components.plan.epoch_samples,
-        fingerprint=source.fingerprint,
-    )
 
 
 def nonzero_count(count: float | Tensor) -> float | Tensor:

@@ -1,7 +1,7 @@
-"""Starts a run: checks it against what its folder holds, then trains as a rank or in ranks of this machine.
+"""Starts a run: checks it against what is in its folder, then trains as a rank or in ranks of this machine.
 
-this process is a rank already (torchrun, ...)  --> be it
-otherwise                                       --> make the folder, start the ranks, wait for their exit code
+this process is a rank already (torchrun, ...)  --> train as that rank
+otherwise                                       --> create the folder, start the ranks, wait for their exit code
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lockstep.launch.local import launch
 from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.folder import CONFIG, RunFolder, is_finished, is_run, recipe_of
 from lockstep.plan.schedule import used_of_budget
-from lockstep.training.checkpoints import Resume
 from lockstep.training.finished_run import run_config
 from lockstep.training.job import Job, imports_ahead, run_job
 from lockstep.training.locations import CheckpointLocation, choose, storage_of
-from lockstep.training.out_of_memory import advice, setting_of
+from lockstep.training.out_of_memory import advice, memory_factors
 from lockstep.training.ownership import LENGTHS, other_settings, run_folder_for
+from lockstep.training.resuming import Resume
 from lockstep.training.saved_state import epoch_samples_in
 from lockstep.training.user_objects import UserObjects, refuse_given
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import Config, Run
 
 _UNTRAINED_CODES = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
 _MAX_DIFFERENCES = 5  # settings shown in a message
@@ -50,7 +50,7 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
 
     Args:
         recipe: What the run is called where its config names no folder.
-        resume: From where; `origin` makes it a fork of another run.
+        resume: Where the run starts; `origin` makes it a fork of another run.
 
     Returns:
         The exit code, and the run's folder if this process is the one that prints the run's summary.
@@ -58,42 +58,42 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
     config = loaded.config
     refuse_given(loaded)
     folder = Path(config.run.folder) if config.run.folder is not None else None
-    # Of several ranks the first may have made the folder and begun this run there already: it alone looks.
-    first = os.environ.get("RANK", "0") == "0"
+    # Among several ranks, the first may have created the folder and started this run there already: only it checks.
+    is_first = os.environ.get("RANK", "0") == "0"
     _check_start(config, resume)
-    if resume.origin is not None and folder is not None and first:
+    if resume.origin is not None and folder is not None and is_first:
         _refuse_taken_fork(config, folder)
     if folder is not None and not resume.fresh and resume.step is None:
-        if first and (folder / CONFIG).is_file() and recipe_of(folder) != recipe:
+        if is_first and (folder / CONFIG).is_file() and recipe_of(folder) != recipe:
             _refuse_other_settings(config, folder)
         if _has_nothing_to_train(config, folder):
             return 0, folder
     job = Job(config, recipe, given=UserObjects(trust_remote_code=trust_remote_code), resume=resume)
     if names_a_rank(os.environ):
         finished = run_job(job)
-        return 0, finished.folder if first else None
+        return 0, finished.folder if is_first else None
     path, result = launch_job(job, config.launch.ranks)
     result.show()
     return result.code, path if result.code == 0 else None
 
 
-# --- refusals before a folder is made or a rank is started ----------------------------------------------------------
+# --- refusals before a folder is created or a rank is started -------------------------------------------------------
 
 
 def _check_start(config: Config, resume: Resume) -> None:
     """Raise ConfigError if the checkpoint to start from doesn't exist, or leaves nothing to train."""
     if resume.origin is not None:
-        place = CheckpointLocation(resume.origin)
+        location = CheckpointLocation(resume.origin)
     elif resume.step is None:
         return
     elif config.run.folder is None:
         raise ConfigError("--from resumes a run: lockstep train RUN --from STEP, or give its run.folder")
     else:
-        place = CheckpointLocation(storage_of(config, Path(config.run.folder)))
-    start = _readable(place.storage, choose(place, resume.step))
+        location = CheckpointLocation(storage_of(config.checkpoint, Path(config.run.folder)))
+    start = _readable(location.storage, choose(location, resume.step))
     if start is None:
         return
-    length = _length(config, start)
+    length = _length(config.run, start)
     if length.used >= length.budget:
         raise ConfigError(
             f"the checkpoint of step {start.step:,} is {length} already: nothing would be trained; give a longer "
@@ -102,12 +102,12 @@ def _check_start(config: Config, resume: Resume) -> None:
 
 
 def _refuse_taken_fork(config: Config, folder: Path) -> None:
-    """Raise ConfigError if a fork would replace what another run has left."""
+    """Raise ConfigError if a fork would overwrite another run's files."""
     if folder.is_dir() and any(folder.iterdir()):
         resume = f", or resume that run: lockstep train {folder}" if is_run(folder) else ""
         content = "a run already" if is_run(folder) else "something else"
         raise ConfigError(f"--fork begins a new run, and {folder} holds {content}; name a new folder{resume}")
-    storage = storage_of(config, folder)
+    storage = storage_of(config.checkpoint, folder)
     if names_by_step(storage.names()):
         why = f"{storage.place} holds checkpoints already, and a fork begins with a new one; name another folder"
         raise ConfigError(Problem("", "checkpoint.folder", why))
@@ -126,10 +126,10 @@ def _refuse_other_settings(config: Config, folder: Path) -> None:
 
 
 def _has_nothing_to_train(config: Config, folder: Path) -> bool:
-    """Return whether the run in the folder is as long as it is to be, and print so.
+    """Return whether the run in the folder has reached the configured length; if so, print that.
 
     Raises:
-        ConfigError: The run isn't finished and is longer than it is to be now; or it is finished and had other
+        ConfigError: The run isn't finished and is longer than the config now asks for; or it is finished and had other
             settings.
     """
     finished = is_finished(folder)
@@ -142,11 +142,12 @@ def _has_nothing_to_train(config: Config, folder: Path) -> bool:
             echo(f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh")
         return finished
     too_long = _too_long(config, folder, finished=finished)
-    if too_long is not None and not finished:
+    if too_long is None:
+        return False
+    if not finished:
         raise ConfigError(too_long)
-    if too_long is not None:
-        echo(too_long)
-    return too_long is not None
+    echo(too_long)
+    return True
 
 
 def _too_long(config: Config, folder: Path, *, finished: bool) -> str | None:
@@ -154,12 +155,12 @@ def _too_long(config: Config, folder: Path, *, finished: bool) -> str | None:
 
     A run that stopped exactly at its new end still has to be finished.
     """
-    storage = storage_of(config, folder)
+    storage = storage_of(config.checkpoint, folder)
     steps = names_by_step(storage.names())
     newest = _readable(storage, steps[max(steps)]) if steps else None
     if newest is None:
         return None
-    length = _length(config, newest)
+    length = _length(config.run, newest)
     if length.used < length.budget or (length.used == length.budget and not finished):
         return None
     return (
@@ -169,7 +170,7 @@ def _too_long(config: Config, folder: Path, *, finished: bool) -> str | None:
 
 
 def _readable(storage: Storage, name: str) -> Manifest | None:
-    """Return a checkpoint's manifest; None if it is damaged: the run reports that and resumes from an earlier one."""
+    """Return a checkpoint's manifest; None if it is damaged: the run will report that and use an earlier one."""
     try:
         return read_manifest(storage, name)
     except CorruptCheckpoint:
@@ -178,7 +179,7 @@ def _readable(storage: Storage, name: str) -> Manifest | None:
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """How far a checkpoint is and how long the run is to be, in the unit of `key`."""
+    """The progress of a checkpoint and the length of the run, in the unit of `key`."""
 
     used: float
     budget: float
@@ -189,22 +190,22 @@ class _Length:
         return f"{'past' if self.used > self.budget else 'at'} run.{self.key} {self.value}"
 
 
-def _length(config: Config, manifest: Manifest) -> _Length:
+def _length(run: Run, manifest: Manifest) -> _Length:
     progress = Progress(manifest.step, manifest.samples, manifest.tokens)
-    used, budget = used_of_budget(config.run, progress, epoch_samples_in(manifest))
-    key = next(length for length in LENGTHS if getattr(config.run, length) is not None)
-    return _Length(used, budget, key, getattr(config.run, key))
+    used, budget = used_of_budget(run, progress, epoch_samples_in(manifest))
+    key = next(length for length in LENGTHS if getattr(run, length) is not None)
+    return _Length(used, budget, key, getattr(run, key))
 
 
 # --- ranks of this machine ------------------------------------------------------------------------------------------
 
 
 def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResult]:
-    """Make the run's folder and run the job on N ranks of this machine; return the folder and how the ranks ended."""
+    """Create the run's folder and run the job on N ranks of this machine; return the folder and how the ranks ended."""
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
-    wanted = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
-    existed = wanted is not None and wanted.exists()
-    result = LaunchResult(ConfigError.exit_code)  # what `launch` raises
+    path = run_folder_for(job.config, job.recipe, fresh=job.resume.fresh)
+    existed = path is not None and path.exists()
+    result = LaunchResult(ConfigError.exit_code)  # stays if `launch` raises
 
     def leave() -> None:
         folder.release()
@@ -212,18 +213,18 @@ def launch_job(job: Job, ranks: int | Literal["auto"]) -> tuple[Path, LaunchResu
             folder.remove_unstarted()
 
     with ExitStack() as stack:
-        with blocked_signals(forks=True):  # no stop comes between making the folder and what would undo it
-            folder = RunFolder.create(wanted, job.recipe, again=True)
+        with blocked_signals(forks=True):  # no stop comes between creating the folder and what would undo it
+            folder = RunFolder.create(path, job.recipe, again=True)
             stack.enter_context(undo_on_stop(leave))
         try:
-            entry, ahead = partial(_be_a_rank, job, folder.path), imports_ahead(job.config)
-            remedy = advice(setting_of(job.config, number), "forward")
+            entry, ahead = partial(_train_as_rank, job, folder.path), imports_ahead(job.config)
+            remedy = advice(memory_factors(job.config, number), "forward")
             result = launch(entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy)
         finally:
             leave()
     return folder.path, result
 
 
-def _be_a_rank(job: Job, folder: Path) -> int:
+def _train_as_rank(job: Job, folder: Path) -> int:
     run_job(replace(job, folder=folder))
     return 0

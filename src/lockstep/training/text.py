@@ -1,10 +1,12 @@
-"""Text to token ids and back, as the training data of a run had them."""
+"""Text generation with a run's language model, with the tokenizer of its training data."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.training.session import components_of
@@ -12,124 +14,115 @@ from lockstep.training.session import components_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import DataSource, Model
     from lockstep.core.records import DataFacts
     from lockstep.training.session import Session
 
-
-SAMPLE_TOKENS = 200
-
-
-class Codec(Protocol):
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: list[int]) -> str: ...
+_SAMPLE_TOKENS = 200
 
 
-class Bytes:
-    """A token is a byte."""
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How text becomes token ids, and token ids text."""
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")  # 256 ends a document
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
 
 
-class Tokenizer:
-    """A tokenizer of the transformers library, from a folder or the local cache."""
+_BYTES = Codec(
+    encode=lambda text: list(text.encode()),
+    decode=lambda tokens: bytes(token for token in tokens if token < 256).decode(errors="replace"),  # 256: end of text
+)
 
-    def __init__(self, name: str) -> None:
-        from lockstep.data.hub import load_tokenizer
 
-        self._tokenizer = load_tokenizer(name)
+def _tokenizer(name: str) -> Codec:
+    """Return the codec of a transformers tokenizer, from a folder or the local cache."""
+    from lockstep.data.hub import load_tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    tokenizer = load_tokenizer(name)
+    return Codec(
+        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+    )
 
-    def decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+def codec_of(model: Model, data: DataSource) -> Codec:
+    """Return the codec of a run's training data.
+
+    Raises:
+        ConfigError: the model is no language model, or the data has no known tokenizer.
+    """
+    if not (model.kind == "transformer" or (model.kind == "huggingface" and model.task == "causal-lm")):
+        raise ConfigError(f"a model of kind {model.kind} can't generate text; only language models can")
+    if data.kind == "stdlib-text":
+        return _BYTES
+    if data.kind == "tokens":
+        from lockstep.data.tokens import tokenizer_name
+
+        name = tokenizer_name(Path(data.folder), data.split)
+        return _BYTES if name == "bytes" else _tokenizer(name)
+    if data.kind == "huggingface" and model.kind == "huggingface":
+        tokenizer = data.tokenizer or model.pretrained
+        if tokenizer is not None:
+            return _tokenizer(tokenizer)
+    raise ConfigError(f"data of kind {data.kind} has no known tokenizer, so no prompt can be continued")
 
 
 def sample(session: Session, prompt: str) -> str:
-    """The prompt and what the session's model makes of it, or why nothing; every rank runs it, and gets the same."""
+    """Return the prompt with the model's continuation, or with why there is none; all ranks together, same result."""
     import torch
 
     from lockstep.models.generation import generate
 
-    config, model = components_of(session).config, whole_model(session)
-    codec, was_training = codec_of(config), model.training
+    components, model = components_of(session), whole_model(session)
+    config = components.config
+    codec, was_training = codec_of(config.model, config.data.train), model.training
     model.eval()
-    draws = torch.Generator().manual_seed(config.run.seed)
     tokens = generate(
         model,
         codec.encode(prompt),
-        SAMPLE_TOKENS,
+        _SAMPLE_TOKENS,
         temperature=0.8,
-        generator=draws,
-        context=context_of(components_of(session).source.facts),
+        generator=torch.Generator().manual_seed(config.run.seed),
+        context=context_of(components.source.facts),
     )
     try:
         return prompt + codec.decode(list(tokens))
-    except RunFailed as failure:  # no reason to fail a run that is done
+    except RunFailed as failure:  # must not fail a run that is finished
         return f"{prompt}: {failure}"
     finally:
         model.train(was_training)
 
 
 def whole_model(session: Session) -> nn.Module:
-    """The session's, to be asked by all ranks together: what is spread over stages answers everywhere."""
-    bare = components_of(session).sharding.state.model
-    return bare if components_of(session).place.pipeline.size == 1 else _stages(session, bare)
+    """Return the session's model, for forwards that all ranks run together; a pipeline's returns logits everywhere."""
+    model = components_of(session).sharding.state.model
+    return model if components_of(session).place.pipeline.size == 1 else _all_stages(session, model)
 
 
-def _stages(session: Session, bare: nn.Module) -> nn.Module:
+def _all_stages(session: Session, model: nn.Module) -> nn.Module:
+    """Return a module that runs all stages; it yields the logits of the last position on every rank."""
     from torch import nn
 
     from lockstep.models.outputs import logits_of
 
-    class Stages(nn.Module):
-        """Goes through all stages; the logits of the last position, everywhere."""
-
+    class AllStages(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.piece = bare
-            self.config = getattr(bare, "config", None)
+            self.own_stages = model
+            self.config = getattr(model, "config", None)
 
-        @wraps(bare.forward)
+        @wraps(model.forward)
         def forward(self, **inputs: Any) -> Tensor:  # type: ignore[override]
-            outputs = components_of(session).engine.outputs(inputs)
-            mine = None if outputs is None else logits_of(outputs)[:, -1:].cpu()
-            everywhere = cast("list[Tensor | None]", components_of(session).place.pipeline.gather(mine))
-            return next(one for one in everywhere if one is not None)
+            components = components_of(session)
+            outputs = components.engine.outputs(inputs)
+            own = None if outputs is None else logits_of(outputs)[:, -1:].cpu()
+            gathered = cast("list[Tensor | None]", components.place.pipeline.gather(own))
+            return next(logits for logits in gathered if logits is not None)
 
-    return Stages()
+    return AllStages()
 
 
 def context_of(facts: DataFacts) -> int:
-    """Tokens that the model was trained to look back on."""
+    """Return the number of tokens that the model was trained to attend to."""
     return facts.tokens_per_sample or 1024
-
-
-def codec_of(config: Config) -> Codec:
-    """That of the training data.
-
-    Raises:
-        ConfigError: the run's model makes no text, or its data doesn't say how text becomes tokens.
-    """
-    model, data = config.model, config.data.train
-    writes = model.kind == "transformer" or (model.kind == "huggingface" and model.task == "causal-lm")
-    if not writes:
-        raise ConfigError(f"a model of kind {model.kind} continues no text; `generate` is for language models")
-    if data.kind == "stdlib-text":
-        return Bytes()
-    if data.kind == "tokens":
-        from lockstep.data.tokens import tokenizer_name
-
-        name = tokenizer_name(Path(data.folder), data.split)
-        return Bytes() if name == "bytes" else Tokenizer(name)
-    if data.kind == "huggingface" and model.kind == "huggingface":
-        tokenizer = data.tokenizer or model.pretrained
-        if tokenizer is not None:
-            return Tokenizer(tokenizer)
-    raise ConfigError(f"data of kind {data.kind} doesn't say how text becomes tokens, so no prompt can be continued")

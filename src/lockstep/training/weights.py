@@ -1,13 +1,12 @@
-"""The weights that a run leaves: RUN/model.
+"""The trained weights in a run's folder: RUN/model.
 
-    model.safetensors                        under the model's own names, tied ones once
-    of transformers, besides: config.json    a folder that `from_pretrained` loads,
-      generation_config.json, tokenizer      with the names that the library gives its files
+    model.safetensors                        with the model's own names, tied ones once
+    for a transformers model: config.json    a folder that `from_pretrained` loads,
+      generation_config.json, tokenizer      with the library's names for files
     XXH128SUMS                               a hash of each file of tensors, checked when it is read
 
-Nothing in it depends on how many ranks there were, and loading it executes nothing.
-
-Files and folders appear whole or not at all: they are written beside the target under another name, flushed, renamed.
+They don't depend on the number of ranks, and loading them executes no code. Files and folders are written under another
+name in the same folder, flushed, and renamed: they exist whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,26 +30,25 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import Config, DataSource, Model
     from lockstep.models.model_tensors import ModelTensors
 
 
 MODEL = "model"
 FILE = "model.safetensors"
-_OURS = ("use_cache",)
-"""Keys that Lockstep sets in a transformers config for training alone."""
+_TRAINING_KEYS = ("use_cache",)  # that Lockstep sets in a transformers config, for training alone
 
 
 def save_weights(
     model: nn.Module, expected: ModelTensors, tensors: Mapping[str, Tensor], folder: Path, tokenizer: str | None = None
 ) -> Path:
-    """Write the weights into a run's folder, whole or not at all; return their place.
+    """Write the weights to a run's folder, whole or not at all; return their path.
 
     Args:
         model: may hold only a part of them, as a stage of a pipeline does.
-        expected: the full list of the whole model's tensors.
+        expected: the tensors of the whole model.
         tensors: parameters and saved buffers by name, whole, tied ones once.
-        tokenizer: folder or hub name of the one whose tokens the model knows.
+        tokenizer: folder or hub name of the model's tokenizer.
 
     Raises:
         RunFailed: the tensors aren't all of the model's, or the disk is full or not writable.
@@ -107,38 +105,32 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
-    """Write a safetensors file; with its hash beside it where it has the name of a folder's only file.
+    """Write a safetensors file, and a file with its hash if it is called `model.safetensors`.
 
-    Raises what the disk and safetensors raise."""
+    Raises what the disk and safetensors raise.
+    """
     from safetensors.torch import save_file
 
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+    separate = {  # safetensors has no views
+        name: tensor.clone().contiguous() if users[tensor.untyped_storage().data_ptr()] > 1 else tensor.contiguous()
+        for name, tensor in tensors.items()
+    }
     with whole_file(target) as partial:
-        save_file(_without_views(tensors), partial, metadata={"format": "pt"})
+        save_file(separate, partial, metadata={"format": "pt"})
         checksums.forget(target)
     if target.name == FILE:
         checksums.record([target])
 
 
-def _without_views(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, copied where they share memory: safetensors has no views."""
-    holders = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
-    return {
-        name: tensor.clone().contiguous() if holders[tensor.untyped_storage().data_ptr()] > 1 else tensor.contiguous()
-        for name, tensor in tensors.items()
-    }
-
-
 def save_for_transformers(
     model: Any, expected: ModelTensors, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None
 ) -> None:
-    """Write a folder for `from_pretrained`. Raises what the disk, transformers and safetensors raise.
+    """Write a folder for `from_pretrained`; arguments are those of `save_weights`.
 
-    Args:
-        model, expected, tensors: as of `save_weights`.
-
-    Raises:
-        RunFailed: what transformers has written isn't all of the model.
+    Raises RunFailed if transformers hasn't written all of the model, and what the disk and the libraries raise.
     """
+    from lockstep.data.hub import load_tokenizer
     from lockstep.models.transformers_models import never_written, own_classes, quiet
 
     with whole_folder(target) as partial, quiet(), own_classes(model):
@@ -147,15 +139,16 @@ def save_for_transformers(
         expected.refuse_incomplete_file(_shapes_in(partial), never_written(model), written)
         for file in partial.glob("*config.json"):
             values = json.loads(file.read_text(encoding="utf-8"))  # generation uses the cache, training doesn't
-            kept = {key: value for key, value in values.items() if key not in _OURS}
+            kept = {key: value for key, value in values.items() if key not in _TRAINING_KEYS}
             file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         checksums.record(sorted(partial.glob("*.safetensors")))
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, partial)
+            with suppress(ConfigError):  # it isn't on this machine
+                load_tokenizer(tokenizer).save_pretrained(partial)
 
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in its safetensors files; only their headers are read."""
+    """Return the shapes of all tensors in the folder's safetensors files; only their headers are read."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -165,19 +158,8 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _save_tokenizer(name: str, folder: Path) -> None:
-    """Save the tokenizer, if it is on this machine."""
-    from lockstep.data.hub import load_tokenizer
-
-    try:
-        load_tokenizer(name).save_pretrained(folder)
-    except ConfigError:
-        return
-
-
-def tokenizer_of(config: Config) -> str | None:
-    """Return the transformers tokenizer of a run's data: folder or hub name; None if it has none."""
-    data, model = config.data.train, config.model
+def tokenizer_of(model: Model, data: DataSource) -> str | None:
+    """Return the folder or hub name of the transformers tokenizer of a run's data; None if it has none."""
     if data.kind == "huggingface":
         return data.tokenizer or (model.pretrained if model.kind == "huggingface" else None)
     if data.kind != "tokens":
@@ -192,7 +174,7 @@ def tokenizer_of(config: Config) -> str | None:
 
 
 def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
-    """Return the config with which a run's model is made again, for the weights that the run left.
+    """Return the config from which a run's model is built again, for its trained weights.
 
     Raises:
         ConfigError: it names code, belongs to another user's run, and is not trusted.
@@ -204,14 +186,14 @@ def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Yield the path to write to; then replace the file that is there."""
-    partial = _beside(target, "new")
+    """Yield the path to write to; then replace the target."""
+    partial = _temporary(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
         mode = partial.stat().st_mode
         yield partial
-        partial.chmod(mode)  # safetensors lets nobody else read
+        partial.chmod(mode)  # safetensors makes it readable by its owner alone
         flush(partial)
         partial.replace(target)
         flush(target.parent)
@@ -221,10 +203,10 @@ def whole_file(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder to write to; then replace the folder that is there."""
-    partial, old = _beside(target, "new"), _beside(target, "old")
+    """Yield an empty folder to write to; then replace the target."""
+    partial, old = _temporary(target, "new"), _temporary(target, "old")
     try:
-        _remove(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         mode = partial.stat().st_mode & 0o666
         yield partial
@@ -235,8 +217,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
         _exchange(target, partial, old)
         flush(target.parent)
     finally:
-        _remove(partial)
-        _remove(old)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _exchange(target: Path, new: Path, old: Path) -> None:
@@ -251,9 +233,5 @@ def _exchange(target: Path, new: Path, old: Path) -> None:
         raise
 
 
-def _beside(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}.{what}")
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _temporary(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.{suffix}")

@@ -1,0 +1,114 @@
+"""What a session consists of: components built from a config, participants in its votes, the state after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.distributed import generators
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Source
+    from lockstep.data.loader import TrainingLoader
+    from lockstep.distributed.consensus import Consensus
+    from lockstep.distributed.mesh_position import MeshPosition
+    from lockstep.distributed.process_group import World
+    from lockstep.models.model_tensors import ModelTensors
+    from lockstep.optim.precision import LossScaler
+    from lockstep.plan.plan import Plan
+    from lockstep.sharding.buffers import BufferSnapshot
+    from lockstep.sharding.context import Sharding
+    from lockstep.training.evaluate import Evaluator
+    from lockstep.training.readback import Readback
+    from lockstep.training.requests import MemoryWatch
+
+Rate = Callable[[float, int, int | None], float]
+"""The learning rate by fraction of the run done, step from 0, and steps of the run or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """The parts of a run on one rank, as `assemble` builds them.
+
+    Attributes:
+        tensors: names and shapes of the whole model's tensors.
+        coupled: why the loss of a batch is not a sum over its samples; None if it is.
+        flops_per_token: of the whole model; None if unknown.
+    """
+
+    config: Config
+    plan: Plan
+    world: World
+    place: MeshPosition
+    objective: EvaluatedObjective
+    sharding: Sharding
+    tensors: ModelTensors
+    engine: Engine
+    loader: TrainingLoader
+    source: Source
+    evaluator: Evaluator
+    consensus: Consensus
+    readback: Readback
+    scaler: LossScaler
+    rate: Rate
+    coupled: str | None
+    flops_per_token: float | None
+    watch: MemoryWatch | None = None
+
+
+class VoteParticipant:
+    """Takes part in each vote, and reads parameters and optimizer state between updates; this one does nothing."""
+
+    def status(self) -> tuple[int, int]:
+        """Return what this rank adds to the vote: finished saves, and how many of them failed."""
+        return 0, 0
+
+    def receive(self, settled: float, failed: float) -> None:
+        """Receive the sums of all ranks' `status`."""
+
+    def before_update(self) -> None:
+        """Return once parameters and optimizer state may change."""
+
+    def rescue(self, error: BaseException) -> str | None:
+        """Save the state of a run that `error` ends, if possible; return what to report, None if nothing."""
+        return None
+
+
+class FailureState:
+    """The state that an error in the middle of an update leaves behind, and how to undo it.
+
+    Attributes:
+        fails_together: all ranks know that one of them fails, and have finished the same update.
+        updating: an update has begun to change parameters and optimizer state, and has not ended.
+        buffers: copies of the model's buffers; None: none are kept.
+    """
+
+    def __init__(self, fails_together: bool) -> None:
+        self.fails_together = fails_together
+        self.updating = False
+        self.buffers: BufferSnapshot | None = None
+        self._accumulating = False
+
+    def begin_forward(self) -> None:
+        """Copy the buffers, which a forward may change; not again if a micro-batch is repeated."""
+        if self.buffers is not None and not self._accumulating:
+            self.buffers.take()
+        self._accumulating = True
+
+    def updated(self) -> None:
+        self._accumulating = self.updating = False
+
+    def undo_forward(self, model: nn.Module) -> list[str]:
+        """Restore the buffers that forwards have changed since the last update; return the names of what else they may
+        have changed."""
+        if not self._accumulating:
+            return []
+        lost = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if self.buffers is not None:
+            self.buffers.put_back()
+            lost -= self.buffers.names
+        return [*sorted(lost), *generators.registered()]

@@ -1,0 +1,97 @@
+"""What a rank requests of all ranks in the next vote: an evaluation or a save by the clock, activation checkpointing.
+
+steps, samples, tokens, epochs    no request: they follow from the progress, which all ranks share
+minutes                           the first rank to reach them requests, and all ranks act after the same update
+memory                            0.83 of a rank's memory > 0.8: all ranks switch checkpointing on after the vote
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.core.records import Request
+from lockstep.plan.schedule import is_due
+
+if TYPE_CHECKING:
+    from lockstep.config.every import Every
+    from lockstep.core.progress import Progress
+    from lockstep.core.records import StepReport
+    from lockstep.transforms.recomputing import Switch
+
+_log = logging.getLogger("lockstep")
+
+
+class Trigger:
+    """Decides after which updates an evaluation or a save follows.
+
+    Args:
+        every: None for never, unless a rank requests it.
+        request: how ranks request it from each other.
+    """
+
+    def __init__(self, every: Every | None, request: Request, epoch_samples: int) -> None:
+        self._every = every
+        self._request = request
+        self._epoch_samples = epoch_samples
+        self.restart()
+
+    def restart(self) -> None:
+        """Count minutes from now on, because it was done."""
+        self._began = time.monotonic()
+
+    def requests(self) -> tuple[Request, ...]:
+        """Return this rank's request for the next vote, if its minutes are over."""
+        every = self._every
+        if every is None or every.unit != "minutes" or time.monotonic() - self._began < every.number * 60:
+            return ()
+        return (self._request,)
+
+    def follows(self, before: Progress, now: Progress, report: StepReport) -> bool:
+        """Return whether it follows the update between `before` and `now`."""
+        if self._request in report.requests:
+            return True
+        every = self._every
+        return every is not None and every.unit != "minutes" and is_due(every, before, now, self._epoch_samples)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWatch:
+    """Switches activation checkpointing on once any rank uses too much memory.
+
+    Gradients stay bitwise identical, so it is no part of a run's state.
+
+    Attributes:
+        peak_share: returns the peak share of its memory that this rank has used.
+        threshold: the share at which a rank requests checkpointing.
+        check_every: updates between two checks.
+        logs: whether this rank prints that checkpointing is on.
+    """
+
+    switch: Switch
+    peak_share: Callable[[], float]
+    threshold: float
+    check_every: int
+    logs: bool
+
+    def requests(self, step: int) -> tuple[Request, ...]:
+        """Return this rank's request for the next vote, after update `step`."""
+        if self.switch.on or step % self.check_every or self.peak_share() <= self.threshold:
+            return ()
+        return (Request.SAVE_MEMORY,)
+
+    def update(self, report: StepReport) -> None:
+        """Switch checkpointing on if a rank has requested it; called between two updates."""
+        if Request.SAVE_MEMORY not in report.requests or self.switch.on:
+            return
+        self.switch.on = True
+        if self.logs:
+            _log.warning(
+                "memory.activation_checkpointing: a rank has used more than %.0f %% of its memory by update %d: "
+                "activations are computed again from here on",
+                100 * self.threshold,
+                report.step,
+            )

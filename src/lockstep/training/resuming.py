@@ -1,0 +1,143 @@
+"""How a run begins: its storage is checked and locked, and the newest usable checkpoint is restored.
+
+shared by all ranks? --> no other run saves there? --> newest checkpoint that verifies --> same run? --> restored
+"""
+
+from __future__ import annotations
+
+import difflib
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
+from lockstep.checkpoint.manifest import CorruptCheckpoint
+from lockstep.checkpoint.storage import MANIFEST
+from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.training.saved_state import changes, check_state
+from lockstep.training.session import Session, components_of
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.manifest import Manifest
+    from lockstep.checkpoint.storage import Storage
+    from lockstep.core.protocols import Axis, EvaluatedObjective
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a run begins.
+
+    Attributes:
+        fresh: start over, whatever was saved before.
+        step: of the checkpoint to resume from; None: the newest.
+        origin: storage of another run, from whose checkpoint this one starts as a fork; None: its own.
+        accept_changes: resume although data, model or seed differ.
+    """
+
+    fresh: bool = False
+    step: int | None = None
+    origin: Storage | None = None
+    accept_changes: bool = False
+
+
+def refuse_unknown_best(best: str, objective: EvaluatedObjective, evaluation_sets: Iterable[str]) -> None:
+    """Raise ConfigError if no evaluation will have the metric `checkpoint.best`."""
+    try:
+        metrics = list(objective.metrics(1.0, 1.0, defaultdict(lambda: 1.0)))
+    except Exception:  # a user's objective may need more than these values
+        metrics = [best.rpartition(".")[2]]
+    known = [f"{name}.{metric}" for name in evaluation_sets for metric in metrics]
+    if best not in known:
+        near = difflib.get_close_matches(best, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'no evaluation sets'}"
+        raise ConfigError(Problem("", "checkpoint.best", f"no evaluation will have {best}; {hint}"))
+
+
+def refuse_local_storage(storage: Storage, axis: Axis) -> None:
+    """Raise ConfigError if some ranks don't see what rank 0 writes: each host would hold a part of each checkpoint."""
+    token = cast("str", axis.broadcast(uuid.uuid4().hex))
+    if axis.rank == 0:
+        with storage.leave_marker(token):
+            axis.barrier()
+            seen = axis.gather(True)
+    else:
+        axis.barrier()
+        seen = axis.gather(storage.has_marker(token))
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        ranks = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
+        raise ConfigError(
+            f"ranks {ranks} don't see what rank 0 has written to {storage.place}; "
+            f"give checkpoint.folder one that all hosts share"
+        )
+
+
+def lock_storage(storage: Storage, axis: Axis) -> None:
+    """Lock the storage, and delete unfinished saves. Raises RunFailed if another run saves there."""
+    is_locked = storage.claim() if axis.rank == 0 else None
+    if not axis.broadcast(is_locked):
+        raise RunFailed(f"another run saves to {storage.place}; give checkpoint.folder another one, or end it")
+    if axis.rank == 0:
+        storage.remove_stale_drafts()
+    axis.barrier()
+
+
+def restore(
+    session: Session, origin: Storage, resume: Resume, data: Mapping[str, Any]
+) -> tuple[LoadedCheckpoint, list[str]] | None:
+    """Restore the session from the newest checkpoint that is usable, or from that of `resume.step`.
+
+    A manifest with the right hash may hold an invalid state: then the checkpoint before it is used.
+
+    Args:
+        data: of this run, as `data_identity` returns it.
+
+    Returns:
+        The checkpoint, and notes for the user; None: there is none.
+
+    Raises:
+        ConfigError: the checkpoint is of a run with other data, model or seed.
+        RunFailed: no checkpoint can be read.
+    """
+    config = components_of(session).config
+    invalid: dict[int, str] = {}
+
+    def check(manifest: Manifest) -> None:
+        check_state(manifest)
+        if manifest.step in invalid:
+            raise CorruptCheckpoint(MANIFEST, invalid[manifest.step])
+        differences = changes(manifest, config, data)
+        if differences and not resume.accept_changes:
+            listed = "".join(f"\n  {line}" for line in differences)
+            raise ConfigError(
+                f"the checkpoint of step {manifest.step} is of a run with other data, model or seed:{listed}\n"
+                f"--accept-changes resumes from it all the same, --fresh starts over (in Python: accept_changes=True, "
+                f"fresh=True)"
+            )
+
+    while (loaded := _load(session, origin, resume, check)) is not None:
+        step = loaded.manifest.step
+        try:
+            session.restore(loaded.state)
+        except (AttributeError, TypeError, LookupError, ValueError) as error:
+            invalid[step] = f"its state is invalid: {type(error).__name__}: {error}"
+            continue
+        return loaded, [
+            f"resumes from step {step:,} ({loaded.manifest.samples:,} samples)",
+            *(f"{name} could not be used: {why}" for name, why in loaded.broken.items()),
+            *(f"resumes although this changed: {line}" for line in changes(loaded.manifest, config, data)),
+        ]
+    return None
+
+
+def _load(
+    session: Session, origin: Storage, resume: Resume, check: Callable[[Manifest], None]
+) -> LoadedCheckpoint | None:
+    try:
+        return load_newest(origin, components_of(session).world.axis, session.state(), resume.step, check)
+    except RunFailed as error:
+        if resume.origin is not None:
+            raise
+        raise RunFailed(f"{error}\n--fresh starts over (in Python: fresh=True)") from error
