@@ -76,5 +76,5 @@ def test_the_checkpoint_before_it_is_taken(
 def test_an_audit_of_more_samples_than_can_be_computed_ends() -> None:
     order = {"seed": 1, "shuffle": True, "samples": 40, "epoch_samples": 40, "fingerprint": "x"}
     state = {"ledger": [{"attempt": 1, "ranks": 1, "first": 0, "last": 2**60, "digest": 0, "order": order}]}
-    with pytest.raises(VerificationError, match="names 1,152,921,504,606,846,976 samples, and an audit computes"):
+    with pytest.raises(VerificationError, match="has 1,152,921,504,606,846,976 samples, and an audit computes"):
         audit(state, 2**60)
