@@ -1,4 +1,4 @@
-"""The oracle of the loader's tests: a source whose samples are their own indices."""
+"""Sources for tests of the loader, whose samples are their own indices."""
 
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ class IndexSource:
 
 
 class DrawingSource(IndexSource):
-    """Draws from every generator there is."""
+    """A source that draws from every generator."""
 
     draws = True
 
     def fetch(self, indices: np.ndarray) -> Batch:
         drawn = torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])
-        noisy = torch.from_numpy(noise.uniform(indices, 2))
-        return Batch(
-            {"indices": torch.from_numpy(np.array(indices)), "drawn": drawn, "noise": noisy}, None, len(indices), 0
-        )
+        inputs = {"indices": torch.from_numpy(np.array(indices)), "drawn": drawn}
+        return Batch({**inputs, "noise": torch.from_numpy(noise.uniform(indices, 2))}, None, len(indices), 0)
 
 
 class BrokenSource(IndexSource):
-    """Can't read sample 5."""
+    """A source whose sample 5 can't be read."""
 
     def fetch(self, indices: np.ndarray) -> Batch:
         if 5 in indices:
@@ -50,7 +48,7 @@ class BrokenSource(IndexSource):
 
 
 def make_loader(source: Any, global_size: int = 8, **options: Any) -> TrainingLoader:
-    """A loader of rank `rank` of `ranks`; what isn't named is as by default."""
+    """Return the loader of rank `rank` of `ranks`."""
     given = {"micro_size": "auto", "rank": 0, "ranks": 1, "seed": 42, "shuffle": True, "drop_last": False, "workers": 0}
     given |= {"persistent_workers": True, "fixed": False} | options
     return TrainingLoader(

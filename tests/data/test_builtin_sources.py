@@ -31,20 +31,20 @@ def test_stdlib_text_is_the_library_without_every_20th_file():
     assert train.fingerprint != held_out.fingerprint
 
 
-def test_stdlib_text_can_be_cut_to_its_first_samples():
+def test_stdlib_text_can_be_limited_to_its_first_samples():
     source = opened(StdlibText(kind="stdlib-text", samples=7))
     assert source.facts.samples == 7
-    with pytest.raises(ConfigError, match=r"samples 1000000000 is more than the \d+ that there are; \d+ or null"):
+    with pytest.raises(ConfigError, match=r"samples 1000000000 is more than the \d+ that exist; set \d+ or null"):
         opened(StdlibText(kind="stdlib-text", samples=10**9))
 
 
-def test_no_tests_and_nothing_installed_are_in_the_library_text():
+def test_stdlib_text_excludes_tests_and_installed_packages():
     names = [name for name, _ in stdlib_files()]
     assert names == sorted(names)
     assert not [name for name in names if re.search(r"(^|/)(site-packages|test|tests)/", name)]
 
 
-def test_stdlib_functions_do_not_name_their_package():
+def test_stdlib_functions_do_not_contain_their_packages_name():
     train = opened(StdlibFunctions(kind="stdlib-functions"))
     held_out = opened(StdlibFunctions(kind="stdlib-functions", split="held-out"))
     assert len(train.packages) == train.facts.classes == 9
@@ -65,7 +65,7 @@ def test_stdlib_functions_do_not_name_their_package():
     assert small.inputs["tokens"].shape[1] == int(small.inputs["mask"].sum(1).max())
 
 
-def test_digits_are_images_between_0_and_1_every_5th_held_out():
+def test_digits_are_images_in_0_to_1_with_every_5th_held_out():
     train, held_out = opened(Digits(kind="digits")), opened(Digits(kind="digits", split="held-out"))
     assert (train.facts.samples, held_out.facts.samples, train.facts.classes) == (1438, 359, 10)
     assert not train.draws
@@ -78,27 +78,28 @@ def test_digits_are_images_between_0_and_1_every_5th_held_out():
     assert torch.equal(train.fetch(np.array([4])).inputs["images"][0, 0], images[5])
 
 
-def test_shifted_digits_move_by_whole_pixels_and_differ_by_epoch():
-    plain, moved = opened(Digits(kind="digits")), opened(Digits(kind="digits", shift=2))
-    assert moved.draws
+def test_digits_are_shifted_by_whole_pixels_that_differ_by_epoch():
+    plain, shifting = opened(Digits(kind="digits")), opened(Digits(kind="digits", shift=2))
+    assert shifting.draws
     indices = np.arange(200)
     images = torch.nn.functional.pad(plain.fetch(indices).inputs["images"], (2, 2, 2, 2))
-    places = set()
+    shifts = set()
     epochs = []
     for epoch in range(2):
         noise.use_epoch(epoch)
-        epochs.append(moved.fetch(indices).inputs["images"])
-        for image, seen in zip(images, epochs[-1], strict=True):
-            found = [(r, c) for r in range(5) for c in range(5) if torch.equal(image[:, r : r + 8, c : c + 8], seen)]
-            assert found
-            places.update(found[:1])
-    assert len(places) == 25
+        epochs.append(shifting.fetch(indices).inputs["images"])
+        for image, shifted in zip(images, epochs[-1], strict=True):
+            crops = {(r, c): image[:, r : r + 8, c : c + 8] for r in range(5) for c in range(5)}
+            matches = [corner for corner, crop in crops.items() if torch.equal(crop, shifted)]
+            assert matches
+            shifts.update(matches[:1])
+    assert len(shifts) == 25
     assert not torch.equal(epochs[0], epochs[1])
     noise.use_epoch(0)
-    assert torch.equal(moved.fetch(indices[50:60]).inputs["images"], epochs[0][50:60])
+    assert torch.equal(shifting.fetch(indices[50:60]).inputs["images"], epochs[0][50:60])
 
 
-def test_digits_without_scikit_learn_say_how_to_get_it(monkeypatch):
+def test_digits_without_scikit_learn_are_refused_with_the_command_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'lockstep-torch\[digits\]'"):
         opened(Digits(kind="digits"))

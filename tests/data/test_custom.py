@@ -17,7 +17,7 @@ INDICES = np.array([4, 1, 2])
 
 
 class Items(Dataset):
-    """Items made by a function of the index."""
+    """A dataset whose items are a function of the index."""
 
     def __init__(self, make):
         self._make = make
@@ -29,7 +29,7 @@ class Items(Dataset):
         return self._make(index)
 
 
-def test_a_mapping_gives_its_labels_to_the_objective():
+def test_the_labels_of_a_mapping_are_the_targets():
     for name in ("label", "labels", "target", "targets"):
         source = adapt_dataset(Items(lambda index, name=name: {"x": torch.full((2,), index), name: index % 3}))
         batch = source.fetch(INDICES)
@@ -47,13 +47,13 @@ def test_the_last_of_a_tuple_is_the_target():
     assert batch.targets.tolist() == [104, 101, 102]
 
 
-def test_a_tensor_is_an_input_without_target():
+def test_a_single_tensor_is_an_input_without_target():
     batch = adapt_dataset(Items(lambda index: torch.tensor([index]))).fetch(INDICES)
     assert batch.inputs[0].tolist() == [[4], [1], [2]]
     assert batch.targets is None
 
 
-def test_text_counts_its_tokens_without_padding():
+def test_tokens_are_counted_without_padding():
     items = Items(lambda index: {"input_ids": torch.arange(4), "attention_mask": torch.tensor([1, 1, 1, 0])})
     assert adapt_dataset(items).fetch(INDICES).tokens == 9
 
@@ -65,26 +65,26 @@ def test_a_collate_function_may_return_a_batch():
     assert adapt_dataset([5, 6, 7, 8, 9], collate).fetch(INDICES).tokens == 7
 
 
-def test_items_are_fetched_as_a_list_where_the_class_can():
-    class Whole(Items):
+def test_getitems_is_used_if_the_class_defines_it():
+    class BatchedItems(Items):
         def __getitems__(self, indices):
             return [index + 1000 for index in indices]
 
-    assert adapt_dataset(Whole(lambda index: index)).fetch(INDICES).inputs[0].tolist() == [1004, 1001, 1002]
+    assert adapt_dataset(BatchedItems(lambda index: index)).fetch(INDICES).inputs[0].tolist() == [1004, 1001, 1002]
 
 
-def test_tensors_are_gathered_as_the_items_would_be_collated():
+def test_a_tensor_dataset_gives_the_same_batch_as_collated_items():
     tensors = torch.randn(10, 3), torch.randn(10), torch.arange(10)
     gathered = adapt_dataset(TensorDataset(*tensors))
     collated = adapt_dataset(Items(lambda index: tuple(tensor[index] for tensor in tensors)))
     assert not gathered.draws
-    mine, theirs = gathered.fetch(INDICES), collated.fetch(INDICES)
-    assert all(torch.equal(a, b) for a, b in zip(mine.inputs, theirs.inputs, strict=True))
-    assert torch.equal(mine.targets, theirs.targets)
+    batch, expected = gathered.fetch(INDICES), collated.fetch(INDICES)
+    assert all(torch.equal(a, b) for a, b in zip(batch.inputs, expected.inputs, strict=True))
+    assert torch.equal(batch.targets, expected.targets)
     assert adapt_dataset(TensorDataset(tensors[0])).fetch(INDICES).targets is None
 
 
-def test_random_items_are_the_same_in_the_rank_and_in_workers():
+def test_random_items_are_the_same_with_and_without_workers():
     source = adapt_dataset(Items(lambda index: (torch.rand(()), index)))
     drawn = []
     for workers in (0, 2):
@@ -95,7 +95,7 @@ def test_random_items_are_the_same_in_the_rank_and_in_workers():
     assert len({number for batch in drawn[0] for number in batch}) > 10
 
 
-def test_the_fingerprint_follows_the_content():
+def test_the_fingerprint_depends_on_the_content():
     def of(values):
         return adapt_dataset(TensorDataset(torch.tensor(values))).fingerprint
 
@@ -106,20 +106,20 @@ def test_the_fingerprint_follows_the_content():
     assert adapt_dataset(noisy).fingerprint == adapt_dataset(noisy).fingerprint
 
 
-def test_what_is_no_map_style_dataset_is_refused():
+def test_other_objects_than_map_style_datasets_are_refused():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([1])
 
-    with pytest.raises(ConfigError, match=r"Stream is an IterableDataset; .* give a map-style Dataset"):
+    with pytest.raises(ConfigError, match=r"Stream is an IterableDataset, .* pass a map-style Dataset"):
         adapt_dataset(Stream())
-    with pytest.raises(ConfigError, match="object is no map-style Dataset: it has no __len__ and no __getitem__"):
+    with pytest.raises(ConfigError, match="object isn't a map-style Dataset: it has no __len__ and no __getitem__"):
         adapt_dataset(object())
     with pytest.raises(RunFailed, match="labels and target"):
         adapt_dataset(Items(lambda index: {"labels": 1, "target": 2})).fetch(INDICES)
 
 
-def test_from_a_file_of_the_users(tmp_path):
+def test_a_dataset_from_a_users_file(tmp_path):
     path = tmp_path / "my_data.py"
     path.write_text(
         "import torch\n"

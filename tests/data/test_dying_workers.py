@@ -1,4 +1,4 @@
-"""torch says that a worker has died wherever the main thread happens to be; there, too, people read what to do."""
+"""A worker that dies is reported with a remedy, wherever the main thread is when torch raises its error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _kill_the_worker() -> None:
 
 
 def _worker_killed_between_updates(seconds: float) -> str:
-    """What the main thread hears while it is anywhere but in the loader."""
+    """Return the message that the main thread gets while it is outside of the loader."""
     loader = make_loader(IndexSource(100), workers=1, shuffle=False)
     updates = loader.updates(Progress())
     next(updates)
@@ -41,21 +41,21 @@ def _worker_killed_between_updates(seconds: float) -> str:
 
 
 @pytest.mark.parametrize("seconds", [10.0, 0.0], ids=["outside of the loader", "inside"])
-def test_a_worker_that_dies_is_named_wherever_the_main_thread_is(seconds: float) -> None:
-    said = in_world(1, _worker_killed_between_updates, seconds)[0]
-    # the second is the loader's own word, if it looks before the signal is heard
+def test_a_dead_worker_is_reported_wherever_the_main_thread_is(seconds: float) -> None:
+    message = in_world(1, _worker_killed_between_updates, seconds)[0]
+    # the second is torch's message if its loader notices the death before the signal is handled
     how = r"\(pid \d+\) is killed by signal: Killed|\(pid\(s\) \d+\) exited unexpectedly"
-    when = r"( while samples .* were fetched)?"  # it may have been at those of later updates
+    when = r"( while samples .* were fetched)?"  # of this update or of later ones
     why = r"(Reason|If it was killed): (by a person or a scheduler|out of memory).*"
-    assert re.fullmatch(rf"a data worker died{when}: DataLoader worker ({how})\. {why}", said)
+    assert re.fullmatch(rf"a data worker died{when}: DataLoader worker ({how})\. {why}", message)
 
 
 KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
-SHOWN = ". With data.loader.workers: 0 the rank fetches itself and shows what happens"
+REMEDY = ". Set data.loader.workers: 0 to fetch in the rank's own process, which shows the error"
 
 
 @pytest.mark.parametrize(
-    ("said", "now", "reason"),
+    ("error", "kills", "reason"),
     [
         (
             KILLED,
@@ -71,12 +71,13 @@ SHOWN = ". With data.loader.workers: 0 the rank fetches itself and shows what ha
         ("DataLoader worker (pid 7) is killed by signal: Segmentation fault. ", Kills(1, 4), ""),
     ],
 )
-def test_why_a_worker_died_is_what_the_kernel_has_counted(
-    said: str, now: Kills, reason: str, monkeypatch: pytest.MonkeyPatch
+def test_the_reason_of_a_death_follows_the_kernels_counts(
+    error: str, kills: Kills, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "kernel_kills", lambda: now)
-    message = str(fetching._death(RuntimeError(said), [], Kills(0, 3)))
-    assert message == f"a data worker died: {said.strip(' .')}{reason}{SHOWN}"
+    monkeypatch.setattr(fetching, "kernel_kills", lambda: kills)
+    idle = fetching._WorkerSet(list, Kills(0, 3))
+    message = str(fetching._death(RuntimeError(error), [idle]))
+    assert message == f"a data worker died: {error.strip(' .')}{reason}{REMEDY}"
 
 
 def _users_own_worker_killed() -> str:
@@ -93,5 +94,5 @@ def _users_own_worker_killed() -> str:
     return ""
 
 
-def test_workers_that_are_not_the_loaders_are_left_to_their_owner() -> None:
+def test_the_death_of_a_users_own_worker_is_not_translated() -> None:
     assert in_world(1, _users_own_worker_killed)[0].startswith("DataLoader worker (pid ")

@@ -1,3 +1,5 @@
+"""`lockstep data fetch` downloads only what is on the hub."""
+
 import pytest
 
 from lockstep.config.schema import Config
@@ -11,13 +13,13 @@ def config(data: dict, **model) -> Config:
     return Config.model_validate({"model": model, "data": {"train": data}, "run": {"steps": 1}})
 
 
-def test_nothing_remote_needs_no_network(monkeypatch):
-    monkeypatch.setattr(hub, "_answers", lambda endpoint: pytest.fail("asked the hub"))
+def test_a_run_without_remote_data_makes_no_request(monkeypatch):
+    monkeypatch.setattr(hub, "_answers", lambda endpoint: pytest.fail("made a request"))
     stdlib = config({"kind": "stdlib-text"}, architecture={"model_type": "gpt2"})
-    assert list(fetch(stdlib)) == ["nothing to fetch: this run takes nothing from the hub"]
+    assert list(fetch(stdlib)) == ["nothing to fetch: this run uses nothing from the hub"]
 
 
-def test_without_a_network_fetching_fails_at_once(monkeypatch):
+def test_fetching_without_a_network_fails_immediately(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.is_connected.cache_clear()
     with pytest.raises(ConfigError, match="the hub does not answer"):

@@ -1,4 +1,4 @@
-"""Tiny rows and tiny tokenizers, all local."""
+"""Datasets of the datasets library become batches for each task. Rows and tokenizers are tiny and local."""
 
 import json
 import time
@@ -51,19 +51,19 @@ def folder(tmp_path_factory) -> Path:
 def opened(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
 
-    def open_(used: str, task: str | None, **options):
-        options = {"name": str(folder / "rows.jsonl"), "tokenizer": str(folder / used)} | options
+    def open_(tokenizer_name: str, task: str | None, **options):
+        options = {"name": str(folder / "rows.jsonl"), "tokenizer": str(folder / tokenizer_name)} | options
         return open_source(HuggingFaceData(kind="huggingface", **options), task=task, tokenizer=None)
 
     return open_
 
 
 def words(*text: str) -> list[int]:
-    """Ids under the gpt tokenizer, which has two special tokens."""
+    """Return ids of the gpt tokenizer, which has two special tokens."""
     return [WORDS.index(word) + 2 for word in " ".join(text).split()]
 
 
-def test_padding_is_never_a_target_even_where_it_is_the_end_token(opened):
+def test_padding_is_never_a_target_even_if_it_is_the_end_token(opened):
     source = opened("gpt", "causal-lm")
     assert (source.facts.vocabulary, source.facts.padding, source.facts.samples) == (13, 0, 4)
     batch = source.fetch(INDICES)
@@ -74,14 +74,14 @@ def test_padding_is_never_a_target_even_where_it_is_the_end_token(opened):
     assert batch.tokens == 7
 
 
-def test_our_own_language_models_get_the_next_ids(opened):
+def test_targets_of_lockstep_language_models_are_the_next_ids(opened):
     batch = opened("gpt", None).fetch(INDICES)
     second = words("the cat sat on the mat")
     assert batch.inputs["tokens"].tolist()[1] == second
     assert batch.targets.tolist() == [[-100] * 6, [*second[1:], -100]]
 
 
-def test_an_empty_text_is_one_place(opened):
+def test_an_empty_text_has_one_position(opened):
     batch = opened("gpt", "causal-lm").fetch(np.array([1]))
     assert batch.inputs["input_ids"].tolist() == [[0]]
     assert batch.inputs["attention_mask"].tolist() == [[1]]
@@ -96,7 +96,7 @@ def test_packed_documents_fill_every_sample(opened):
     assert opened("gpt", None, packed=True, max_length=4).fetch(np.array([1])).targets.tolist() == [stream[5:9]]
 
 
-def test_classes_come_with_texts_padded_to_the_batchs_longest(opened):
+def test_classified_texts_are_padded_to_the_batchs_longest(opened):
     source = opened("bert", "sequence-classification", label="label")
     assert source.facts.classes == 3
     batch = source.fetch(INDICES)
@@ -107,11 +107,11 @@ def test_classes_come_with_texts_padded_to_the_batchs_longest(opened):
     assert torch.equal(own.inputs["tokens"], batch.inputs["input_ids"])
 
 
-def test_samples_are_cut_at_the_longest_length(opened):
+def test_samples_are_truncated_to_max_length(opened):
     assert opened("bert", "masked-lm", max_length=5).fetch(INDICES).inputs["input_ids"].shape == (2, 5)
 
 
-def test_masks_hide_words_and_belong_to_the_sample(opened):
+def test_masks_hide_words_and_depend_only_on_the_sample(opened):
     source = opened("bert", "masked-lm", mask_probability=0.5)
     assert source.draws
     plain = opened("bert", "masked-lm", mask_probability=0.0).fetch(np.arange(4))
@@ -150,57 +150,59 @@ def test_only_the_completion_of_a_prompt_is_a_target(opened):
     assert own.targets[:, -1].tolist() == [-100, -100]
 
 
-def test_a_prompt_is_cut_before_its_completion(opened):
+def test_a_prompt_is_truncated_before_its_completion(opened):
     batch = opened("gpt", "causal-lm", label="answer", max_length=6).fetch(np.array([0]))
     assert batch.inputs["input_ids"].tolist() == [[*words("the mat"), *words("a dog ran"), 0]]
     batch = opened("gpt", "causal-lm", label="answer", max_length=3).fetch(np.array([0]))
     assert batch.inputs["input_ids"].tolist() == [words("mat a dog")]
     assert batch.targets.tolist() == [[-100, *words("a dog")]]
     begun = opened("bert", "causal-lm", label="answer", max_length=6).fetch(np.array([0]))
-    assert begun.inputs["input_ids"].tolist() == [[1, *[one + 3 for one in words("mat a dog ran")], 2]]
+    assert begun.inputs["input_ids"].tolist() == [[1, *[token + 3 for token in words("mat a dog ran")], 2]]
 
 
-def test_numbers_and_several_classes(opened, folder):
+def test_labels_can_be_numbers_or_several_classes(opened, folder):
     (folder / "scores.jsonl").write_text(json.dumps({"text": "cat", "score": 0.5, "tags": [0, 1, 1]}) + "\n")
     task, name = "sequence-classification", str(folder / "scores.jsonl")
-    one = opened("bert", task, name=name, label="score")
-    assert (one.facts.classes, one.fetch(np.array([0])).targets.tolist()) == (1, [0.5])
+    single = opened("bert", task, name=name, label="score")
+    assert (single.facts.classes, single.fetch(np.array([0])).targets.tolist()) == (1, [0.5])
     several = opened("bert", task, name=name, label="tags")
     assert (several.facts.classes, several.fetch(np.array([0])).targets.tolist()) == (3, [[0.0, 1.0, 1.0]])
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "says"),
+    ("task", "options", "message"),
     [
         ("masked-lm", {"label": "answer"}, "label answer: masked-lm hides tokens of `text`"),
-        ("causal-lm", {"label": "answer", "packed": True}, "packed joins documents, and a prompt with its completion"),
+        ("causal-lm", {"label": "answer", "packed": True}, "packed joins documents, but a prompt and its completion"),
         ("causal-lm", {"label": "label"}, "column label has 0, a int; text is needed"),
-        ("causal-lm", {"label": "answer", "text_pair": "text"}, "text_pair text and label, .* don't go together"),
-        ("causal-lm", {"text_pair": "answer", "packed": True}, "text_pair answer and packed don't go together"),
+        ("causal-lm", {"label": "answer", "text_pair": "text"}, "text_pair text and label, .* exclude each other"),
+        ("causal-lm", {"text_pair": "answer", "packed": True}, "text_pair answer and packed exclude each other"),
         ("causal-lm", {"train_on_prompt": True}, "train_on_prompt is for .* this is causal-lm without `label`"),
-        ("seq2seq", {"label": "answer", "train_on_prompt": True}, "train_on_prompt is for .* this is seq2seq; leave"),
-        ("causal-lm", {"mask_probability": 0.2}, "mask_probability is for masked-lm, and this is causal-lm"),
+        ("seq2seq", {"label": "answer", "train_on_prompt": True}, "train_on_prompt is for .* this is seq2seq; remove"),
+        ("causal-lm", {"mask_probability": 0.2}, "mask_probability is for masked-lm, but this is causal-lm"),
         ("token-classification", {"label": "label"}, "batches for causal-lm, .* made for token-classification"),
     ],
 )
-def test_what_would_be_ignored_is_refused(opened, task, options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_options_that_would_be_ignored_are_refused(opened, task, options, message):
+    with pytest.raises(ConfigError, match=message):
         opened("gpt", task, **options)
 
 
-def test_messages_are_no_text(opened, folder):
+def test_chat_messages_are_refused_as_text(opened, folder):
     (folder / "chat.jsonl").write_text(json.dumps({"text": [{"role": "user", "content": "cat"}]}) + "\n")
-    with pytest.raises(ConfigError, match=r"column text has messages; write them out .* apply_chat_template"):
+    with pytest.raises(
+        ConfigError, match=r"column text has messages; write them as text first, .* apply_chat_template"
+    ):
         opened("gpt", "causal-lm", name=str(folder / "chat.jsonl"))
 
 
-def test_a_target_text_becomes_labels(opened):
+def test_a_target_text_becomes_the_targets(opened):
     batch = opened("gpt", "seq2seq", label="answer").fetch(np.array([0, 1]))
     expected = [words("a dog ran"), [*words("a cat"), -100]]
     assert batch.targets.tolist() == expected
 
 
-def test_slices_and_saved_data_sets(opened, folder, tmp_path):
+def test_slices_of_files_and_saved_datasets(opened, folder, tmp_path):
     assert opened("gpt", "causal-lm", split="train[1:3]").facts.samples == 2
     from datasets import Dataset, DatasetDict
 
@@ -214,13 +216,13 @@ def test_slices_and_saved_data_sets(opened, folder, tmp_path):
     assert half.fingerprint != opened("gpt", "causal-lm", split="train[2:]").fingerprint
 
 
-def test_what_does_not_fit_is_said(opened, tmp_path):
+def test_data_that_does_not_suit_the_task_is_refused(opened, tmp_path):
     for arguments, message in [
         ({"task": "causal-lm", "text": "txt"}, "no column txt; did you mean text"),
         ({"task": "seq2seq"}, "seq2seq needs `label`"),
         ({"task": "sequence-classification", "label": "answer"}, "column answer has '.*', but classes are numbers"),
         ({"task": "masked-lm", "tokenizer_": "gpt"}, "needs a tokenizer with a mask token"),
-        ({"task": "masked-lm", "packed": True}, "packed can be false"),
+        ({"task": "masked-lm", "packed": True}, "set packed: false"),
         ({"task": "causal-lm", "name": str(tmp_path / "none.jsonl")}, "there is no file or folder"),
         ({"task": "causal-lm", "split": "test"}, "split test, can't be read"),
     ]:
@@ -231,14 +233,14 @@ def test_what_does_not_fit_is_said(opened, tmp_path):
 @pytest.fixture
 def unreachable(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # noted, so that what the code sets is undone
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # recorded by monkeypatch, which undoes what the code sets
     monkeypatch.delenv("HF_HUB_OFFLINE")
     hub.is_connected.cache_clear()
     yield
     hub.is_connected.cache_clear()
 
 
-def test_without_a_network_a_name_that_is_not_cached_fails_at_once(opened, unreachable):
+def test_a_name_that_is_not_cached_fails_immediately_without_a_network(opened, unreachable):
     import datasets.config
     import huggingface_hub.constants
 
@@ -254,7 +256,7 @@ def test_without_a_network_a_name_that_is_not_cached_fails_at_once(opened, unrea
         datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
 
 
-def test_preparing_with_a_tokenizer_of_the_library(folder, tmp_path):
+def test_preparing_with_a_tokenizer_of_the_transformers_library(folder, tmp_path):
     headers = prepare(
         [str(folder / "rows.jsonl")], tmp_path / "out", tokenizer=str(folder / "gpt"), column="answer", held_out=4
     )

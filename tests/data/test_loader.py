@@ -1,3 +1,5 @@
+"""Updates contain the same samples for any ranks, micro-batches, workers and restarts."""
+
 from contextlib import closing
 from itertools import islice
 
@@ -19,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def samples_of(update: GlobalBatch) -> list[int]:
-    """The real samples of this rank's share, in order."""
+    """Return the samples of this rank's share, in order, without padding."""
     return [index for batch in update.micro_batches if batch.samples for index in batch.inputs[0].tolist()]
 
 
@@ -28,7 +30,7 @@ def taken(loader, number: int, progress: Progress | None = None) -> list[GlobalB
         return list(islice(loader.updates(progress or Progress()), number))
 
 
-# --- the same samples however they are divided --------------------------------------------------------------------
+# --- samples of updates -------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -39,7 +41,7 @@ def taken(loader, number: int, progress: Progress | None = None) -> list[GlobalB
     ranks=st.sampled_from([1, 2, 3, 4, 8]),
     updates=st.integers(0, 20),
 )
-def test_an_update_is_the_same_samples_for_any_ranks_and_micro_size(samples, global_size, micro_size, ranks, updates):
+def test_an_update_has_the_same_samples_for_any_ranks_and_micro_size(samples, global_size, micro_size, ranks, updates):
     source = IndexSource(samples)
     alone = taken(make_loader(source, global_size), updates + 3)
     start = Progress(updates, alone[updates - 1].cursor if updates else 0, 0)
@@ -54,12 +56,8 @@ def test_an_update_is_the_same_samples_for_any_ranks_and_micro_size(samples, glo
         assert sum(part.count for part in parts) == expected.count == 3 * expected.samples
         assert sum(part.tokens for part in parts) == expected.tokens
         for part in parts:
-            assert (part.samples, part.cursor, part.epoch, part.step) == (
-                expected.samples,
-                expected.cursor,
-                expected.epoch,
-                expected.step,
-            )
+            for name in ("samples", "cursor", "epoch", "step"):
+                assert getattr(part, name) == getattr(expected, name)
             assert len(part.micro_batches) == len(parts[0].micro_batches)
             assert all(batch.samples <= micro_size for batch in part.micro_batches)
 
@@ -72,16 +70,16 @@ def test_an_epoch_is_the_keyed_order_cut_into_global_batches(samples, global_siz
     per_epoch = -(-loader.epoch_samples // global_size)
     updates = taken(loader, 2 * per_epoch)
     for epoch in range(2):
-        mine = updates[epoch * per_epoch : (epoch + 1) * per_epoch]
+        of_epoch = updates[epoch * per_epoch : (epoch + 1) * per_epoch]
         expected = SampleOrder(samples, 42).indices(epoch, np.arange(loader.epoch_samples)).tolist()
-        assert [index for update in mine for index in samples_of(update)] == expected
-        assert {update.epoch for update in mine} == {epoch}
-        assert all(update.samples == global_size for update in mine[:-1])
+        assert [index for update in of_epoch for index in samples_of(update)] == expected
+        assert {update.epoch for update in of_epoch} == {epoch}
+        assert all(update.samples == global_size for update in of_epoch[:-1])
     assert [update.cursor for update in updates] == np.cumsum([update.samples for update in updates]).tolist()
     assert [update.step for update in updates] == list(range(len(updates)))
 
 
-def test_a_resumed_run_goes_on_inside_an_epoch():
+def test_a_run_resumes_inside_an_epoch():
     source = IndexSource(50)
     whole = taken(make_loader(source), 20)
     for done in range(1, 19):
@@ -89,40 +87,40 @@ def test_a_resumed_run_goes_on_inside_an_epoch():
         assert [samples_of(update) for update in rest] == [samples_of(update) for update in whole[done:]]
 
 
-def test_a_cursor_between_updates_goes_on_with_the_next_sample():
+def test_a_cursor_between_updates_resumes_with_the_next_sample():
     order = SampleOrder(50, 42).indices(0, np.arange(50)).tolist()
     (update,) = taken(make_loader(IndexSource(50), 10), 1, Progress(3, 7, 0))
     assert samples_of(update) == order[7:17]
 
 
-def test_large_global_batches_and_sets_longer_than_a_block():
+def test_global_batches_and_datasets_larger_than_a_block():
     source = IndexSource(20_000)
     order = SampleOrder(20_000, 42).indices(0, np.arange(20_000)).tolist()
     assert [index for update in taken(make_loader(source, 9000), 3) for index in samples_of(update)] == order
     assert [index for update in taken(make_loader(source, 16), 1250) for index in samples_of(update)] == order
 
 
-def test_unshuffled_is_the_order_of_the_source():
+def test_without_shuffling_samples_have_the_order_of_the_source():
     updates = taken(make_loader(IndexSource(10), 4, shuffle=False), 4)
     assert [samples_of(update) for update in updates] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
 
 
-def test_ranks_without_samples_get_filler_without_weight():
+def test_ranks_without_samples_get_padding_batches_without_weight():
     shares = [taken(make_loader(IndexSource(30), 3, rank=rank, ranks=8), 1)[0] for rank in range(8)]
     real = [share for share in shares if share.tokens]
-    filler = [share for share in shares if not share.tokens]
+    padding = [share for share in shares if not share.tokens]
     assert len(real) == 3
-    for share in filler:
+    for share in padding:
         assert share.count == 0
         assert share.samples == 3
         assert share.micro_batches[0].samples == share.micro_batches[0].tokens == 0
         assert share.micro_batches[0].inputs[0].tolist() == [samples_of(shares[0])[0]]
 
 
-def test_dropping_all_samples_is_refused_with_what_would_do():
-    with pytest.raises(ConfigError, match=r"batch.global_size can be 5 at most, or drop_last false"):
+def test_dropping_all_samples_is_refused_with_a_global_size_that_fits():
+    with pytest.raises(ConfigError, match=r"set batch.global_size to 5 at most, or drop_last to false"):
         make_loader(IndexSource(5), 8, drop_last=True)
-    with pytest.raises(ConfigError, match="data set is empty"):
+    with pytest.raises(ConfigError, match="dataset is empty"):
         make_loader(IndexSource(0))
 
 
@@ -134,18 +132,18 @@ def tensors(update: GlobalBatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_workers_give_the_same_bits_as_the_rank_itself(persistent):
+def test_batches_of_workers_are_bitwise_those_of_the_rank(persistent):
     options = {"micro_size": 3, "rank": 1, "ranks": 2}
-    here = taken(make_loader(DrawingSource(20), **options), 6)
+    expected = taken(make_loader(DrawingSource(20), **options), 6)
     loader = make_loader(DrawingSource(20), workers=2, persistent_workers=persistent, **options)
-    there = taken(loader, 6)
+    from_workers = taken(loader, 6)
     loader.close()
-    for mine, theirs in zip(here, there, strict=True):
-        assert (mine.cursor, mine.epoch, mine.step) == (theirs.cursor, theirs.epoch, theirs.step)
-        assert all(torch.equal(a, b) for a, b in zip(tensors(mine), tensors(theirs), strict=True))
+    for update, other in zip(expected, from_workers, strict=True):
+        assert (update.cursor, update.epoch, update.step) == (other.cursor, other.epoch, other.step)
+        assert all(torch.equal(a, b) for a, b in zip(tensors(update), tensors(other), strict=True))
 
 
-def test_one_set_of_workers_lives_over_epochs():
+def test_the_same_workers_serve_several_epochs():
     loader = make_loader(PidSource(8), workers=1)
     pids = {update.micro_batches[0].targets for update in taken(loader, 6)}
     loader.close()
@@ -169,7 +167,7 @@ def test_a_sample_that_cannot_be_read_is_named(workers):
     loader.close()
 
 
-def test_samples_that_do_not_go_together_are_named():
+def test_samples_that_can_not_be_collated_are_named():
     class Ragged(IndexSource):
         def fetch(self, indices):
             if len(indices) > 1:
@@ -180,11 +178,9 @@ def test_samples_that_do_not_go_together_are_named():
         taken(make_loader(Ragged(3), shuffle=False), 1)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # torch raises in a signal's handler, and
-# if that comes in a callback of the garbage collector nobody hears it; then torch says it again
-def test_a_worker_that_dies_is_reported_with_what_it_owed():
+# torch raises in a signal handler; an error in a callback of the garbage collector is lost, and torch raises again
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_worker_that_dies_is_reported_with_its_samples():
     loader = make_loader(DyingSource(100), workers=1, shuffle=False)
     with pytest.raises(RunFailed, match=r"a data worker died while samples 8, 9, 10, .* were fetched"):
         taken(loader, 10)
@@ -203,7 +199,7 @@ class DyingSource(IndexSource):
 # --- draws --------------------------------------------------------------------------------------------------------
 
 
-def test_fetching_leaves_the_process_generators_as_they_were():
+def test_fetching_does_not_advance_the_process_generators():
     import random
 
     def draw() -> tuple[float, float, float, float]:
@@ -212,7 +208,7 @@ def test_fetching_leaves_the_process_generators_as_they_were():
     def seed() -> None:
         random.seed(1)
         np.random.seed(2)
-        np.random.standard_normal()  # leaves the second of a pair behind
+        np.random.standard_normal()  # keeps the second of a pair in its state
         torch.manual_seed(3)
 
     seed()
@@ -233,7 +229,7 @@ def test_draws_differ_between_updates_ranks_and_micro_batches():
     assert len(set(seen)) == len(seen)
 
 
-def test_noise_belongs_to_the_sample_whatever_the_division():
+def test_noise_of_a_sample_does_not_depend_on_ranks_and_micro_batches():
     def noise_of(update: GlobalBatch) -> dict[int, list[float]]:
         return {
             int(index): row.tolist()
@@ -253,7 +249,7 @@ def test_noise_belongs_to_the_sample_whatever_the_division():
 
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 8]))
-def test_evaluation_sees_every_sample_once(samples, micro_size, ranks):
+def test_evaluation_uses_every_sample_once(samples, micro_size, ranks):
     shares = [
         list(evaluation_batches(IndexSource(samples), micro_size, rank, ranks, Loader(), CPU)) for rank in range(ranks)
     ]
@@ -263,13 +259,13 @@ def test_evaluation_sees_every_sample_once(samples, micro_size, ranks):
     assert all(batch.samples == 0 and batch.tokens == 0 for share in shares for batch in share if batch.samples == 0)
 
 
-def test_evaluation_with_workers_and_draws_is_the_same_each_time():
-    def once(workers: int) -> list[torch.Tensor]:
+def test_evaluation_draws_the_same_each_time_with_and_without_workers():
+    def evaluate(workers: int) -> list[torch.Tensor]:
         batches = evaluation_batches(DrawingSource(11), 4, 0, 2, Loader(workers=workers), CPU)
         return [tensor for batch in batches for tensor in batch.inputs.values()]
 
     for workers in (0, 2):
-        assert all(torch.equal(a, b) for a, b in zip(once(0), once(workers), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(evaluate(0), evaluate(workers), strict=True))
 
 
 def test_pinning_without_a_gpu_is_refused():
@@ -278,8 +274,8 @@ def test_pinning_without_a_gpu_is_refused():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_fixed_micro_batches_draw_the_same_on_any_ranks(workers):
-    """The last update of the epoch is a smaller one, so the ranks' shares begin elsewhere in it."""
+def test_fixed_micro_batches_draw_the_same_on_any_number_of_ranks(workers):
+    """The last update of the epoch is smaller, so that the ranks' shares begin at other samples."""
 
     def drawn(ranks: int) -> list[list[tuple[list[int], list[float]]]]:
         shares = [

@@ -1,3 +1,5 @@
+"""The order of an epoch is a fixed, uniform, keyed permutation."""
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,12 +13,12 @@ def epoch_order(samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
-def test_every_sample_comes_up_once_an_epoch(samples: int, seed: int, epoch: int) -> None:
+def test_every_sample_occurs_once_an_epoch(samples: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(epoch_order(samples, seed, epoch)), np.arange(samples))
 
 
 @given(st.integers(1, 2**60), st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**60), min_size=1, max_size=50))
-def test_positions_of_huge_sets_stay_inside_and_apart(samples: int, seed: int, numbers: list[int]) -> None:
+def test_indices_of_huge_datasets_are_in_range_and_distinct(samples: int, seed: int, numbers: list[int]) -> None:
     positions = np.array(sorted({number % samples for number in numbers}))
     indices = SampleOrder(samples, seed).indices(0, positions)
     assert indices.dtype == np.int64
@@ -25,7 +27,7 @@ def test_positions_of_huge_sets_stay_inside_and_apart(samples: int, seed: int, n
     assert len(np.unique(indices)) == len(positions)
 
 
-def test_the_order_never_changes() -> None:
+def test_the_order_is_the_same_in_every_version() -> None:
     assert SampleOrder(10, 42).indices(0, np.arange(10)).tolist() == [5, 2, 7, 6, 0, 9, 4, 1, 8, 3]
     assert SampleOrder(10, 42).indices(1, np.arange(10)).tolist() == [5, 3, 8, 2, 0, 7, 1, 4, 6, 9]
     assert SampleOrder(1_000_003, 7).indices(3, np.array([0, 1, 999_999, 1_000_002])).tolist() == [
@@ -55,7 +57,7 @@ def test_each_sample_is_as_likely_at_each_position(samples: int) -> None:
     assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
 
 
-def test_neighbours_in_the_order_are_no_neighbours_in_the_set() -> None:
+def test_neighbors_in_the_order_are_not_neighbors_in_the_dataset() -> None:
     order = epoch_order(100_000, 1, 0)
     steps = np.diff(order)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
@@ -70,5 +72,5 @@ def test_seeds_and_epochs_give_other_orders() -> None:
             assert np.mean(first == second) < 0.02
 
 
-def test_unshuffled_is_the_identity() -> None:
+def test_without_shuffling_the_order_is_the_identity() -> None:
     assert SampleOrder(7, 42, shuffle=False).indices(3, np.arange(7)).tolist() == list(range(7))

@@ -1,3 +1,5 @@
+"""Token files are written by `lockstep data prepare` and read as windows or whole documents."""
+
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -61,8 +63,8 @@ def test_models_of_the_transformers_library_get_aligned_labels(texts):
 
 @settings(deadline=None, max_examples=20)
 @given(length=st.integers(2, 60), aligned=st.booleans())
-def test_whole_documents_keep_their_targets_to_themselves(texts_once, length, aligned):
-    folder, texts = texts_once
+def test_targets_of_whole_documents_never_cross_documents(prepared_once, length, aligned):
+    folder, texts = prepared_once
     task = "causal-lm" if aligned else None
     source = open_source(section(folder, length=length, documents="whole"), task=task, tokenizer=None)
     batch = source.fetch(np.arange(source.facts.samples))
@@ -71,7 +73,7 @@ def test_whole_documents_keep_their_targets_to_themselves(texts_once, length, al
     assert batch.tokens == sum(map(len, documents))
     pairs = set()
     for row, targets in zip(inputs.tolist(), batch.targets.tolist(), strict=True):
-        if aligned:  # as the objective shifts them
+        if aligned:  # the objective shifts them
             row, targets = row[:-1], targets[1:]
         pairs |= {(token, target) for token, target in zip(row, targets, strict=True) if target != -100}
     assert pairs <= {pair for document in documents for pair in pairwise(document)}
@@ -81,7 +83,7 @@ def test_whole_documents_keep_their_targets_to_themselves(texts_once, length, al
 
 
 @pytest.fixture(scope="module")
-def texts_once(tmp_path_factory) -> tuple[Path, Path]:
+def prepared_once(tmp_path_factory) -> tuple[Path, Path]:
     texts = tmp_path_factory.mktemp("whole") / "texts"
     texts.mkdir()
     for number in range(12):
@@ -104,11 +106,11 @@ def test_rows_of_json_lines_are_documents(tmp_path):
     headers = prepare([str(tmp_path / "rows.jsonl")], tmp_path / "out", tokenizer="bytes", column="body")
     assert np.fromfile(tmp_path / "out/train.tokens", np.uint16).tolist() == [97, 98, END, 99, END]
     assert (headers["train"].documents, headers["train"].tokens) == (2, 5)
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no JSON object with a column text"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1 isn't a JSON object with a column text"):
         prepare([str(tmp_path / "rows.jsonl")], tmp_path / "out", tokenizer="bytes")
 
 
-def test_a_failed_preparation_leaves_the_old_split_and_no_litter(texts):
+def test_a_failed_preparation_keeps_the_old_split_and_leaves_no_files(texts):
     folder = prepared(texts)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(ConfigError, match="there is no file"):
@@ -116,7 +118,7 @@ def test_a_failed_preparation_leaves_the_old_split_and_no_litter(texts):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_the_fingerprint_follows_the_content(texts):
+def test_the_fingerprint_depends_on_content_and_length(texts):
     first = open_source(section(prepared(texts), length=16), task=None, tokenizer=None).fingerprint
     assert open_source(section(prepared(texts), length=16), task=None, tokenizer=None).fingerprint == first
     assert open_source(section(prepared(texts), length=8), task=None, tokenizer=None).fingerprint != first
@@ -124,11 +126,11 @@ def test_the_fingerprint_follows_the_content(texts):
     assert open_source(section(prepared(texts), length=16), task=None, tokenizer=None).fingerprint != first
 
 
-def test_what_is_missing_is_said(texts, tmp_path):
+def test_missing_folders_splits_and_short_files_are_refused(texts, tmp_path):
     folder = prepared(texts)
     assert tokenizer_name(folder, "train") == "bytes"
     for wrong, message in [
-        (section(tmp_path / "none"), "there is no folder .*; make it with `lockstep data prepare`"),
+        (section(tmp_path / "none"), "there is no folder .*; write it with `lockstep data prepare`"),
         (section(folder, split="test"), "has no split test; it has train"),
         (section(folder, length=10_000), "too few for one sample of length 10000 .* length can be 1249 at most"),
     ]:
@@ -136,24 +138,24 @@ def test_what_is_missing_is_said(texts, tmp_path):
             open_source(wrong, task=None, tokenizer=None)
 
 
-def test_a_missing_folder_is_named_in_full(tmp_path, monkeypatch):
+def test_a_missing_folder_is_reported_with_its_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"there is no folder {tmp_path}/tokens;"):
         open_source(section("tokens"), task=None, tokenizer=None)
 
 
-def test_a_torn_file_is_not_read(texts):
+def test_a_truncated_file_is_refused(texts):
     folder = prepared(texts)
     data = (folder / "train.tokens").read_bytes()
     (folder / "train.tokens").write_bytes(data[:-2])
-    with pytest.raises(ConfigError, match=rf"has {len(data) - 2} bytes where its header says {len(data)}"):
+    with pytest.raises(ConfigError, match=rf"has {len(data) - 2} bytes, but its header states {len(data)}"):
         open_source(section(folder, length=16), task=None, tokenizer=None)
     (folder / "train.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(ConfigError, match="is not the header of a token file"):
         open_source(section(folder, length=16), task=None, tokenizer=None)
 
 
-def test_a_refused_preparation_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_refused_preparation_removes_the_folders_it_made(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     for output in (tmp_path / "new" / "inner", tmp_path / "there" / "inner"):
         with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""What keeps a sample from being read is told by its kind: the sample, the batch, a passing fault, or memory."""
+"""Errors of reading samples are reported by cause: the sample, the batch, a transient error, or memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.data.custom import adapt_dataset
 
 
 class Failing(IndexSource):
-    """Raises what `errors` returns for the number of the call, from 1."""
+    """A source that raises what `errors` returns for the number of the call, from 1."""
 
     def __init__(self, samples: int, errors: Callable[[int], Exception | None]) -> None:
         super().__init__(samples)
@@ -40,25 +40,25 @@ def first_update(source: IndexSource, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_that_happens_once_is_told_as_that(workers: int) -> None:
+def test_an_error_that_happens_once_is_reported_as_transient(workers: int) -> None:
     source = Failing(3, lambda call: OSError("stale file handle") if call == 1 else None)
     with pytest.raises(RunFailed) as failed:
         first_update(source, workers=workers)
-    said = str(failed.value)
-    assert said.startswith(
-        "reading samples 0, 1, 2 failed once, and succeeded when it was tried again: OSError: stale file handle ("
+    message = str(failed.value)
+    assert message.startswith(
+        "reading samples 0, 1, 2 failed once and succeeded when it was tried again: OSError: stale file handle ("
     )
-    assert "can each be read" not in said
+    assert "can each be read" not in message
 
 
-def test_an_error_that_only_the_batch_has_is_told_as_that() -> None:
+def test_an_error_of_the_whole_batch_is_reported_as_that() -> None:
     source = Failing(3, lambda call: ValueError("sizes differ") if call in (1, 5) else None)
     with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
         first_update(source)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_out_of_memory_is_nothing_of_a_sample_and_is_not_tried_again(workers: int) -> None:
+def test_out_of_memory_is_not_blamed_on_a_sample_and_not_tried_again(workers: int) -> None:
     source = Failing(3, lambda call: MemoryError() if call == 1 else None)
     with pytest.raises(MemoryError) as failed:
         first_update(source, workers=workers)
@@ -68,21 +68,21 @@ def test_out_of_memory_is_nothing_of_a_sample_and_is_not_tried_again(workers: in
     assert source.calls == (1 if workers == 0 else 0)
 
 
-def test_out_of_memory_while_the_sample_is_looked_for_is_passed_on() -> None:
+def test_out_of_memory_during_the_search_for_the_sample_is_raised() -> None:
     with pytest.raises(MemoryError):
         first_update(Failing(3, lambda call: ValueError("bad") if call == 1 else MemoryError()))
 
 
-def test_a_stop_while_the_sample_is_looked_for_is_a_stop() -> None:
+def test_a_stop_during_the_search_for_the_sample_is_raised() -> None:
     with pytest.raises(Stopped):
         first_update(Failing(3, lambda call: ValueError("bad") if call == 1 else Stopped("stopped by SIGTERM")))
 
 
-# --- what a fingerprint reads ---------------------------------------------------------------------------------------
+# --- items that a fingerprint reads ---------------------------------------------------------------------------------
 
 
 class Items:
-    """Item 0, which every fingerprint reads, raises `error`."""
+    """A dataset whose item 0, which every fingerprint reads, raises `error`."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -96,12 +96,12 @@ class Items:
         return torch.zeros(2)
 
 
-def test_a_bad_item_that_the_fingerprint_reads_is_named() -> None:
+def test_an_unreadable_item_of_the_fingerprint_is_named() -> None:
     with pytest.raises(RunFailed, match=r"^sample 0 can't be read: KeyError: 'no such image' \(.*unreadable.py:\d+\)$"):
         adapt_dataset(Items(KeyError("no such image")))
 
 
-def test_a_fingerprint_that_runs_out_of_memory_says_so() -> None:
+def test_a_fingerprint_that_runs_out_of_memory_raises_with_its_place() -> None:
     with pytest.raises(MemoryError) as failed:
         adapt_dataset(Items(MemoryError()))
     assert error_location(failed.value) == "while samples 0, 1, 2, 3, 4, 5, 6, 7, ... (10 in all) were read"

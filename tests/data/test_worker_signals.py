@@ -1,4 +1,4 @@
-"""Data workers leave signals to their rank, end with it however it ends, and can be ended by it. Real processes."""
+"""Data workers ignore signals, end with their rank however it ends, and can be stopped by it. Real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class Slow:
-    """Takes `seconds` for each batch; writes down who fetches."""
+    """A source that takes `seconds` for each batch and records the process that fetches."""
 
     def __init__(self, seconds: float, folder: Path) -> None:
         self.seconds, self.folder = seconds, folder
@@ -35,7 +35,7 @@ class Slow:
 
 
 class Stuck(Slow):
-    """From the third batch on."""
+    """A source that never returns the third batch."""
 
     def fetch(self, indices: np.ndarray) -> Batch:
         self.seconds = 300.0 if indices[0] > 1 else 0.0
@@ -43,7 +43,7 @@ class Stuck(Slow):
 
 
 class StartsAProgram(Slow):
-    """One that terminates a program of its own."""
+    """A source that starts a program and terminates it."""
 
     def fetch(self, indices: object) -> Batch:
         program = subprocess.Popen(["sleep", "60"])
@@ -53,27 +53,27 @@ class StartsAProgram(Slow):
 
 
 def _rank(source: Slow, method: str, folder: Path) -> None:
-    """Hears signals itself, and fetches until it is told to end."""
+    """Handle signals like a rank, and fetch until the file `close` exists."""
     os.setsid()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     multiprocessing.set_start_method(method, force=True)
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0  # seconds that workers have to end by themselves
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0  # seconds that workers have to exit
     requests = (FetchRequest(np.array([index]), False, 0, None) for index in range(10**6))
     batches = fetch_all(source, requests, Workers(number=2, prefetch=2, pin=False, key=0))  # type: ignore[arg-type]
     (folder / "ready").touch()
     for _ in batches:
         if (folder / "close").exists():
             break
-    began = time.monotonic()
+    start = time.monotonic()
     batches.close()  # type: ignore[attr-defined]
-    (folder / "closed").write_text(f"{time.monotonic() - began}")
+    (folder / "closed").write_text(f"{time.monotonic() - start}")
 
 
-def _wait(moment: object, seconds: float = 60.0) -> None:
+def _wait(condition: object, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
-    while not moment():  # type: ignore[operator]
+    while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -85,11 +85,11 @@ def _workers(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     "method", [pytest.param(m, marks=() if m == "fork" else pytest.mark.drill) for m in METHODS]
 )  # a fork server, and fresh interpreters, import torch again
-def test_signals_to_the_group_and_the_end_of_the_rank(method: str, tmp_path: Path) -> None:
+def test_workers_ignore_signals_to_the_group_and_end_with_the_rank(method: str, tmp_path: Path) -> None:
     rank = served().Process(target=_rank, args=(Slow(0.01, tmp_path), method, tmp_path))
     rank.start()
     _wait((tmp_path / "ready").exists)
-    while len(_workers(tmp_path)) < 2:  # also while they start
+    while len(_workers(tmp_path)) < 2:  # signals are also sent while they start
         for number in _SIGNALS:
             os.killpg(rank.pid, number)
         time.sleep(0.05)
@@ -103,7 +103,7 @@ def test_signals_to_the_group_and_the_end_of_the_rank(method: str, tmp_path: Pat
     _wait(lambda: not processes_of_group(rank.pid), 10)
 
 
-def test_a_worker_that_is_stuck_is_ended(tmp_path: Path) -> None:
+def test_a_worker_that_is_stuck_is_killed(tmp_path: Path) -> None:
     rank = served().Process(target=_rank, args=(Stuck(0.0, tmp_path), "fork", tmp_path))
     (tmp_path / "close").touch()
     rank.start()
@@ -114,7 +114,7 @@ def test_a_worker_that_is_stuck_is_ended(tmp_path: Path) -> None:
     assert not processes_of_group(rank.pid)
 
 
-def test_a_program_of_the_data_set_can_be_terminated(tmp_path: Path) -> None:
+def test_a_program_started_by_the_dataset_can_be_terminated(tmp_path: Path) -> None:
     rank = served().Process(target=_rank, args=(StartsAProgram(0.0, tmp_path), "fork", tmp_path))
     rank.start()
     _wait((tmp_path / f"program-{-signal.SIGTERM}").exists, 20)

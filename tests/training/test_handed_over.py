@@ -68,23 +68,23 @@ WRONG = {
     ),
     "loader": (
         lambda: {"train_dataset": DataLoader(small.points())},
-        "a DataLoader is no data set; hand over what it loads: train_dataset=loader.dataset, and "
-        "collate=loader.collate_fn if it has one of its own. Its batch_size is batch.micro_size, its num_workers "
+        "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset, and "
+        "collate=loader.collate_fn if it has a custom one. Its batch_size is batch.micro_size, its num_workers "
         "data.loader.workers",
     ),
     "data module": (
         lambda: {"train_dataset": DataModule()},
-        "DataModule is a data module; hand over the data set behind its train_dataloader(): "
-        "dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in eval_datasets",
+        "DataModule is a data module; pass the dataset behind its train_dataloader(): "
+        "train_dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in eval_datasets",
     ),
     "splits": (
         lambda: {"train_dataset": {"train": small.points(), "test": small.points()}},
-        "dict is a mapping of splits (train, test); hand over one of them: train_dataset=splits['train'], and "
+        "dict is a mapping of splits (train, test); pass one of them: train_dataset=splits['train'], and "
         "others as eval_datasets={'held-out': splits['validation']}",
     ),
     "data set by name": (
         lambda: {"train_dataset": "wikitext"},
-        "the data set is the text 'wikitext'; a name goes into the config: data.train: {kind: huggingface, name: "
+        "the dataset is the text 'wikitext'; set a name in the config instead: data.train: {kind: huggingface, name: "
         "wikitext}",
     ),
     "evaluation without a name": (

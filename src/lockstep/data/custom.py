@@ -5,9 +5,9 @@
     tuple or list             all but the last, in order            the last
     a tensor, or a number     itself                                none
 
-Items are collated first (torch's collate function, to which lists of numbers are tensors; or the user's), then split in
-this way; a collate function may also return a lockstep Batch, which is taken as it is. A TensorDataset is gathered as
-one index per tensor instead.
+Items are first collated, by the user's function or torch's, which gets lists of numbers as tensors; then the batch is
+split as above. A collate function may also return a lockstep Batch, which is used as it is. A TensorDataset isn't
+collated: each of its tensors is indexed once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def open_custom(section: CustomData) -> Source:
     """Return the source that the section names.
 
     Raises:
-        ConfigError: it can't be imported or called, or is neither a map-style Dataset nor a source.
+        ConfigError: It can't be imported or called, or is neither a map-style Dataset nor a source.
     """
     dataset = construct("sources", section.target, section.arguments)
     collate = import_target(section.collate) if section.collate else None
@@ -51,61 +51,62 @@ def open_custom(section: CustomData) -> Source:
 
 
 def adapt_dataset(dataset: Any, collate: Collate | None = None) -> Source:
-    """Return a source for a map-style Dataset: anything with `__len__` and `__getitem__`, a list too.
+    """Return a source for a map-style Dataset: anything with `__len__` and `__getitem__`, such as a list.
 
     Args:
-        dataset: `__getitems__` is used where its class defines it; a `Source` is returned as it is.
-        collate: items -> batch; None: torch's.
+        dataset: Its `__getitems__` is used if its class defines it; a `Source` is returned as it is.
+        collate: Makes a batch of items; None: torch's function.
 
     Raises:
-        ConfigError: it has no length or can't be indexed.
+        ConfigError: The dataset has no length or can't be indexed.
     """
     if isinstance(dataset, Source):
         if collate is not None:
-            raise ConfigError(f"{type(dataset).__name__} is a source, whose fetch collates; leave collate out")
+            raise ConfigError(f"{type(dataset).__name__} is a source, whose fetch collates; remove collate")
         return dataset
-    _check(dataset)
+    _check_map_style(dataset)
     if type(dataset) is TensorDataset and collate is None:
         return TensorSource(dataset.tensors)
     return ItemSource(dataset, collate)
 
 
-def _check(dataset: Any) -> None:
+def _check_map_style(dataset: Any) -> None:
     kind = type(dataset)
     if isinstance(dataset, str):
         raise ConfigError(
-            f"the data set is the text {dataset!r}; a name goes into the config: "
+            f"the dataset is the text {dataset!r}; set a name in the config instead: "
             f"data.train: {{kind: huggingface, name: {dataset}}}"
         )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "a DataLoader is no data set; hand over what it loads: train_dataset=loader.dataset, and "
-            "collate=loader.collate_fn if it has one of its own. Its batch_size is batch.micro_size, its num_workers "
+            "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset, and "
+            "collate=loader.collate_fn if it has a custom one. Its batch_size is batch.micro_size, its num_workers "
             "data.loader.workers"
         )
     if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
         splits = ", ".join(map(str, dataset)) or "none"
         raise ConfigError(
-            f"{kind.__name__} is a mapping of splits ({splits}); hand over one of them: train_dataset=splits['train'], "
+            f"{kind.__name__} is a mapping of splits ({splits}); pass one of them: train_dataset=splits['train'], "
             "and others as eval_datasets={'held-out': splits['validation']}"
         )
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
-            f"{kind.__name__} is an IterableDataset; Lockstep needs any sample at any time, so that a run can stop and "
-            "resume under any number of ranks: give a map-style Dataset, with __len__ and __getitem__"
+            f"{kind.__name__} is an IterableDataset, but a run reads samples in any order, so that it can stop and "
+            "resume under any number of ranks; pass a map-style Dataset, with __len__ and __getitem__"
         )
     missing = [name for name in ("__len__", "__getitem__") if getattr(kind, name, None) is None]
     if missing and callable(getattr(kind, "train_dataloader", None)):
         raise ConfigError(
-            f"{kind.__name__} is a data module; hand over the data set behind its train_dataloader(): "
-            "dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in eval_datasets"
+            f"{kind.__name__} is a data module; pass the dataset behind its train_dataloader(): "
+            "train_dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in "
+            "eval_datasets"
         )
     if missing:
-        raise ConfigError(f"{kind.__name__} is no map-style Dataset: it has no {' and no '.join(missing)}")
+        raise ConfigError(f"{kind.__name__} isn't a map-style Dataset: it has no {' and no '.join(missing)}")
 
 
 class TensorSource:
-    """Tensors [samples, ...] side by side; the last one is the target, if there are several."""
+    """Tensors [samples, ...] with a row for each sample; the last of several tensors is the target."""
 
     draws = False
 
@@ -113,88 +114,86 @@ class TensorSource:
         self._tensors = [tensor.detach().cpu() for tensor in tensors]
         samples = len(self._tensors[-1])
         self.facts = DataFacts(samples, None)
-        known = torch.from_numpy(_spread(samples))
-        self.fingerprint = fingerprint("tensors", samples, *[_contents(tensor[known]) for tensor in self._tensors])
+        covered = torch.from_numpy(_spread(samples))
+        self.fingerprint = fingerprint("tensors", samples, *[_contents(tensor[covered]) for tensor in self._tensors])
 
     def fetch(self, indices: Indices) -> Batch:
-        chosen, samples = torch.from_numpy(indices), len(indices)
-        rows = [tensor.index_select(0, chosen) for tensor in self._tensors]
+        samples = len(indices)
+        rows = [tensor.index_select(0, torch.from_numpy(indices)) for tensor in self._tensors]
         if len(rows) == 1:
             return Batch((rows[0],), None, samples, samples)
         return Batch(tuple(rows[:-1]), rows[-1], samples, samples)
 
 
 class ItemSource:
-    """Items one by one, or a list of them where the dataset can. It may draw random numbers, which is unknown."""
+    """Items of a dataset, which may draw random numbers."""
 
     draws = True
 
     def __init__(self, dataset: Any, collate: Collate | None) -> None:
         self._dataset = dataset
         self._collate = collate or collate_values
-        # torch's Subset inherits nothing from what it wraps, so a class that defines `__getitems__` means it
+        # looked up on the class: torch's Subset inherits nothing from the dataset that it wraps
         self._fetches_lists = callable(getattr(type(dataset), "__getitems__", None))
         self.facts = DataFacts(len(dataset), None)
-        sources = [_source(thing) for thing in (dataset, collate) if thing is not None]
+        sources = [_source_hash(part) for part in (dataset, collate) if part is not None]
         kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        with noise.keyed_generators(0):  # items that are drawn are drawn alike each time
+        with noise.keyed_generators(0):  # random items are the same each time
             contents = read_or_explain(
                 lambda indices: [_contents(dataset[index]) for index in indices.tolist()], _spread(len(dataset))
             )
         self.fingerprint = fingerprint(kind, len(dataset), sources, contents)
 
     def fetch(self, indices: Indices) -> Batch:
-        wanted = indices.tolist()
+        numbers = indices.tolist()
         if self._fetches_lists:
-            items = self._dataset.__getitems__(wanted)
+            items = self._dataset.__getitems__(numbers)
         else:
-            items = [self._dataset[index] for index in wanted]
-        return as_batch(self._collate(items), len(wanted))
+            items = [self._dataset[index] for index in numbers]
+        return as_batch(self._collate(items), len(numbers))
 
 
 def collate_values(items: list[Any]) -> Any:
-    """Return what torch's collate function does, with lists of numbers as values: a data set's rows hold them, where
-    torch would take the items apart and make a batch of each position."""
-    return default_collate([_with_tensors(item) for item in items])
+    """Apply torch's collate function to the items, with lists of numbers as tensors.
 
+    torch itself would make a batch of each position of such lists.
+    """
 
-def _with_tensors(item: Any) -> Any:
-    if isinstance(item, Mapping):
-        return {name: _as_tensor(value) for name, value in item.items()}
-    return tuple(map(_as_tensor, item)) if type(item) is tuple else item
+    def with_tensors(item: Any) -> Any:
+        if isinstance(item, Mapping):
+            return {name: _as_tensor(value) for name, value in item.items()}
+        return tuple(map(_as_tensor, item)) if type(item) is tuple else item
+
+    return default_collate([with_tensors(item) for item in items])
 
 
 def _as_tensor(value: Any) -> Any:
     first = value
-    while isinstance(first, list) and first:  # lists of one depth everywhere, as far as the first show
+    while isinstance(first, list) and first:  # only the first elements are looked at
         first = first[0]
     return torch.tensor(value) if isinstance(value, list) and isinstance(first, int | float) else value
 
 
 def as_batch(collated: Any, samples: int) -> Batch:
-    """Return what a collate function returned, split into inputs and targets."""
+    """Return the result of a collate function, split into inputs and targets."""
     if isinstance(collated, Batch):
         return collated
     if isinstance(collated, Mapping):
         inputs = dict(collated)
         named = [name for name in _TARGETS if name in inputs]
         if len(named) > 1:
-            raise RunFailed(f"a batch has {' and '.join(named)}; only one of them can be the targets")
+            raise RunFailed(f"a batch has {' and '.join(named)}; only one of them can hold the targets")
         targets = inputs.pop(named[0]) if named else None
-        return Batch(inputs, targets, samples, _num_tokens(inputs, samples))
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        tokens = ids.numel() if isinstance(ids, Tensor) else samples
+        if isinstance(mask, Tensor):  # text as transformers' tokenizers return it
+            tokens = int(mask.sum())
+        return Batch(inputs, targets, samples, tokens)
     if isinstance(collated, tuple | list):
         if len(collated) < 2:
             raise RunFailed(f"a batch of {len(collated)} parts can't be split into inputs and targets")
         return Batch(tuple(collated[:-1]), collated[-1], samples, samples)
     return Batch((collated,), None, samples, samples)
-
-
-def _num_tokens(inputs: Mapping[str, Any], samples: int) -> int:
-    """Return the tokens that are no padding, of text as transformers' tokenizers make it; otherwise the samples."""
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if isinstance(mask, Tensor):
-        return int(mask.sum())
-    return ids.numel() if isinstance(ids, Tensor) else samples
 
 
 def _spread(samples: int) -> Indices:
@@ -204,13 +203,13 @@ def _spread(samples: int) -> Indices:
     return np.unique(np.linspace(0, samples - 1, _FINGERPRINT_ITEMS).astype(np.int64))
 
 
-def _source(thing: Any) -> str:
-    path = source_file(thing)
+def _source_hash(part: Any) -> str:
+    path = source_file(part)
     return fingerprint(path.read_bytes()) if path is not None and os.path.isfile(path) else ""
 
 
 def _contents(item: Any) -> Any:
-    """Return what a fingerprint covers of an item: values, no addresses."""
+    """Return what a fingerprint covers of an item: its values, and no memory addresses."""
     if isinstance(item, Tensor):
         return fingerprint(item.detach().cpu().contiguous().view(torch.uint8).numpy() if item.dim() else item.item())
     if isinstance(item, np.ndarray):

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, every 5th held out."""
+"""scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, every 5th of them held out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIDE = 8
 
 
 class DigitsSource:
-    """Images [samples, 1, 8, 8] in [0, 1], moved at random by up to `shift` pixels; the targets are the digits."""
+    """Images [samples, 1, 8, 8] in [0, 1], shifted at random by up to `shift` pixels; the targets are the digits."""
 
     def __init__(self, section: Digits) -> None:
         images, digits = _load()
@@ -36,28 +36,28 @@ class DigitsSource:
         self.fingerprint = fingerprint("digits", section.shift, images[chosen], digits[chosen])
 
     def fetch(self, indices: Indices) -> Batch:
-        images = self._moved(indices) if self._shift else self._images[indices]
+        images = self._shifted(indices) if self._shift else self._images[indices]
         targets = self._digits[torch.from_numpy(indices)]
         return Batch({"images": torch.from_numpy(images).unsqueeze(1)}, targets, len(indices), len(indices))
 
-    def _moved(self, indices: Indices) -> NDArray[np.float32]:
-        """Return each image through a window of 8 x 8 in its padded self, at a drawn place: one gather."""
+    def _shifted(self, indices: Indices) -> NDArray[np.float32]:
+        """Return a random 8 x 8 crop of each padded image, by one gather."""
         corners = (noise.uniform(indices, 2) * (2 * self._shift + 1)).astype(np.int64)
         rows = corners[:, :1] + np.arange(_SIDE)
         columns = corners[:, 1:] + np.arange(_SIDE)
-        moved: NDArray[np.float32] = self._images[indices[:, None, None], rows[:, :, None], columns[:, None, :]]
-        return moved
+        crops: NDArray[np.float32] = self._images[indices[:, None, None], rows[:, :, None], columns[:, None, :]]
+        return crops
 
 
 def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return images [images, 8, 8] in [0, 1], and the digit of each."""
+    """Return images [samples, 8, 8] in [0, 1], and the digit of each."""
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ConfigError(
             f"data kind digits takes its images from scikit-learn, which is not installed: {pip_install('digits')}"
         )
     file = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-    if file.exists():  # to import the package for it takes two seconds on each rank
+    if file.exists():  # importing the package takes two seconds on each rank
         rows = np.loadtxt(file, delimiter=",")
         pixels, digits = rows[:, :-1], rows[:, -1]
     else:

@@ -1,12 +1,12 @@
-"""Fetches micro-batches, in this process or in worker processes, with the same bits.
+"""Fetch micro-batches in this process or in worker processes, bitwise identical.
 
     requests --> workers = 0: source.fetch, in this process       --> batches, in the same order
              \\-> workers > 0: torch's DataLoader, one request each -/
 
-A signal to the process group is handled by the rank: workers ignore it, continue to fetch for the updates that are
-left, and end with the rank, also when that is killed.
+A signal to the process group is handled by the rank: workers ignore it, continue to fetch for the remaining updates,
+and end with the rank, also if it is killed.
 
-torch's DataLoader brings workers, shared memory, page-locked memory and prefetch; its sampler yields requests and
+torch's DataLoader provides workers, shared memory, page-locked memory and prefetch; its sampler yields requests and
 its dataset answers a whole request at once, so nothing is collated sample by sample.
 """
 
@@ -55,14 +55,14 @@ class FetchRequest(NamedTuple):
     """A micro-batch to fetch.
 
     Attributes:
-        indices: [samples] of the source.
-        filler: whether the batch has no weight.
-        epoch_key: of the noise that belongs to each sample.
-        generator_key: seed of the process' generators; None for sources that don't draw.
+        indices: Samples of the source, [samples].
+        is_padding: Whether the batch only pads the update and has no weight.
+        epoch_key: Key of the samples' noise.
+        generator_key: Seed of the process' generators; None for sources that don't draw.
     """
 
     indices: Indices
-    filler: bool
+    is_padding: bool
     epoch_key: int
     generator_key: int | None
 
@@ -72,10 +72,10 @@ class Workers:
     """The worker processes of a loader.
 
     Attributes:
-        number: of processes; 0: the rank fetches itself.
-        prefetch: batches that each holds ready.
-        pin: batches are put into page-locked memory.
-        key: seed of their generators.
+        number: Number of processes; 0: the rank fetches itself.
+        prefetch: Batches that each keeps ready.
+        pin: Whether batches are put into page-locked memory.
+        key: Seed of their generators.
     """
 
     number: int
@@ -85,10 +85,10 @@ class Workers:
 
 
 def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
-    """Return a batch for each request.
+    """Return an iterator over the batches of the requests.
 
     Raises:
-        RunFailed: the source raised, or a worker died; names the samples.
+        RunFailed: The source raised, or a worker died; it names the samples.
     """
     if workers.number == 0:
         return (fetch(source, request) for request in requests)
@@ -96,7 +96,7 @@ def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers
 
 
 def fetch(source: Source, request: FetchRequest) -> Batch:
-    """Return the batch that `request` asks for."""
+    """Return the batch of a request."""
     try:
         batch = _fetch(source, request)
     except Failure:
@@ -104,7 +104,7 @@ def fetch(source: Source, request: FetchRequest) -> Batch:
     except Exception as error:
         read = lambda indices: _fetch(source, request._replace(indices=indices))  # noqa: E731
         raise explained(read, request.indices, error) from error
-    return replace(batch, samples=0, tokens=0) if request.filler else batch
+    return replace(batch, samples=0, tokens=0) if request.is_padding else batch
 
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
@@ -119,43 +119,78 @@ def _fetch(source: Source, request: FetchRequest) -> Batch:
 
 
 def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
-    pending: deque[FetchRequest] = deque()  # taken by the DataLoader, which runs ahead of what it delivers
-    worker_dataset = _WorkerDataset(source, workers.number)
+    pending: deque[FetchRequest] = deque()  # read by the DataLoader, which prefetches
+    dataset = _WorkerDataset(source, workers.number)
 
-    def taken() -> Iterator[FetchRequest]:
+    def recorded() -> Iterator[FetchRequest]:
         for request in requests:
             pending.append(request)
             yield request
 
     loader = DataLoader(
-        worker_dataset,
-        batch_sampler=taken(),  # type: ignore[arg-type]  # any iterable will do
-        collate_fn=_identity,
+        dataset,
+        batch_sampler=recorded(),  # type: ignore[arg-type]  # any iterable works
+        collate_fn=dict,  # an answer is a mapping already
         num_workers=workers.number,
         prefetch_factor=workers.prefetch,
         pin_memory=workers.pin,
         multiprocessing_context=_killable_context(),
         worker_init_fn=partial(_ignore_signals, os.getpid(), _in_main_thread()),
-        # its own generator, or it would draw from the process' and change what the model draws
+        # without it, torch would draw from the process' generator and change what the model draws
         generator=torch.Generator().manual_seed(workers.key),
     )
-    before = kernel_kills()
+    worker_set = _WorkerSet(lambda: dataset.busy_with(pending), kernel_kills())
     forks = multiprocessing.get_start_method() == "fork"
     with nullcontext() if forks else safe_interpreters(), blocked_signals(forks=forks):
         answers = iter(loader)
-    with _naming_deaths(_WorkerSet(lambda: worker_dataset.busy_with(pending), before)):
+    with _handling_deaths(worker_set):
         while True:
             try:
                 answer = next(answers, None)
-            except RuntimeError as error:  # what torch raises when a worker has died
-                raise _death(error, worker_dataset.busy_with(pending), before) from error
-            except (OSError, EOFError) as error:  # its end of a pipe is gone
-                time.sleep(_SIGCHLD_WAIT_S)  # SIGCHLD comes after that, and says more
-                raise _death(error, worker_dataset.busy_with(pending), before) from error
+            except RuntimeError as error:  # torch raises it when a worker has died
+                raise _death(error, [worker_set]) from error
+            except (OSError, EOFError) as error:  # the worker's end of a pipe is closed
+                time.sleep(_SIGCHLD_WAIT_S)  # SIGCHLD comes later, and its error is more specific
+                raise _death(error, [worker_set]) from error
             if answer is None:
                 return
             pending.popleft()
-            yield _batch_of(answer)
+            if "failure" in answer:
+                raise answer["failure"] from InWorker(answer["traceback"])
+            inputs = answer["inputs"] if isinstance(answer["inputs"], Mapping) else tuple(answer["inputs"])
+            yield Batch(inputs, answer["targets"], answer["samples"], answer["tokens"])  # pinning makes tuples lists
+
+
+class _WorkerDataset(Dataset[Any]):
+    """The dataset of a worker. It answers a request, or a failure, with a mapping, which torch can pin."""
+
+    def __init__(self, source: Source, workers: int) -> None:
+        self._source = source
+        # the first index of each worker's current request, in memory that outlives the worker; -1: none
+        self._busy = torch.full((workers,), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __getitems__(self, request: FetchRequest) -> Mapping[str, Any]:
+        worker = get_worker_info()
+        assert worker is not None
+        self._busy[worker.id] = int(request.indices[0])
+        try:
+            batch = fetch(self._source, request)
+        except Exception as failure:  # a `RunFailed`, or memory ran out
+            return {"failure": failure, "traceback": traceback.format_exc()}
+        finally:
+            self._busy[worker.id] = -1
+        return {"inputs": batch.inputs, "targets": batch.targets, "samples": batch.samples, "tokens": batch.tokens}
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a request is answered as a whole")
+
+    def busy_with(self, pending: Iterable[FetchRequest]) -> list[FetchRequest]:
+        firsts = set(self._busy.tolist())
+        return [request for request in pending if int(request.indices[0]) in firsts]
+
+
+class InWorker(Exception):
+    """The traceback of a data worker as text, the cause of a failure: traceback objects can't be pickled."""
 
 
 # --- signals ----------------------------------------------------------------------------------------------------
@@ -171,10 +206,10 @@ def _ignore_signals(rank: int, from_main_thread: bool, worker: int) -> None:
     """Leave signals to the rank; called in a worker, before it fetches."""
     if os.getppid() == rank and from_main_thread:
         die_with_parent(rank)
-    else:  # a fork server started it, or a thread, whose end would count as the rank's
+    else:  # the parent is a fork server, or a thread, whose end would count as the rank's
         exit_with_process(rank)
     for number in _RANK_SIGNALS:
-        # not SIG_IGN, which a program that the data set starts would inherit; system calls go on where they were
+        # not SIG_IGN, which programs started by the dataset would inherit; interrupted system calls are resumed
         signal.signal(number, no_effect)
         signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _RANK_SIGNALS)
@@ -183,12 +218,12 @@ def _ignore_signals(rank: int, from_main_thread: bool, worker: int) -> None:
 class _Killable:
     """A worker that ignores SIGTERM and can be killed.
 
-    Torch terminates one that doesn't end by itself, and Python, at its exit, those that are left.
+    Torch terminates workers that don't exit; Python, when it exits, those that are left.
     """
 
     def start(self) -> None:
         super().start()  # type: ignore[misc]
-        handle: Any = self._popen  # type: ignore[attr-defined]  # Python's exit asks it, not the process
+        handle: Any = self._popen  # type: ignore[attr-defined]  # Python's exit calls it, not the process
         handle.terminate = handle.kill
 
 
@@ -208,55 +243,49 @@ _WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServe
 
 
 def _killable_context() -> BaseContext:
-    """Return this process's way to start others, with workers that can be terminated."""
+    """Return the context of this process's start method, with workers that can be killed."""
     method = multiprocessing.get_start_method()
     context = copy.copy(multiprocessing.get_context(method))
     context.Process = _WORKERS[method]  # type: ignore[attr-defined]
     return context
 
 
-# --- requests and answers ---------------------------------------------------------------------------------------
-
-
-def _death(error: Exception, busy: Sequence[FetchRequest], before: Kills) -> RunFailed:
-    """Return the failure that names what dead workers were fetching.
-
-    Args:
-        before: the kernel's counts when the workers were started.
-    """
-    if isinstance(error.__cause__, RunFailed):  # named in the handler of SIGCHLD
-        return error.__cause__
-    samples = f" while samples {' or '.join(named(request.indices) for request in busy)} were fetched" if busy else ""
-    message = str(error).strip(" .")
-    if message.endswith("signal: Killed"):
-        reason = f". Reason: {why_killed(before, kernel_kills(), _FEWER)}"
-    elif "killed by signal" in message:  # another one, such as a segmentation fault
-        reason = ""
-    else:
-        reason = f". If it was killed: {why_killed(before, kernel_kills(), _FEWER)}"
-    return RunFailed(
-        f"a data worker died{samples}: {message}{reason}. With data.loader.workers: 0 the rank fetches itself and "
-        "shows what happens"
-    )
-
-
-_FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
+# --- workers that died ------------------------------------------------------------------------------------------
 
 
 class _WorkerSet(NamedTuple):
-    """A set of workers: the requests that it is busy with, and the kernel's counts when it was started."""
+    """The workers of a loader: the requests they are busy with, and the kernel's count of kills when they started."""
 
     busy: Callable[[], list[FetchRequest]]
-    before: Kills
+    kills_before: Kills
 
 
+_FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
 _running: list[_WorkerSet] = []
 
 
+def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
+    """Return the failure that names the samples that dead workers were fetching."""
+    if isinstance(error.__cause__, RunFailed):  # raised in the handler of SIGCHLD
+        return error.__cause__
+    busy = [named(request.indices) for workers in worker_sets for request in workers.busy()]
+    samples = f" while samples {' or '.join(busy)} were fetched" if busy else ""
+    message = str(error).strip(" .")
+    if message.endswith("signal: Killed"):
+        reason = f". Reason: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
+    elif "killed by signal" in message:  # another one, such as a segmentation fault
+        reason = ""
+    else:
+        reason = f". If it was killed: {why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER)}"
+    return RunFailed(
+        f"a data worker died{samples}: {message}{reason}. Set data.loader.workers: 0 to fetch in the rank's own "
+        "process, which shows the error"
+    )
+
+
 @contextmanager
-def _naming_deaths(workers: _WorkerSet) -> Iterator[None]:
-    """Name the samples of a death while the block runs, wherever the main thread is: torch's handler of SIGCHLD raises
-    there."""
+def _handling_deaths(workers: _WorkerSet) -> Iterator[None]:
+    """Name the samples of a worker that dies within the block, wherever torch's handler of SIGCHLD raises."""
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and not isinstance(handler, _ChildHandler) and _in_main_thread():
         signal.signal(signal.SIGCHLD, _ChildHandler(handler))
@@ -268,7 +297,7 @@ def _naming_deaths(workers: _WorkerSet) -> Iterator[None]:
 
 
 class _ChildHandler:
-    """Torch's handler of SIGCHLD, which torch sets once for all loaders of a process."""
+    """A wrapper of torch's handler of SIGCHLD, which torch sets once for all loaders of a process."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler
@@ -279,50 +308,4 @@ class _ChildHandler:
         except RuntimeError as error:
             if not _running:  # a user's own workers
                 raise
-            busy = [request for workers in _running for request in workers.busy()]
-            raise _death(error, busy, _running[0].before) from error
-
-
-class _WorkerDataset(Dataset[Any]):
-    """The data set of a worker. It answers a request with a mapping, which torch can pin; failures too."""
-
-    def __init__(self, source: Source, workers: int) -> None:
-        self._source = source
-        # the first index of what each worker fetches, in memory that outlives the worker; -1: nothing
-        self._busy = torch.full((workers,), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-
-    def __getitems__(self, request: FetchRequest) -> Mapping[str, Any]:
-        worker = get_worker_info()
-        assert worker is not None
-        self._busy[worker.id] = int(request.indices[0])
-        try:
-            batch = fetch(self._source, request)
-        except Exception as failure:  # a `RunFailed`, or memory ran out
-            return {"failure": failure, "traceback": traceback.format_exc()}
-        finally:
-            self._busy[worker.id] = -1
-        return {"inputs": batch.inputs, "targets": batch.targets, "samples": batch.samples, "tokens": batch.tokens}
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("requests are answered whole")
-
-    def busy_with(self, pending: Iterable[FetchRequest]) -> list[FetchRequest]:
-        firsts = set(self._busy.tolist())
-        return [request for request in pending if int(request.indices[0]) in firsts]
-
-
-class InWorker(Exception):
-    """The text of a data worker's traceback, as a failure's cause: tracebacks themselves can't be sent."""
-
-
-def _identity(answer: Any) -> Any:
-    return answer
-
-
-def _batch_of(answer: Mapping[str, Any]) -> Batch:
-    if "failure" in answer:
-        raise answer["failure"] from InWorker(answer["traceback"])
-    inputs = answer["inputs"]
-    if not isinstance(inputs, Mapping):
-        inputs = tuple(inputs)  # pinning turns tuples into lists
-    return Batch(inputs, answer["targets"], answer["samples"], answer["tokens"])
+            raise _death(error, _running) from error

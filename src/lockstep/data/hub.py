@@ -1,11 +1,11 @@
-"""Data sets, tokenizers and weights from a folder, a file, or by name from the cache or Hugging Face's hub.
+"""Datasets, tokenizers and weights from a folder, a file, or by name from the cache or Hugging Face's hub.
 
 FOLDER saved by save_to_disk      its split
 FOLDER of files, or one file      json, jsonl, csv, parquet, txt
-name (and configuration)          cache or hub; without a network only the cache is asked, at once
+name (and configuration)          cache or hub; without a network only the cache, without waiting
 
 `lockstep data fetch` fills the cache (HF_HOME, ~/.cache/huggingface by default) on a connected machine. It can then be
-copied to, or shared with, machines without a network.
+copied to machines without a network, or shared with them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load_rows(name: str, configuration: str | None, split: str) -> Any:
     """Return a datasets.Dataset.
 
     Raises:
-        ConfigError: the library, the data or the split is missing.
+        ConfigError: The library, the data or the split is missing.
     """
     try:
         import datasets
@@ -43,21 +43,21 @@ def load_rows(name: str, configuration: str | None, split: str) -> Any:
         return _load(path, name, configuration, split)
     except ConfigError:
         raise
-    except Exception as error:  # the library raises many kinds, of its own and of those beneath it
+    except Exception as error:  # the library raises many types
         if ran_out(error):
             raise
         if path.exists():
-            raise ConfigError(f"data set {name}, split {split}, can't be read: {error}") from error
-        raise missing("data set", name, error) from error
+            raise ConfigError(f"dataset {name}, split {split}, can't be read: {error}") from error
+        raise missing("dataset", name, error) from error
 
 
-def check_columns(rows: Any, wanted: Sequence[str]) -> None:
-    """Raise ConfigError for the first column that isn't there, with those that are."""
-    for column in wanted:
+def check_columns(rows: Any, columns: Sequence[str]) -> None:
+    """Raise ConfigError for the first column that the rows don't have."""
+    for column in columns:
         if column not in rows.column_names:
             near = closest_match(column, rows.column_names)
-            guess = f"; did you mean {near}?" if near else ""
-            raise ConfigError(f"the data set has no column {column}{guess} Its columns: {', '.join(rows.column_names)}")
+            hint = f"; did you mean {near}?" if near else "."
+            raise ConfigError(f"the dataset has no column {column}{hint} Its columns: {', '.join(rows.column_names)}")
 
 
 def _load(path: Path, name: str, configuration: str | None, split: str) -> Any:
@@ -66,7 +66,7 @@ def _load(path: Path, name: str, configuration: str | None, split: str) -> Any:
     if path.is_file():
         if path.suffix not in _BUILDERS:
             known = ", ".join(_BUILDERS)
-            raise ConfigError(f"{name}: files of kind {path.suffix or '(none)'} can't be read; known are {known}")
+            raise ConfigError(f"{name}: files of type {path.suffix or '(none)'} can't be read; use one of {known}")
         return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split)
     if path.is_dir():
         return load_dataset(str(path), configuration, split=split)
@@ -83,37 +83,39 @@ def _from_disk(path: Path, split: str) -> Any:
     splits = saved if isinstance(saved, DatasetDict) else {str(saved.split or "train"): saved}
     parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     if len(parts) != 1:
-        raise ConfigError(f"split {split}: one split of a saved data set can be read, this names {len(parts)}")
+        raise ConfigError(f"split {split} names {len(parts)} splits; name one split of a saved dataset")
     [part] = parts
     rows = splits[part.splitname]
     return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return a tokenizer from a folder or the local cache; one without a padding token pads with its end token.
+    """Return a tokenizer from a folder or the local cache; without a padding token, it pads with its end token.
 
     Raises:
-        ConfigError: it is not here, or it has no token to pad with.
+        ConfigError: It isn't on this machine, or has no token to pad with.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers don't go together
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers exclude each other
     if not Path(name).expanduser().is_dir():
         needs_hub()
     _import_transformers()
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None asks, for 15 s, on the terminal
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False
+        )  # None: a prompt of 15 s on the terminal
     except (OSError, ValueError) as error:
         raise missing("tokenizer", name, error) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
-        raise ConfigError(f"tokenizer {name} has no token to pad with: neither pad, eos, sep nor unk")
+        raise ConfigError(f"tokenizer {name} has no token to pad with (pad, eos, sep or unk)")
     return tokenizer
 
 
 def end_token(tokenizer: Any) -> int | None:
-    """Return the id that ends a text: eos, else sep, else None."""
+    """Return the id of the eos token, otherwise of the sep token, otherwise None."""
     token: int | None = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     return token
 
@@ -131,19 +133,24 @@ def _import_transformers() -> None:
 
 
 def fetch(config: Config) -> Iterator[str]:
-    """Download model, tokenizers and data sets; yield what was fetched, one line each.
+    """Download model, tokenizers and datasets; yield a line for each.
 
     Raises:
-        ConfigError: there is no network, or the hub doesn't have it.
+        ConfigError: There is no network, or the hub doesn't have one of them.
     """
     pretrained, sections = _huggingface_sections(config)
     if not names_hub(config):
-        yield "nothing to fetch: this run takes nothing from the hub"
+        yield "nothing to fetch: this run uses nothing from the hub"
         return
     if not is_connected():
         raise ConfigError("the hub does not answer (no network, or HF_HUB_OFFLINE is set), so nothing can be fetched")
     if pretrained is not None and _is_remote(pretrained):
-        _fetch_model(pretrained)
+        _import_transformers()
+        from huggingface_hub import HfApi, snapshot_download
+
+        files = HfApi().list_repo_files(pretrained)
+        weights = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
+        snapshot_download(pretrained, allow_patterns=[weights, "*.json", "*.txt", "*.model"])
         yield f"model {pretrained}"
     for name in dict.fromkeys(section.tokenizer or pretrained for section in sections):
         if name is not None and _is_remote(name):
@@ -152,18 +159,18 @@ def fetch(config: Config) -> Iterator[str]:
     for section in sections:
         if _is_remote(section.name):
             rows = load_rows(section.name, section.configuration, section.split)
-            yield f"data set {section.name}, split {section.split}: {len(rows):,} rows"
+            yield f"dataset {section.name}, split {section.split}: {len(rows):,} rows"
 
 
 def names_hub(config: Config) -> bool:
-    """Return whether the run takes anything from the hub or its cache by name."""
+    """Return whether the run uses anything from the hub or its cache by name."""
     pretrained, sections = _huggingface_sections(config)
     names = [pretrained, *(section.name for section in sections), *(section.tokenizer for section in sections)]
     return any(name is not None and _is_remote(name) for name in names)
 
 
 def _huggingface_sections(config: Config) -> tuple[str | None, list[HuggingFaceData]]:
-    """Return the pretrained model, and the data sets of the datasets library."""
+    """Return the pretrained model, and the datasets of the datasets library."""
     pretrained = config.model.pretrained if isinstance(config.model, HuggingFaceModel) else None
     sections = (config.data.train, *config.data.evaluation.values())
     return pretrained, [section for section in sections if isinstance(section, HuggingFaceData)]
@@ -171,13 +178,3 @@ def _huggingface_sections(config: Config) -> tuple[str | None, list[HuggingFaceD
 
 def _is_remote(name: str) -> bool:
     return not Path(name).expanduser().exists()
-
-
-def _fetch_model(name: str) -> None:
-    """Fetch weights, in safetensors where there are any, config and tokenizer files."""
-    _import_transformers()
-    from huggingface_hub import HfApi, snapshot_download
-
-    files = HfApi().list_repo_files(name)
-    weights = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
-    snapshot_download(name, allow_patterns=[weights, "*.json", "*.txt", "*.model"])

@@ -1,4 +1,4 @@
-"""The batches that follow a cursor.
+"""The batches of a run, as a function of the number of samples consumed.
 
     cursor --> epoch, position --> the update's samples --> this rank's share --> micro-batches
                divmod              order (keyed)            plan/batch            fetched, moved to the device
@@ -6,9 +6,9 @@
     update 7 of rank 1:   [ . . . . | x x x | . . . ]      positions k*G .. (k+1)*G of the epoch's order
                                       x x | x              its micro-batches
 
-The only state is the number of samples consumed.
+That number, the cursor, is the only state.
 
-On a GPU the copy of the next item runs on a separate stream beside the computation:
+On a GPU the copy of the next item overlaps with the computation, on a separate stream:
 
     host      fetch k+1, pin, queue its copy | yield k | fetch k+2 ...
     copies          ............ k+1 .........
@@ -32,11 +32,11 @@ from lockstep.core.keys import key
 from lockstep.core.progress import Progress
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, GlobalBatch
-from lockstep.data.fetching import FetchRequest, Workers, fetch, fetch_all
+from lockstep.data.fetching import FetchRequest, Workers, fetch_all
 from lockstep.data.order import SampleOrder, digests
 from lockstep.plan.batch import BatchPlan, micro_ranges
 
-_BLOCK = 4096  # positions whose order is computed at a time: 0.04 us each; a batch of 8 alone would cost 8 us each
+_BLOCK = 4096  # positions whose order is computed at once: 0.04 us each; 8 us each for a single batch of 8
 
 
 @dataclass(slots=True)
@@ -55,13 +55,13 @@ class TrainingLoader:
     """The endless stream of updates of one rank of the data axis.
 
     Args:
-        count: micro-batch on the CPU -> its valid targets.
+        count: Returns the number of valid targets of a micro-batch on the CPU.
 
     Attributes:
-        epoch_samples: samples of an epoch; with `drop_last`, those that fill global batches.
+        epoch_samples: Samples of an epoch; with `drop_last`, those that fill global batches.
 
     Raises:
-        ConfigError: no samples, or none left with `drop_last`.
+        ConfigError: There are no samples, or none left with `drop_last`.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class TrainingLoader:
         self._running: Generator[GlobalBatch, None, None] | None = None
 
     def updates(self, progress: Progress) -> Iterator[GlobalBatch]:
-        """Yield the updates after `progress`, without end; an iterator returned before ends.
+        """Yield the updates after `progress`, without end; close the iterator of an earlier call.
 
         Raises:
-            RunFailed: while it is read; a sample can't be read, or a worker died.
+            RunFailed: During iteration: a sample can't be read, or a worker died.
         """
         self.close()
         self._running = self._epochs(progress)
         return self._running
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -113,35 +113,28 @@ class TrainingLoader:
             stop = None
             if self._options.workers and not self._options.persistent_workers:
                 stop = (cursor // self.epoch_samples + 1) * self.epoch_samples
-            shares = self._shares(steps, cursor, stop)
-            updates = self._from_workers(shares) if self._workers.number else self._in_process(shares)
+            updates = self._fetched(self._shares(steps, cursor, stop))
             for update in to_device(updates, self._device, self._workers.pin):
                 yield update
                 steps, cursor = update.step + 1, update.cursor
 
-    def _in_process(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
-        for share in shares:
-            yield self._update(share, [fetch(self._source, request) for request in share.requests])
-
-    def _from_workers(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
-        ahead, shares = tee(shares)  # workers are asked ahead of what is delivered
-        requests = (request for share in ahead for request in share.requests)
+    def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
+        prefetched, shares = tee(shares)  # workers read requests ahead of the updates that are delivered
+        requests = (request for share in prefetched for request in share.requests)
         batches = fetch_all(self._source, requests, self._workers)
         for share in shares:
-            yield self._update(share, [next(batches) for _ in share.requests])
-
-    def _update(self, share: _Share, micro_batches: list[Batch]) -> GlobalBatch:
-        count, tokens = 0.0, 0
-        for batch in micro_batches:
-            if batch.samples:
-                count += self._count(batch)
-                tokens += batch.tokens
-        return GlobalBatch(
-            tuple(micro_batches), share.samples, count, tokens, share.epoch, share.cursor, share.step, share.digest
-        )
+            micro_batches = tuple(next(batches) for _ in share.requests)
+            count, tokens = 0.0, 0
+            for batch in micro_batches:
+                if batch.samples:
+                    count += self._count(batch)
+                    tokens += batch.tokens
+            yield GlobalBatch(
+                micro_batches, share.samples, count, tokens, share.epoch, share.cursor, share.step, share.digest
+            )
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
-        """Yield the shares from `cursor` on, in blocks of equal updates; up to the cursor `stop`."""
+        """Yield the shares from `cursor` to `stop`, in blocks of equal updates."""
         while cursor != stop:
             epoch, position = divmod(cursor, self.epoch_samples)
             left = self.epoch_samples - position
@@ -151,45 +144,42 @@ class TrainingLoader:
                 step, cursor = share.step + 1, share.cursor
 
     def _block(self, epoch: int, position: int, size: int, most: int, step: int, cursor: int) -> Iterator[_Share]:
-        """Yield updates of `size` samples each from `position` on: `most` of them, or as many as make a block."""
+        """Yield the shares of a block of updates of `size` samples each, at most `most`, that begin at `position`."""
         ranges = self._batch.ranges(size, self._rank)
-        # filler is the update's first sample: every rank has one at hand, and it is real data
+        # an empty micro-batch is padded with the update's first sample, which is real data and known to every rank
         offsets = np.concatenate(
             [np.arange(start, stop) if stop > start else np.zeros(1, int) for start, stop in ranges]
         )
         firsts = position + size * np.arange(max(1, min(most, _BLOCK // len(offsets))))
         indices = self._order.indices(epoch, firsts[:, None] + offsets)
-        slices = _slices(ranges)
+        is_padding = [stop == start for start, stop in ranges]
+        widths = [max(1, stop - start) for start, stop in ranges]
+        places = np.cumsum([0, *widths]).tolist()  # of the micro-batches in the rank's row of indices
+        # micro-batches that are the same on any number of ranks have the same generators, too
         owner, first = (0, self._batch.share(size, self._rank).first) if self._batch.fixed else (self._rank, 0)
         epoch_key = key(self._seed, "noise", epoch)
-        own = np.concatenate([np.full(max(stop - start, 1), stop > start) for start, stop in ranges])
-        for row, digest in zip(indices, digests(epoch, indices, own), strict=True):
+        counted = np.repeat(np.logical_not(is_padding), widths)
+        for row, digest in zip(indices, digests(epoch, indices, counted), strict=True):
             cursor += size
-            requests = [
-                FetchRequest(row[start:stop], filler, epoch_key, self._generator_key(step, owner, first + micro))
-                for micro, (start, stop, filler) in enumerate(slices)
-            ]
+            requests = []
+            for micro, padding in enumerate(is_padding):
+                draws = self._source.draws
+                seed = key(self._seed, "augmentation", step, owner, first + micro) if draws else None
+                requests.append(FetchRequest(row[places[micro] : places[micro + 1]], padding, epoch_key, seed))
             yield _Share(requests, size, epoch, cursor, step, digest)
             step += 1
-
-    def _generator_key(self, step: int, owner: int, micro: int) -> int | None:
-        """Return the seed of a micro-batch's generators.
-
-        Args:
-            owner: the rank; 0 for micro-batches that are the same on any number of ranks.
-        """
-        return key(self._seed, "augmentation", step, owner, micro) if self._source.draws else None
 
 
 def evaluation_batches(
     source: Source, micro_size: int, rank: int, ranks: int, options: Loader, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield this rank's part of the whole set: every sample once over all ranks, as many batches on each; filler where
-    a rank has run out. The draws are the same in every evaluation.
+    """Yield this rank's batches of a whole dataset: all ranks have as many, and each sample is in one of them.
+
+    A rank with fewer samples gets padding batches. The draws are the same in every evaluation.
 
     Raises:
-        ConfigError: the set is empty.
-        RunFailed: while it is read; a sample can't be read, or a worker died.
+        ConfigError: The dataset is empty.
+        RunFailed: During iteration: a sample can't be read, or a worker died.
     """
     samples = _epoch_samples(source.facts.samples, 1, drop_last=False)
     requests = (
@@ -207,32 +197,22 @@ def evaluation_batches(
 
 def _epoch_samples(samples: int, global_size: int, drop_last: bool) -> int:
     if samples < 1:
-        raise ConfigError("the data set is empty")
+        raise ConfigError("the dataset is empty")
     if not drop_last:
         return samples
     if samples < global_size:
         raise ConfigError(
-            f"data.drop_last leaves nothing: {samples} samples don't fill one batch.global_size of {global_size}; "
-            f"batch.global_size can be {samples} at most, or drop_last false"
+            f"data.drop_last leaves no data: {samples} samples don't fill one batch.global_size of {global_size}; "
+            f"set batch.global_size to {samples} at most, or drop_last to false"
         )
     return samples // global_size * global_size
-
-
-def _slices(ranges: list[tuple[int, int]]) -> list[tuple[int, int, bool]]:
-    """Return the place of each micro-batch in the rank's row of indices, and whether it is filler."""
-    slices, first = [], 0
-    for start, stop in ranges:
-        width = max(1, stop - start)
-        slices.append((first, first + width, stop == start))
-        first += width
-    return slices
 
 
 def _workers(options: Loader, device: torch.device, workers_key: int) -> Workers:
     on_gpu = device.type == "cuda"
     if options.pin_memory is True and not on_gpu:
         raise ConfigError(
-            f"data.loader.pin_memory makes copies to a GPU faster, but this rank computes on {device}; auto does right"
+            f"data.loader.pin_memory is for copies to a GPU, but this rank computes on {device}; set it to auto"
         )
     return Workers(options.workers, options.prefetch, options.pin_memory is not False and on_gpu, workers_key)
 
@@ -280,17 +260,17 @@ def _overlapped(items: Iterator[Item], device: torch.device, pin: bool) -> Itera
         compute = torch.cuda.current_stream(device)
         compute.wait_event(event)
 
-        def used_by_compute(tensor: Tensor) -> Tensor:  # its memory is not given to a later copy before that is done
+        def record_use(tensor: Tensor) -> Tensor:  # later copies don't get its memory before `compute` has used it
             tensor.record_stream(compute)
             return tensor
 
-        return map_tensors(item, used_by_compute)  # type: ignore[no-any-return]
+        return map_tensors(item, record_use)  # type: ignore[no-any-return]
 
-    ahead: tuple[Item, torch.cuda.Event] | None = None
+    pending: tuple[Item, torch.cuda.Event] | None = None
     for item in items:
         following = start(item)
-        if ahead is not None:
-            yield arrived(*ahead)
-        ahead = following
-    if ahead is not None:
-        yield arrived(*ahead)
+        if pending is not None:
+            yield arrived(*pending)
+        pending = following
+    if pending is not None:
+        yield arrived(*pending)

@@ -1,12 +1,12 @@
 """The random numbers that a fetch draws, and their keys.
 
-    noise of a sample       (key of the epoch, index of the sample, which draw)     uniform(indices, draws)
-    a user's own code       Python's, NumPy's and torch's generators, seeded        keyed_generators(key)
-                            for each micro-batch and given back as they were
+    noise of a sample       keyed by epoch, sample index and number of the draw     uniform(indices, draws)
+    user code               Python's, NumPy's and torch's generators, seeded for    keyed_generators(key)
+                            each micro-batch and restored afterwards
 
-The first is a function of the sample, so that augmentation and masking are the same however an update is split into
-ranks and micro-batches; Lockstep's own sources draw so. User code draws from the process' generators:
-its draws depend on the split, but never on what was drawn before, nor on which process fetches.
+Lockstep's own sources draw noise as a function of the sample, so that augmentation and masking don't depend on how an
+update is split into ranks and micro-batches. User code draws from the generators of the process: its draws depend on
+the split, but not on earlier draws, nor on the process that fetches.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _epoch_key = 0
 
 
 def use_epoch(key: int) -> None:
-    """Make this process draw the noise of the epoch that `key` stands for."""
+    """Make `uniform` draw the noise of the epoch with this key, in this process."""
     global _epoch_key
     _epoch_key = key
 
 
 def uniform(indices: Indices, draws: int) -> NDArray[np.float64]:
-    """Return [samples, draws] in [0, 1), a function of the epoch's key and each sample's index alone."""
+    """Return [samples, draws] in [0, 1), a function of only the epoch's key and each sample's index."""
     streams = mix(indices.astype(np.uint64) * _GOLDEN + np.uint64(_epoch_key))
     counters = np.arange(1, draws + 1, dtype=np.uint64) * _GOLDEN
     bits = mix(streams[:, None] + counters)
@@ -42,7 +42,7 @@ def uniform(indices: Indices, draws: int) -> NDArray[np.float64]:
 
 @contextmanager
 def keyed_generators(key: int) -> Iterator[None]:
-    """Start the process' CPU generators from `key` within the block; afterwards they are as they were before."""
+    """Seed the CPU generators of the process from `key` within the block; restore them afterwards."""
     python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     random.seed(key)
     np.random.seed([key & 0xFFFFFFFF, key >> 32])

@@ -1,4 +1,4 @@
-"""The order of an epoch, a keyed permutation, computed where it is needed and stored nowhere.
+"""The order of an epoch: a keyed permutation, computed where it is needed and never stored.
 
     position in the epoch --> [ rounds keyed by (seed, epoch) ] --> index of a sample
 
@@ -8,18 +8,16 @@
         column <- (column + mix(row,    key of the round)) mod columns     odd rounds
 
 A Feistel network over a grid instead of bits (the generalized Feistel cipher of Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", CT-RSA 2002): each round can be undone, so the whole is a bijection of the grid. The few
-cells beyond N (fewer than there are rows) are walked through until a cell below N comes up, which makes it a
-bijection of 0 .. N-1.
+Arbitrary Finite Domains", CT-RSA 2002): each round is invertible, so the whole is a bijection of the grid. A position
+whose cell is beyond N (fewer than there are rows) is permuted again until its cell is below N, which makes it a
+bijection of 0 .. N-1. The world size has no influence.
 
-The world size is nowhere in it: which rank asks for a position changes nothing.
-
-The samples that were used are one number that no order and no split changes:
+The samples that were used are recorded in a number that doesn't depend on order or split:
 
     digest(updates) = sum over their samples of splitmix(epoch, index)   modulo 2^40
 
-Ranks add up their shares, the vote adds up the ranks, a run its updates; with seed and data the sum for any range of
-positions can be computed. A sample that is missing, double, or another one shows, but for one case in 10^12.
+It is summed over a rank's samples, over the ranks by the vote, and over a run's updates; with seed and data it can be
+computed for any range of positions. A missing, repeated or wrong sample changes it, except in one case of 10^12.
 """
 
 from __future__ import annotations
@@ -43,10 +41,9 @@ _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 class SampleOrder:
     """The order in which the samples of each epoch are used.
 
-    Attributes:
-        samples: how many there are, N.
-        seed: of the run.
-        shuffle: a new permutation each epoch; false: the identity.
+    Args:
+        samples: Number of samples, N.
+        shuffle: Whether each epoch is a new permutation, not the identity.
     """
 
     def __init__(self, samples: int, seed: int, *, shuffle: bool = True) -> None:
@@ -59,25 +56,23 @@ class SampleOrder:
         """Return the samples at `positions` (any shape, each in [0, N)) of `epoch`; of the same shape."""
         if not self.shuffle:
             return positions
-        return permute(positions, self.samples, _round_keys(self.seed, epoch))
-
-
-def permute(positions: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
-    """Return a bijection of [0, size), chosen by the keys of its rounds, at `positions`."""
-    rows = max(1, math.isqrt(size - 1) + 1)
-    columns = -(-size // rows)
-    cells = _walk(positions.astype(np.uint64), rows, columns, keys)
-    outside = np.flatnonzero(cells >= size)
-    flat = cells.reshape(-1)
-    while outside.size:
-        flat[outside] = _walk(flat[outside], rows, columns, keys)
-        outside = outside[flat[outside] >= size]
-    return cells.view(np.int64)
+        keys, size = _round_keys(self.seed, epoch), self.samples
+        rows = max(1, math.isqrt(size - 1) + 1)
+        columns = -(-size // rows)
+        cells = _permute(positions.astype(np.uint64), rows, columns, keys)
+        outside = np.flatnonzero(cells >= size)
+        flat = cells.reshape(-1)
+        while outside.size:
+            flat[outside] = _permute(flat[outside], rows, columns, keys)
+            outside = outside[flat[outside] >= size]
+        return cells.view(np.int64)
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply in place, and return, SplitMix64's finalizer (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
-    Generators", OOPSLA 2014), which spreads each bit over all 64."""
+    """Apply SplitMix64's finalizer in place, which spreads each bit over all 64, and return `x`.
+
+    Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+    """
     x ^= x >> _SHIFTS[0]
     x *= _FACTORS[0]
     x ^= x >> _SHIFTS[1]
@@ -86,8 +81,8 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
-def _walk(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply all rounds, once, over the grid."""
+def _permute(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply all rounds to cells of the grid."""
     width = np.uint64(columns)
     row, column = np.divmod(cells, width)
     sizes = (np.uint64(rows), width)
@@ -111,8 +106,10 @@ def _draw(values: NDArray[np.uint64], round_key: np.uint64, size: np.uint64) -> 
 
 
 def _add_modulo(values: NDArray[np.uint64], summands: NDArray[np.uint64], size: np.uint64) -> None:
-    """Add in place; both are below `size`. What is below `size` wraps to a huge number when `size` is taken from it, so
-    the smaller of the two is the remainder."""
+    """Add in place; both are below `size`.
+
+    A sum below `size` wraps to a huge number when `size` is subtracted, so the smaller of both is the remainder.
+    """
     values += summands
     np.minimum(values, values - size, out=values)
 
@@ -125,9 +122,9 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 MODULUS = 2**40  # sums over 8,192 ranks are exact in float64
 
 
-def digests(epoch: int, indices: Indices, own: NDArray[np.bool_]) -> list[int]:
-    """Return the digest of each row of `indices` [updates, samples]; columns that aren't `own` (filler) don't count."""
-    sums: list[int] = ((_sample_digests(epoch, indices) * own).sum(axis=1, dtype=np.uint64) % MODULUS).tolist()
+def digests(epoch: int, indices: Indices, counted: NDArray[np.bool_]) -> list[int]:
+    """Return the digest of each row of `indices` [updates, samples], over the `counted` columns."""
+    sums: list[int] = ((_sample_digests(epoch, indices) * counted).sum(axis=1, dtype=np.uint64) % MODULUS).tolist()
     return sums
 
 

@@ -1,11 +1,11 @@
-"""Whole documents into samples of a fixed length, with next to nothing left empty: best fit, longest first.
+"""Pack whole documents into samples of a fixed length, almost without padding: best fit, longest first.
 
     lengths    7 5 4 3 3 2 1 ...           capacity 10
-    samples    [7 3] [5 4 1] [3 2 ...]     each document into the fullest sample that still has room for it
+    samples    [7 3] [5 4 1] [3 2 ...]     each document into the fullest sample that still has space for it
 
-Best-fit decreasing needs no more of a document than its length, so all documents of one length are placed at once, and
-so are all samples with the same room left. The work grows with the number of different lengths (the capacity at most),
-not with the number of documents: that is what makes it quick. Documents longer than a sample are cut first.
+Best-fit decreasing depends only on lengths, so all documents of one length are placed at once, into all samples with
+the same space left. The time grows with the number of different lengths (the capacity at most), not with the number of
+documents. Documents longer than a sample are cut first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The pieces of the stream that lie in each sample.
+    """The pieces of the stream in each sample.
 
     Attributes:
-        starts: [pieces] where each piece begins in the stream of tokens, ordered by sample.
-        lengths: [pieces] its tokens.
-        bounds: [samples + 1] sample s holds pieces bounds[s] .. bounds[s + 1].
-        capacity: tokens that a sample can hold.
+        starts: [pieces] Where each piece begins in the stream of tokens, ordered by sample.
+        lengths: [pieces] The number of its tokens.
+        bounds: [samples + 1] Sample s holds pieces bounds[s] .. bounds[s + 1].
+        capacity: Number of tokens that a sample can hold.
     """
 
     starts: Integers
@@ -41,12 +41,12 @@ class Packing:
 
     @property
     def padding(self) -> float:
-        """The share of all places that stay empty."""
+        """The fraction of all positions that stay empty."""
         return 1 - int(self.lengths.sum()) / max(1, self.samples * self.capacity)
 
 
 def pack(offsets: Integers, capacity: int) -> Packing:
-    """Pack the documents that lie between `offsets` [documents + 1] of a stream."""
+    """Pack the documents between the `offsets` [documents + 1] of a stream."""
     starts, lengths = _cut(offsets, capacity)
     keys = (capacity - lengths).astype(np.min_scalar_type(capacity))  # few bits: a radix sort
     longest_first = np.argsort(keys, kind="stable")
@@ -58,7 +58,7 @@ def pack(offsets: Integers, capacity: int) -> Packing:
 
 
 def _cut(offsets: Integers, capacity: int) -> tuple[Integers, Integers]:
-    """Return start and length of each piece: documents, those longer than a sample in pieces of its length."""
+    """Return start and length of each piece: a document, or a part of a document that is longer than a sample."""
     lengths = np.diff(offsets)
     pieces = -(-lengths // capacity)
     if len(pieces) == 0 or pieces.max() <= 1:
@@ -71,54 +71,52 @@ def _cut(offsets: Integers, capacity: int) -> tuple[Integers, Integers]:
 
 
 def _place(counts: Integers, capacity: int) -> Integers:
-    """Return the sample of each piece, longest first, given how many pieces there are of each length."""
+    """Return the sample of each piece, longest first, given the number of pieces of each length."""
     placed: list[Integers] = []
-    open_samples: dict[int, list[Integers]] = {}  # room left -> samples with just that room
-    rooms: list[int] = []  # the keys, sorted
-    new = 0
+    open_samples = _OpenSamples(capacity)
     for length in range(capacity, 0, -1):
         left = int(counts[length])
         while left:
-            fit = bisect_left(rooms, length)
-            if fit == len(rooms):  # none has room: open as many as it takes, all alike
-                fresh = -(-left // (capacity // length))
-                samples, room = np.arange(new, new + fresh), capacity
-                new += fresh
-            else:
-                room = rooms.pop(fit)
-                samples = np.concatenate(open_samples.pop(room))
-            left -= _fill(samples, room, length, left, placed, open_samples, rooms)
+            samples, space = open_samples.take(length, left)
+            each = space // length
+            num_full = min(len(samples), left // each)
+            full, rest = samples[:num_full], samples[num_full:]
+            placed.append(np.repeat(full, each) if each > 1 else full)
+            open_samples.put(full, space - each * length)
+            left -= num_full * each
+            extra = min(left, each) if len(rest) else 0  # for the last sample, which they don't fill
+            if extra:
+                placed.append(np.repeat(rest[:1], extra))
+                open_samples.put(rest[:1], space - extra * length)
+                rest = rest[1:]
+                left -= extra
+            open_samples.put(rest, space)
     return np.concatenate(placed) if placed else np.zeros(0, np.int64)
 
 
-def _fill(
-    samples: Integers,
-    room: int,
-    length: int,
-    left: int,
-    placed: list[Integers],
-    open_samples: dict[int, list[Integers]],
-    rooms: list[int],
-) -> int:
-    """Put up to `left` pieces into the samples, each filled before the next; return how many."""
+class _OpenSamples:
+    """Samples that aren't full, by the space left in them."""
 
-    def reopen(some: Integers, space: int) -> None:
-        if len(some) == 0 or space == 0:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._opened = 0
+        self._samples: dict[int, list[Integers]] = {}
+        self._spaces: list[int] = []  # the keys, sorted
+
+    def take(self, length: int, pieces: int) -> tuple[Integers, int]:
+        """Remove and return the fullest samples with space for `length`, and that space; new ones if there are none."""
+        fit = bisect_left(self._spaces, length)
+        if fit < len(self._spaces):
+            space = self._spaces.pop(fit)
+            return np.concatenate(self._samples.pop(space)), space
+        first = self._opened
+        self._opened += -(-pieces // (self._capacity // length))
+        return np.arange(first, self._opened), self._capacity
+
+    def put(self, samples: Integers, space: int) -> None:
+        if len(samples) == 0 or space == 0:
             return
-        if space not in open_samples:
-            open_samples[space] = []
-            insort(rooms, space)
-        open_samples[space].append(some)
-
-    each = room // length
-    full = min(len(samples), left // each)
-    filled, rest = samples[:full], samples[full:]
-    placed.append(np.repeat(filled, each) if each > 1 else filled)
-    reopen(filled, room - each * length)
-    extra = min(left - full * each, each) if len(rest) else 0
-    if extra:
-        placed.append(np.repeat(rest[:1], extra))
-        reopen(rest[:1], room - extra * length)
-        rest = rest[1:]
-    reopen(rest, room)
-    return full * each + extra
+        if space not in self._samples:
+            self._samples[space] = []
+            insort(self._spaces, space)
+        self._samples[space].append(samples)

@@ -1,9 +1,9 @@
-"""`lockstep data prepare`: text is tokenized once and written where any number of runs can map it.
+"""Tokenize text once, into files that any number of runs can map (`lockstep data prepare`).
 
-    files, globs, data sets --> documents --> tokenizer, end token --> FOLDER/train.tokens, .documents, .json
+    files, globs, datasets  --> documents --> tokenizer, end token --> FOLDER/train.tokens, .documents, .json
                                     \\-- every n-th document --------> FOLDER/held-out.tokens, ...
 
-Everything is written beside its name and moved there when it is complete, the header last.
+All files are written under temporary names and renamed when they are complete, the header last.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.local_paths import local_path
@@ -28,16 +29,17 @@ from lockstep.data.tokens import FORMAT, Header, write_header
 _ROWS = {".csv", ".parquet", ".json"}  # files of rows, read by the datasets library
 _BATCH = 1000  # documents tokenized at a time
 _BYTE_END = 256  # the end token of `bytes`
+Ids = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizer:
-    """What turns texts into ids, without special tokens."""
+    """A tokenizer that encodes texts without special tokens."""
 
     name: str
     vocabulary: int
     end: int
-    encode: Callable[[list[str]], list[np.ndarray[tuple[int], np.dtype[np.uint32]]]]
+    encode: Callable[[list[str]], list[Ids]]
 
 
 def prepare(
@@ -53,27 +55,27 @@ def prepare(
     """Write token files into the folder `output`.
 
     Args:
-        inputs: text files or globs (one document a file), .jsonl, .json, .csv and .parquet files (one document a
-            row), folders of the datasets library, or names of its data sets.
-        output: made if it isn't there; what a split held before is replaced when the new one is complete.
-        tokenizer: folder or hub name, or `bytes` (ids 0 to 255, end token 256).
-        split: of data sets of the datasets library, with slices; token files are called after its first word.
-        column: with the text.
-        configuration: of a data set.
-        held_out: every n-th document goes to the split `held-out`; None: none does.
+        inputs: Text files or globs (one document a file), .jsonl, .json, .csv and .parquet files (one document a
+            row), folders of the datasets library, or names of its datasets.
+        output: Created if it doesn't exist; an existing split is replaced when the new one is complete.
+        tokenizer: Folder or hub name, or `bytes` (ids 0 to 255, end token 256).
+        split: Split of datasets of the datasets library, with slices; its first word names the token files.
+        column: Name of the column with the text.
+        configuration: Configuration of a dataset.
+        held_out: Write every n-th document to the split `held-out`.
 
     Returns:
         The header of each split written.
 
     Raises:
-        ConfigError: an input or the tokenizer is missing, or there are no documents.
+        ConfigError: An input or the tokenizer is missing, or there are no documents.
     """
     if held_out is not None and held_out < 2:
-        raise ConfigError(f"held_out {held_out} would hold out every document; every 20th is usual")
+        raise ConfigError(f"held_out {held_out} would hold out every document; set 20 for every 20th")
     loaded = _tokenizer(tokenizer)
     names = [split.partition("[")[0], *(["held-out"] if held_out is not None else [])]
     if len(set(names)) < len(names):
-        raise ConfigError("held_out writes a split called held-out, which is what split is called already")
+        raise ConfigError("held_out writes a split named held-out, the same as split; give split another name")
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     output.mkdir(parents=True, exist_ok=True)
     writers = [_SplitWriter(output, name, loaded) for name in names]
@@ -85,7 +87,7 @@ def prepare(
     finally:
         for writer in writers:
             writer.discard()
-        with suppress(OSError):  # from the innermost out, until one isn't empty
+        with suppress(OSError):  # innermost first, until one isn't empty
             for folder in missing:
                 folder.rmdir()
 
@@ -118,7 +120,7 @@ def _file_documents(path: Path, column: str) -> Iterator[str]:
         try:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not text in UTF-8: {error}") from error
+            raise ConfigError(f"{path} isn't text in UTF-8: {error}") from error
         return
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -127,7 +129,7 @@ def _file_documents(path: Path, column: str) -> Iterator[str]:
             try:
                 yield json.loads(line)[column]
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}:{number}: no JSON object with a column {column} ({error!r})") from error
+                raise ConfigError(f"{path}:{number} isn't a JSON object with a column {column} ({error!r})") from error
 
 
 def _rows(name: str, configuration: str | None, split: str, column: str) -> Iterator[str]:
@@ -142,28 +144,25 @@ def _rows(name: str, configuration: str | None, split: str, column: str) -> Iter
 
 def _tokenizer(name: str) -> _Tokenizer:
     if name == "bytes":
-        return _Tokenizer("bytes", _BYTE_END + 1, _BYTE_END, _as_bytes)
+        as_bytes = lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]  # noqa: E731
+        return _Tokenizer("bytes", _BYTE_END + 1, _BYTE_END, as_bytes)
     loaded = load_tokenizer(name)
     end = end_token(loaded)
     if end is None:
         raise ConfigError(f"tokenizer {name} has no token (eos or sep) to end a document with")
 
-    def encode(texts: list[str]) -> list[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+    def encode(texts: list[str]) -> list[Ids]:
         return [np.array(ids, dtype=np.uint32) for ids in loaded(texts, add_special_tokens=False)["input_ids"]]
 
-    folder = Path(name).expanduser()  # runs may start elsewhere
+    folder = Path(name).expanduser()  # runs may start in another folder
     return _Tokenizer(str(folder.resolve()) if folder.is_dir() else name, len(loaded), int(end), encode)
-
-
-def _as_bytes(texts: list[str]) -> list[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
-    return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
 
 # --- files ------------------------------------------------------------------------------------------------------
 
 
 class _SplitWriter:
-    """The files of a split, written beside their names."""
+    """A writer of a split's files, under temporary names."""
 
     def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
         self.name = name
@@ -182,10 +181,10 @@ class _SplitWriter:
             self._flush()
 
     def finish(self) -> Header:
-        """Move the files to their names, from when on the split exists; return its header."""
+        """Rename the files, which makes the split exist; return its header."""
         self._flush()
         if len(self._offsets) == 1:
-            raise ConfigError(f"there is not one document for split {self.name}")
+            raise ConfigError(f"there are no documents for split {self.name}")
         offsets = np.array(self._offsets, dtype=np.int64)
         self._digest.update(offsets.data)
         self._draft("documents").write_bytes(offsets.tobytes())
@@ -204,14 +203,14 @@ class _SplitWriter:
             bytes_per_token=self._text_bytes / tokens,
             fingerprint=self._digest.hexdigest(),
         )
-        (self._folder / f"{self.name}.json").unlink(missing_ok=True)  # until the new files are all in place
+        (self._folder / f"{self.name}.json").unlink(missing_ok=True)  # until all new files are in place
         for part in ("tokens", "documents"):
             os.replace(self._draft(part), self._folder / f"{self.name}.{part}")
         write_header(self._folder, self.name, header)
         return header
 
     def discard(self) -> None:
-        """Remove what is left of an unfinished split."""
+        """Remove the files of an unfinished split."""
         self._file.close()
         for part in ("tokens", "documents"):
             self._draft(part).unlink(missing_ok=True)

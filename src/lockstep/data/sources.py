@@ -1,4 +1,4 @@
-"""The data source that a section of a config describes, and sources whose batches are changed for a model's forward."""
+"""The data source that a section of a config describes, and sources with batches adapted to a model's forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.core.records import Batch
 from lockstep.data.order import Indices
 
 LANGUAGE_MODEL = "language-model"
-"""The task of Lockstep's own language models."""
+"""The task of Lockstep's language models."""
 _TASKS = {
     "stdlib-text": ("causal-lm",),
     "stdlib-functions": ("sequence-classification",),
@@ -28,23 +28,29 @@ _TASKS = {
     "tokens": ("causal-lm",),
     "huggingface": ("causal-lm", "masked-lm", "sequence-classification", "seq2seq"),
 }
-"""Tasks of transformers models that a kind of data has batches for."""
+"""Tasks of transformers models, by the kinds of data that have batches for them."""
 
 
 def open_source(section: DataSource, *, task: str | None, tokenizer: str | None) -> Source:
     """Return the data that `section` describes.
 
     Args:
-        task: of a transformers model, which then defines the inputs' names (`input_ids`); `LANGUAGE_MODEL` for a
-            language model of Lockstep's; None for any other.
-        tokenizer: the model's, for sections that name none.
+        task: Task of a transformers model, whose inputs have other names (`input_ids`); `LANGUAGE_MODEL` for a
+            language model of Lockstep; None for any other.
+        tokenizer: The model's, for sections that name none.
 
     Raises:
-        ConfigError: there is no such data here, or it doesn't suit the task.
+        ConfigError: The data isn't on this machine, or doesn't suit the task.
     """
-    _refuse_task(section, task)
     aligned = task not in (None, LANGUAGE_MODEL)
-    match section:  # what a kind of data needs is imported for that kind alone
+    tasks = _TASKS.get(section.kind)
+    if aligned and tasks is not None and task not in tasks:
+        purpose = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
+        raise ConfigError(
+            f"data of kind {section.kind} has batches {purpose}, but this model is made for {task}; take a custom "
+            "dataset (kind: custom), whose items have the keys that the model's forward takes"
+        )
+    match section:  # the modules of a kind of data are imported only for that kind
         case StdlibText():
             from lockstep.data.stdlib import open_stdlib_text
 
@@ -69,25 +75,14 @@ def open_source(section: DataSource, *, task: str | None, tokenizer: str | None)
             from lockstep.data.custom import open_custom
 
             return open_custom(section)
-    raise AssertionError(f"{section.kind}: data handed over in Python is not opened but adapted")
-
-
-def _refuse_task(section: DataSource, task: str | None) -> None:
-    tasks = _TASKS.get(section.kind)
-    if task in (None, LANGUAGE_MODEL) or tasks is None or task in tasks:
-        return
-    known = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
-    raise ConfigError(
-        f"data of kind {section.kind} has batches {known}, and this model is made for {task}; take a data set of your "
-        "own (kind: custom), whose items have the keys that the model's forward takes"
-    )
+    raise AssertionError(f"{section.kind}: a dataset from the Python API is adapted, not opened")
 
 
 class PreparedSource:
     """A source whose batches are completed or renamed for a model's forward.
 
     Args:
-        prepare: batch -> batch, on the CPU; it changes no samples, so that the fingerprint stays.
+        prepare: Maps a batch on the CPU to a batch of the same samples, so that the fingerprint is the same.
     """
 
     def __init__(self, source: Source, prepare: Callable[[Batch], Batch]) -> None:
@@ -105,16 +100,16 @@ def renamed_inputs(names: Mapping[str, str | None], batch: Batch) -> Batch:
     """Return the batch with its inputs under the names that the model's forward has.
 
     Args:
-        names: the data's names to the forward's; None: the input is left out.
+        names: Maps names of the data to those of the forward; None: the input is removed.
 
     Raises:
-        ConfigError: the data has no such input.
+        ConfigError: The data has no such input.
     """
     if isinstance(batch.inputs, tuple):
-        raise ConfigError(Problem("", "model.inputs", "the data's inputs have an order and no names; leave it out"))
-    lacking = ", ".join(name for name in names if name not in batch.inputs)
-    if lacking:
-        why = f"the data has no input {lacking}; it has {', '.join(batch.inputs)}"
-        raise ConfigError(Problem("", "model.inputs", why))
+        raise ConfigError(Problem("", "model.inputs", "the data's inputs are positional, without names; remove it"))
+    missing = ", ".join(name for name in names if name not in batch.inputs)
+    if missing:
+        reason = f"the data has no input {missing}; it has {', '.join(batch.inputs)}"
+        raise ConfigError(Problem("", "model.inputs", reason))
     renamed = {names.get(name, name): value for name, value in batch.inputs.items()}
     return replace(batch, inputs={name: value for name, value in renamed.items() if name is not None})

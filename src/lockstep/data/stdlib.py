@@ -1,10 +1,10 @@
-"""Data from the running Python's standard library, whose source is on every machine: 12 MB of text, no network.
+"""Data from the source of Python's standard library, which is on every machine: 12 MB of text, no network.
 
     text        sorted files --> every 20th is held out --> the split's files, joined --> windows of bytes
-    functions   packages with most functions (9) --> their functions, by ast --> bytes --> the package as the class
+    functions   the 9 packages with most functions --> their functions, by ast --> bytes; the package is the class
 
-A function's text doesn't give the class away: every package's name becomes `_`, in all functions alike; a text that
-occurs twice is kept once. A function is held out by the hash of its qualified name, so that other files never move it.
+A function's text doesn't reveal its class: in all functions the names of these packages are replaced by `_`, and equal
+texts are kept once. The hash of a function's qualified name decides whether it is held out, independent of other files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lockstep.config.schema import StdlibFunctions, StdlibText
 from lockstep.core.errors import ConfigError
@@ -32,18 +31,15 @@ from lockstep.data.order import Indices
 from lockstep.data.windows import WindowSource, cut_windows, fingerprint
 
 _HELD_OUT_FILE = 20
-# What is installed beside it, what is not source, and tests, which many systems package apart
-_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+# installed packages, files that aren't source, and tests, which many systems package separately
+_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
-    """Return windows of bytes.
-
-    Args:
-        aligned: as of `WindowSource`.
+    """Return windows of bytes; `aligned` as for `WindowSource`.
 
     Raises:
-        ConfigError: more samples are asked for than there are, or this Python comes without its source.
+        ConfigError: There are fewer samples than configured, or this Python comes without its source.
     """
     held_out = section.split == "held-out"
     files = [
@@ -56,23 +52,23 @@ def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
     available = len(windows)
     if section.samples is not None and section.samples > available:
         raise ConfigError(
-            f"samples {section.samples} is more than the {available} that there are; {available} or null takes all"
+            f"samples {section.samples} is more than the {available} that exist; set {available} or null for all"
         )
     windows = windows[: section.samples]
-    known_by = fingerprint("stdlib-text", section.length, len(windows), text)
-    return WindowSource(windows, known_by, aligned=aligned, vocabulary=256, bytes_per_token=1.0)
+    content = fingerprint("stdlib-text", section.length, len(windows), text)
+    return WindowSource(windows, content, aligned=aligned, vocabulary=256, bytes_per_token=1.0)
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
     """Return each source file's name relative to the library, with slashes, and its path, sorted by name.
 
     Raises:
-        ConfigError: this Python comes without its source.
+        ConfigError: This Python comes without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[tuple[str, Path]] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        folders[:] = [name for name in folders if name not in _EXCLUDED]
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
         files += ((path.relative_to(root).as_posix(), path) for path in paths)
     if not files:
@@ -82,7 +78,7 @@ def stdlib_files() -> list[tuple[str, Path]]:
 
 _CLASSES = 9
 _HELD_OUT_FUNCTION = 10
-_SHORTEST = 40  # bytes; below, there is nothing to tell packages apart by
+_SHORTEST = 40  # bytes; shorter functions don't differ between packages
 _DEFINITION = re.compile(rb"^[ \t]*(?:async )?def ", re.MULTILINE)
 
 
@@ -96,10 +92,10 @@ class StdlibFunctionsSource:
     """Functions as bytes, padded to the longest of the batch, with a mask; the targets are classes.
 
     Args:
-        aligned: inputs have the names of the transformers library's models.
+        aligned: Give inputs the names of the transformers library's models.
 
     Attributes:
-        packages: the classes' names, by number.
+        packages: Names of the classes.
     """
 
     draws = False
@@ -108,12 +104,13 @@ class StdlibFunctionsSource:
         self._aligned = aligned
         functions = _all_functions()
         self.packages = tuple(sorted({function.package for function in functions}))
-        chosen = [function for function in functions if _held_out(function.name) == (section.split == "held-out")]
+        chosen = [function for function in functions if _is_held_out(function.name) == (section.split == "held-out")]
         self._classes = torch.tensor([self.packages.index(function.package) for function in chosen])
         texts = [function.text[: section.length] for function in chosen]
         self._lengths = np.array([len(text) for text in texts])
-        self._bytes = _padded(texts, self._lengths)
         samples = len(texts)
+        self._bytes = np.zeros((samples, int(self._lengths.max())), dtype=np.uint8)  # padded with zeros
+        self._bytes[np.arange(self._bytes.shape[1]) < self._lengths[:, None]] = np.frombuffer(b"".join(texts), np.uint8)
         self.facts = DataFacts(samples, None, vocabulary=256, classes=len(self.packages), bytes_per_token=1.0)
         self.fingerprint = fingerprint("stdlib-functions", self.packages, self._bytes, self._classes.numpy())
 
@@ -131,7 +128,7 @@ class StdlibFunctionsSource:
 
 @lru_cache(maxsize=1)
 def _all_functions() -> tuple[_Function, ...]:
-    """Return the functions of the packages that define most; a text that occurs again anywhere is left out."""
+    """Return the functions of the packages that define most, without those whose text has occurred before."""
     files: dict[str, list[tuple[str, Path]]] = {}
     counts: Counter[str] = Counter()
     for name, path in stdlib_files():
@@ -152,7 +149,7 @@ def _all_functions() -> tuple[_Function, ...]:
 
 
 def _functions_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield qualified name and dedented text of a file's functions and methods; not of those inside functions."""
+    """Yield qualified name and dedented text of a file's functions and methods, without nested functions."""
     source = path.read_bytes().decode(errors="replace").replace("\r\n", "\n")
     try:
         tree = ast.parse(source)
@@ -170,13 +167,6 @@ def _definitions(node: ast.Module | ast.ClassDef, prefix: str, lines: list[str])
             yield prefix + child.name, textwrap.dedent(text)
 
 
-def _held_out(name: str) -> bool:
+def _is_held_out(name: str) -> bool:
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % _HELD_OUT_FUNCTION == 0
-
-
-def _padded(texts: list[bytes], lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return the texts as [texts, longest], zeros behind their ends."""
-    padded = np.zeros((len(texts), int(lengths.max())), dtype=np.uint8)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(texts), dtype=np.uint8)
-    return padded

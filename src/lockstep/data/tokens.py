@@ -1,11 +1,11 @@
 """Token ids in a memory-mapped file: tokenized once, read by any number of runs and ranks.
 
-FOLDER/train.json         header, written last: the split exists when it does
+FOLDER/train.json         header, written last: the split exists if it exists
       /train.tokens       ids of all documents, one after the other, uint16 or uint32
-      /train.documents    where each document begins, and where the last one ends, int64
+      /train.documents    offset of each document, and the end of the last one, int64
 
 joined    samples are windows of the stream
-whole     samples are packed documents (packing.py); no target crosses from one document into the next
+whole     samples are packed documents (packing.py); no target is in another document than its input
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.data.order import Indices
 from lockstep.data.packing import pack
 
 FORMAT = 1
-_PREPARE = "make it with `lockstep data prepare`"
+_PREPARE = "write it with `lockstep data prepare`"
 _IGNORED = -100
 
 
@@ -38,14 +38,12 @@ class Header:
     """The header of a split.
 
     Attributes:
-        format: of the files.
         dtype: uint16 or uint32.
-        tokens, documents: how many.
-        vocabulary: number of token ids.
-        tokenizer: folder or hub name, or `bytes`.
-        end: the token id behind each document.
-        bytes_per_token: of the text, on average, end tokens counted.
-        fingerprint: BLAKE2b of tokens and documents.
+        vocabulary: Number of token ids.
+        tokenizer: Folder or hub name, or `bytes`.
+        end: Token id at the end of each document.
+        bytes_per_token: Mean length of a token's text, end tokens included.
+        fingerprint: BLAKE2b hash of tokens and documents.
     """
 
     format: int
@@ -60,11 +58,7 @@ class Header:
 
 
 def open_tokens(section: Tokens, *, aligned: bool) -> Source:
-    """Return the source of a split.
-
-    Args:
-        aligned: as of `windows.WindowSource`.
-    """
+    """Return the source of a split; `aligned` as for `windows.WindowSource`."""
     folder, length = Path(section.folder).expanduser(), section.length
     header = read_header(folder, section.split)
     tokens = _mapped(folder / f"{section.split}.tokens", header.dtype, header.tokens)
@@ -81,12 +75,12 @@ def open_tokens(section: Tokens, *, aligned: bool) -> Source:
 
 
 def tokenizer_name(folder: Path, split: str) -> str:
-    """Return the tokenizer that the ids were made with: folder or hub name, or `bytes`."""
+    """Return the tokenizer of a split: folder or hub name, or `bytes`."""
     return read_header(folder.expanduser(), split).tokenizer
 
 
 class WholeDocuments:
-    """Packed documents. Places that stay empty hold the end token and are no targets."""
+    """Packed documents. Empty positions hold the end token and have no target."""
 
     draws = False
 
@@ -111,19 +105,19 @@ class WholeDocuments:
         ends = np.cumsum(lengths)
         text = self._tokens[_ranges(packing.starts[pieces], lengths)]
         filled = np.add.reduceat(lengths, np.cumsum(stop - first) - (stop - first))
-        places = np.arange(self._length) < filled[:, None]
-        inputs = np.full(places.shape, self._end, dtype=np.int64)
-        inputs[places] = text
-        targets = np.full(places.shape, _IGNORED, dtype=np.int64)
-        targets[places] = self._targets(text, ends - lengths, ends)
+        has_text = np.arange(self._length) < filled[:, None]
+        inputs = np.full(has_text.shape, self._end, dtype=np.int64)
+        inputs[has_text] = text
+        targets = np.full(has_text.shape, _IGNORED, dtype=np.int64)
+        targets[has_text] = self._targets(text, ends - lengths, ends)
         name = "input_ids" if self._aligned else "tokens"
         return Batch({name: torch.from_numpy(inputs)}, torch.from_numpy(targets), len(indices), int(ends[-1]))
 
     def _targets(self, text: windows.Tokens, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of the [tokens] itself or, if not aligned, the next in its piece."""
+        """Return each token itself or, if not aligned, the next in its piece, [tokens]."""
         targets: NDArray[np.int64] = text.astype(np.int64)
         if self._aligned:
-            targets[starts] = _IGNORED  # after the shift, the target of the piece before
+            targets[starts] = _IGNORED  # after the shift, the target of the previous piece's last token
             return targets
         targets[:-1] = targets[1:]
         targets[ends - 1] = _IGNORED
@@ -131,7 +125,7 @@ class WholeDocuments:
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return starts[0] .. starts[0] + lengths[0], then starts[1] .., without a loop."""
+    """Return starts[0] .. starts[0] + lengths[0], then starts[1] .. and so on."""
     ends = np.cumsum(lengths)
     positions: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
     return positions
@@ -144,26 +138,26 @@ def read_header(folder: Path, split: str) -> Header:
     """Return a split's header.
 
     Raises:
-        ConfigError: there is none, or of another format; it states what there is instead.
+        ConfigError: There is none, or its format isn't supported.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder.absolute()}; {_PREPARE}")
     path = folder / f"{split}.json"
     if not path.is_file():
-        there = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
-        raise ConfigError(f"{folder} has no split {split}; " + (f"it has {', '.join(there)}" if there else _PREPARE))
+        splits = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
+        raise ConfigError(f"{folder} has no split {split}; " + (f"it has {', '.join(splits)}" if splits else _PREPARE))
     try:
         values = json.loads(read_bounded(path, MAX_JSON_BYTES))
         header = Header(**{field.name: values[field.name] for field in fields(Header)})
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error
     if header.format != FORMAT:
-        raise ConfigError(f"{path} is of format {header.format}, this version reads {FORMAT}; {_PREPARE} anew")
+        raise ConfigError(f"{path} has format {header.format}, but this version reads {FORMAT}; {_PREPARE} again")
     return header
 
 
 def write_header(folder: Path, split: str, header: Header) -> None:
-    """Write a split's header, at once or not at all."""
+    """Write a split's header atomically."""
     draft = folder / f"{split}.json.part"
     draft.write_text(json.dumps(asdict(header), indent=2) + "\n")
     os.replace(draft, folder / f"{split}.json")
@@ -173,5 +167,5 @@ def _mapped(path: Path, dtype: str, items: int) -> NDArray[np.generic]:
     expected = items * np.dtype(dtype).itemsize
     size = path.stat().st_size if path.is_file() else 0
     if size != expected:
-        raise ConfigError(f"{path} has {size} bytes where its header says {expected}; {_PREPARE} anew")
+        raise ConfigError(f"{path} has {size} bytes, but its header states {expected}; {_PREPARE} again")
     return np.memmap(path, dtype=dtype, mode="r", shape=(items,)).view(np.ndarray)

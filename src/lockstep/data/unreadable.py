@@ -1,4 +1,4 @@
-"""Failures that name the sample that can't be read, or what else kept samples from being read.
+"""Errors that name the sample that can't be read, or another reason why samples can't be read.
 
 read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            one raises            "sample 7 can't be read"
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
-    """Return what `read(indices)` returns; raise RunFailed, which names the sample, if it raises."""
+    """Return `read(indices)`; if it raises, raise a RunFailed that names the sample."""
     try:
         return read(indices)
     except Failure:
@@ -31,12 +31,12 @@ def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
 
 
 def explained(read: Callable[[Indices], object], indices: Indices, error: Exception) -> RunFailed:
-    """Return the failure to raise in place of `error`, which `read(indices)` raised; read the samples again to find it.
+    """Read the samples again to find the one for which `read(indices)` raised `error`; return the failure to raise.
 
     Raises:
-        Exception: the error itself, marked with the samples: memory ran out.
+        Exception: The error itself, marked with the samples, if memory ran out.
     """
-    _pass_on_memory(error, indices)
+    _reraise_out_of_memory(error, indices)
     for index in indices:
         sample_error = _error_of(read, indices[indices == index])
         if sample_error is not None:
@@ -44,12 +44,11 @@ def explained(read: Callable[[Indices], object], indices: Indices, error: Except
     batch_error = _error_of(read, indices)
     if batch_error is not None:
         remedy = "; a custom collate function can pad them" if "equal size" in str(batch_error) else ""
-        why = f"{describe(batch_error)}{remedy}"
-        return RunFailed(f"samples {named(indices)} can each be read, but not put into one batch: {why}")
+        reason = f"{describe(batch_error)}{remedy}"
+        return RunFailed(f"samples {named(indices)} can each be read, but not put into one batch: {reason}")
     return RunFailed(
-        f"reading samples {named(indices)} failed once, and succeeded when it was tried again: {describe(error)}. If "
-        "what they are read from fails now and then (a network file system, a service), catch the error in the data "
-        "set and retry there"
+        f"reading samples {named(indices)} failed once and succeeded when it was tried again: {describe(error)}. If "
+        "their storage is unreliable (a network file system, a service), catch the error in the dataset and retry there"
     )
 
 
@@ -61,7 +60,7 @@ def describe(error: Exception) -> str:
 
 
 def named(indices: Indices) -> str:
-    """Return the indices as text, eight of them at most."""
+    """Return the first eight indices as text."""
     shown = ", ".join(str(index) for index in indices[:8])
     return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
 
@@ -69,15 +68,15 @@ def named(indices: Indices) -> str:
 def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception | None:
     try:
         read(indices)
-    except Failure:  # it has its own message, or the run is to stop
+    except Failure:  # it has its own message, or stops the run
         raise
     except Exception as error:
-        _pass_on_memory(error, indices)
+        _reraise_out_of_memory(error, indices)
         return error
     return None
 
 
-def _pass_on_memory(error: Exception, indices: Indices) -> None:
+def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:
     if ran_out(error):
         mark(error, "data", f"while samples {named(indices)} were read")
         raise error

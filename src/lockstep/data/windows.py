@@ -1,4 +1,4 @@
-"""A stream of tokens as samples of a fixed length, gathered a whole batch at a time.
+"""A stream of tokens as samples of a fixed length, read a whole batch at a time.
 
 stream    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...
 sample 0  t0 t1 t2 t3 t4                    length 4: four inputs, and the four tokens that follow them
@@ -22,10 +22,10 @@ Tokens = NDArray[Any]  # of an unsigned integer type
 
 
 def cut_windows(tokens: Tokens, length: int, name: str) -> Tokens:
-    """Return a view [samples, length + 1] of the stream [tokens], without what doesn't fill a window at the end.
+    """Return a view [samples, length + 1] of the stream [tokens], without the rest that doesn't fill a window.
 
     Raises:
-        ConfigError: the stream has not one window.
+        ConfigError: The stream is shorter than a window.
     """
     if len(tokens) <= length:
         raise ConfigError(
@@ -41,12 +41,11 @@ class WindowSource:
     """Windows of a stream; inputs and targets are both [samples, length] int64.
 
     Args:
-        windows: [samples, length + 1], of `cut_windows`.
-        fingerprint: of the data.
-        aligned: for models of the transformers library: the inputs are `input_ids` and the targets are the inputs
-            themselves, which the objective shifts; otherwise `tokens`, and the targets are the tokens that follow.
-        vocabulary: number of token ids.
-        bytes_per_token: mean length of the text behind a token.
+        windows: [samples, length + 1], from `cut_windows`.
+        aligned: For models of the transformers library: the inputs are `input_ids`, and the targets are the inputs
+            themselves, which the objective shifts. Otherwise the inputs are `tokens`, and the targets the next tokens.
+        vocabulary: Number of token ids.
+        bytes_per_token: Mean length of a token's text.
     """
 
     draws = False
@@ -61,7 +60,7 @@ class WindowSource:
         self.fingerprint = fingerprint
 
     def fetch(self, indices: Indices) -> Batch:
-        rows = self._windows[indices]  # one gather, widened twice, so that inputs and targets are contiguous
+        rows = self._windows[indices]  # converted twice, so that inputs and targets are contiguous
         samples, width = rows.shape
         inputs = torch.from_numpy(rows[:, :-1].astype(np.int64))
         if self._aligned:
@@ -71,7 +70,7 @@ class WindowSource:
 
 
 def fingerprint(*parts: object) -> str:
-    """Return the BLAKE2b of what defines a data set's content: arrays by their bytes, anything else by its repr."""
+    """Return the BLAKE2b hash of the parts that define a dataset's content: arrays by bytes, others by their repr."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, np.ndarray):
