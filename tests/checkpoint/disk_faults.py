@@ -1,12 +1,12 @@
-"""A disk that fails on purpose: what `checkpoint.local` asks of the operating system, counted, and ended or refused.
+"""A disk that fails on purpose: the system calls of `checkpoint.local`, counted, and made to fail or to end the process.
 
 disk = Disk(folder, monkeypatch)
 save(...)                          disk.calls == ["mkdir .draft-step-00000008 #1", "create .../rank-00000.json #1", ...]
-disk.fault = ends(call)            nothing after this call happens; of a write, half does
-disk.fault = raises(call, EIO)     it fails, and all goes on
+disk.fault = ends(call)            nothing after this call happens; half of a write does
+disk.fault = raises(call, EIO)     the call fails, and the process continues
 
-`lose_power` takes from the folder what a power failure may take: bytes that were not flushed, and names
-that were not.
+`lose_power` removes from the folder what a power failure may remove: bytes that were not flushed, and names that were
+not.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ ENOSPC, EIO = errno.ENOSPC, errno.EIO
 
 
 class End(BaseException):
-    """The process is no more: nothing in it catches this."""
+    """The process has ended: nothing in it catches this."""
 
 
 class Ended(End):
-    """It has been no more for a while."""
+    """A call after the process has ended."""
 
 
 Fault = Callable[[str], None]
 
 
 def ends(call: str) -> Fault:
-    """At this call, which does not happen."""
+    """End the process at this call, which does not happen."""
 
     def fault(made: str) -> None:
         if made == call:
@@ -59,15 +59,15 @@ class Disk:
     """The operating system below one folder.
 
     Attributes:
-        calls: made so far, each with how often it has been made before on that path: `write x/rank-00000.json #1`.
-        fault: asked before each call; may raise.
-        most: bytes that one write takes.
+        calls: Made so far, numbered by path: `write x/rank-00000.json #1`.
+        fault: Called before each call; may raise.
+        max_write: Bytes that one write takes; None: all.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.fault: Fault = lambda call: None
-        self.most: int | None = None
+        self.max_write: int | None = None
         self._folder = str(folder)
         self._made: Counter[str] = Counter()
         self._ended = False
@@ -85,7 +85,7 @@ class Disk:
         patch.setattr(io, "open", self.read_through_io)
 
     def restart(self) -> None:
-        """The machine is up again, and sound."""
+        """Start the machine again, without faults."""
         for handle in list(self._handles):
             self._os["close"](handle)
         self._handles.clear()
@@ -94,12 +94,12 @@ class Disk:
         self._names.clear()
 
     def forget(self) -> None:
-        """What was called until now; calls are counted anew."""
+        """Forget the calls until now, and count from one again."""
         self.calls.clear()
         self._made.clear()
 
     def lose_power(self, *, names: bool) -> None:
-        """Takes bytes that were not flushed; and, if `names`, what was made or renamed in folders that were not."""
+        """Remove bytes that were not flushed; with `names`, also undo new names in folders that were not flushed."""
         self._ended, self.fault = False, lambda call: None
         for path in self._unflushed:
             if os.path.exists(path):
@@ -151,7 +151,7 @@ class Disk:
         except End:
             self._os["write"](handle, data[: len(data) // 2])
             raise
-        return int(self._os["write"](handle, data[: self.most] if self.most else data))
+        return int(self._os["write"](handle, data[: self.max_write] if self.max_write else data))
 
     def fsync(self, handle: int) -> None:
         place = self._handles.get(handle)
@@ -189,7 +189,7 @@ class Disk:
         moved = os.fspath(new)
         with self._lock:
             self._unflushed = {_moved(path, place, moved): None for path in self._unflushed}
-            self._names = [(_moved(one, place, moved), other) for one, other in self._names]
+            self._names = [(_moved(new_name, place, moved), old_name) for new_name, old_name in self._names]
             self._names.append((moved, place))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
@@ -216,7 +216,7 @@ class Disk:
             self._call("read", place)
         return self._io_open(file, *how, **more)
 
-    # --- behind them ----------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _call(self, verb: str, place: str) -> None:
         with self._lock:
@@ -233,7 +233,7 @@ class Disk:
                 raise
 
     def _place(self, path: Any, dir_fd: int | None) -> str | None:
-        """Where it lies, if that is in the folder."""
+        """Return the path, if it is in the folder."""
         if dir_fd is not None:
             above = self._handles.get(dir_fd)
             return None if above is None else os.path.join(above, os.fspath(path))

@@ -1,10 +1,10 @@
-"""What somebody may put in the place of a checkpoint's parts: a table of names and what they do to a folder.
+"""Attacks on a checkpoint: tables of names, what each does to its folder, and the expected error.
 
     FILES       bytes, links, pipes, folders where the manifest or a shard should be
-    MANIFESTS   a manifest with a right hash that says what can't be, and the words of the refusal
-    STATES      the same of what it says of the run's state
+    MANIFESTS   an impossible manifest with a matching hash
+    STATES      an impossible state of the run in the manifest
 
-`Evil` canaries are pickles that would leave a mark (`CANARY`) if anybody unpickled them.
+`Evil` canaries are pickles that would create a file (`CANARY`) if they were unpickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 class Evil:
-    """Leaves the mark where `folder` is when it is unpickled."""
+    """Creates the canary in `folder` when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self._mark = folder / CANARY
@@ -40,11 +40,11 @@ class Evil:
         return os.system, (f"touch {self._mark}",)
 
 
-# --- hashes that are right ----------------------------------------------------------------------------------------
+# --- manifests with matching hashes -------------------------------------------------------------------------------
 
 
 def sealed(text: str) -> bytes:
-    """A manifest's bytes, whatever it says."""
+    """Return a manifest's bytes with a matching hash."""
     return f'{{"manifest":{text},"xxh3_128":"{hashing.hash_bytes(text.encode())}"}}\n'.encode()
 
 
@@ -52,17 +52,16 @@ def canonical(manifest: Any) -> str:
     return json.dumps(manifest, sort_keys=True, separators=(",", ":"))
 
 
-def said(folder: Path) -> dict[str, Any]:
-    """What the manifest says now."""
-    found: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())["manifest"]
-    return found
+def read_manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())["manifest"]
+    return manifest
 
 
-def says(change: Change) -> Act:
-    """The manifest says something else, and its hash is right."""
+def edit_manifest(change: Change) -> Act:
+    """Change the manifest's content; its hash matches."""
 
     def act(folder: Path) -> None:
-        manifest = said(folder)
+        manifest = read_manifest(folder)
         changed = change(manifest)
         (folder / MANIFEST).write_bytes(sealed(canonical(manifest if changed is None else changed)))
 
@@ -70,16 +69,16 @@ def says(change: Change) -> Act:
 
 
 def text(change: Callable[[str], str]) -> Act:
-    """The same of its text."""
+    """Change the manifest's text; its hash matches."""
 
     def act(folder: Path) -> None:
-        (folder / MANIFEST).write_bytes(sealed(change(canonical(said(folder)))))
+        (folder / MANIFEST).write_bytes(sealed(change(canonical(read_manifest(folder)))))
 
     return act
 
 
 def put(*path: Any) -> Act:
-    """At the path of keys before it, the last of these."""
+    """Set the value at a path of keys: the last argument."""
     *keys, value = path
 
     def change(manifest: dict[str, Any]) -> None:
@@ -88,7 +87,7 @@ def put(*path: Any) -> Act:
             holder = holder[key]
         holder[keys[-1]] = value
 
-    return says(change)
+    return edit_manifest(change)
 
 
 def without(*keys: str) -> Act:
@@ -98,7 +97,7 @@ def without(*keys: str) -> Act:
             holder = holder[key]
         del holder[keys[-1]]
 
-    return says(change)
+    return edit_manifest(change)
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def _bytes(file: str, make: Callable[[Path], bytes]) -> Act:
 
 
 def void(_: object) -> None:
-    """An act returns nothing."""
+    """Discard a value: an act returns nothing."""
 
 
 def _gzipped(file: str) -> Act:
@@ -172,7 +171,7 @@ def _gzipped(file: str) -> Act:
 
 
 def _header(length: int) -> Act:
-    """The shard says that its header has so many bytes."""
+    """Make the shard state another length of its header."""
 
     def act(folder: Path) -> None:
         data = (folder / SHARD).read_bytes()
@@ -181,7 +180,7 @@ def _header(length: int) -> Act:
     return act
 
 
-# --- what is no file ----------------------------------------------------------------------------------------------
+# --- not a regular file -------------------------------------------------------------------------------------------
 
 
 def _link(file: str, target: str) -> Act:
@@ -231,7 +230,7 @@ def _gone(file: str) -> Act:
 
 
 def _sparse(file: str, size: int) -> Act:
-    """So many zeros, which take no room on the disk."""
+    """Make a sparse file of zeros, which takes no space on the disk."""
 
     def act(folder: Path) -> None:
         (folder / file).write_bytes(b"")
@@ -241,7 +240,7 @@ def _sparse(file: str, size: int) -> Act:
 
 
 def _instead_of_it(make: Callable[[Path], object]) -> Act:
-    """Not a folder at all."""
+    """Replace the checkpoint's folder by something else."""
 
     def act(folder: Path) -> None:
         folder.rename(folder.with_name("elsewhere"))
@@ -281,8 +280,8 @@ FILES: dict[str, tuple[Act, str]] = {
     "a manifest that is a pipe": (_pipe(MANIFEST), f"manifest.json: {NO_FILE}"),
     "a manifest that is a socket": (_socket(MANIFEST), r"manifest\.json: No such device or address"),
     "a manifest of 2 GiB": (_sparse(MANIFEST, 2**31), r"manifest\.json: it has 2,147,483,648 bytes; the limit is"),
-    "a manifest that nobody may read": (_unreadable(MANIFEST), r"manifest\.json: Permission denied"),
-    "a shard that nobody may read": (_unreadable(SHARD), f"{SHARDS}Permission denied"),
+    "a manifest that is not readable": (_unreadable(MANIFEST), r"manifest\.json: Permission denied"),
+    "a shard that is not readable": (_unreadable(SHARD), f"{SHARDS}Permission denied"),
     "a shard that is a link to passwords": (_link(SHARD, "/etc/passwd"), OTHER_SIZE),
     "a shard that is a link to itself": (_link(SHARD, SHARD), f"{SHARDS}Too many levels"),
     "a shard that is a link to nothing": (_link(SHARD, "nowhere"), f"{SHARDS}No such file"),
@@ -297,16 +296,16 @@ FILES: dict[str, tuple[Act, str]] = {
 }  # fmt: skip
 
 
-# --- what it says -------------------------------------------------------------------------------------------------
+# --- contents of the manifest -------------------------------------------------------------------------------------
 
 WEIGHT = "model.inner.weight"  # float32 [8, 4]
 _PART = ("tensors", WEIGHT, "parts", 0)
-_NO_SENSE = r"manifest\.json: is invalid: "
+_INVALID = r"manifest\.json: is invalid: "
 _NOT_WHOLE = r"manifest\.json: its hash does not match its contents"
 
 
 def _another_file(name: str) -> Act:
-    """Everything is said to lie in a file of this name."""
+    """Make every entry refer to a file of this name."""
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["files"][name] = manifest["files"].pop(SHARD)
@@ -314,11 +313,11 @@ def _another_file(name: str) -> Act:
             for part in entry["parts"]:
                 part["file"] = name
 
-    return says(change)
+    return edit_manifest(change)
 
 
 def _moved(by: int) -> Act:
-    return says(lambda manifest: void(_part(manifest).update(at=_part(manifest)["at"] + by)))
+    return edit_manifest(lambda manifest: void(_part(manifest).update(at=_part(manifest)["at"] + by)))
 
 
 def _part(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -338,18 +337,18 @@ def _halves_that_overlap(manifest: dict[str, Any]) -> None:
 
 
 def _shaped(*shape: int) -> Act:
-    """The tensor and its part."""
+    """Change the shape of the tensor and its part."""
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["tensors"][WEIGHT]["shape"] = list(shape)
         _part(manifest).update(sizes=list(shape), offsets=[0] * len(shape))
 
-    return says(change)
+    return edit_manifest(change)
 
 
 def _of_a_tebibyte(folder: Path) -> None:
-    """A sparse shard has room for state that the optimizer does not know yet."""
-    manifest, size = said(folder), 2**40
+    """Add a tensor of a TiB in a sparse shard."""
+    manifest, size = read_manifest(folder), 2**40
     at = manifest["files"][SHARD]["size"]
     hashes = ["0" * 32] * (size // hashing.BLOCK_BYTES)
     part = {"file": SHARD, "at": at, "offsets": [0], "sizes": [size // 4], "blocks": hashes}
@@ -365,26 +364,26 @@ def _another_moment(manifest: dict[str, Any]) -> None:
 
 
 def _renamed(name: str) -> Act:
-    return says(lambda manifest: manifest["tensors"].update({name: manifest["tensors"].pop(WEIGHT)}))
+    return edit_manifest(lambda manifest: manifest["tensors"].update({name: manifest["tensors"].pop(WEIGHT)}))
 
 
 def _many(place: str, value: Any, number: int) -> Act:
-    return says(lambda manifest: manifest[place].update({f"key-{index}": value for index in range(number)}))
+    return edit_manifest(lambda manifest: manifest[place].update({f"key-{index}": value for index in range(number)}))
 
 
 def _nested(depth: int) -> Act:
-    return text(lambda said: said.replace('"state":{', '"state":{"deep":' + "[" * depth + "]" * depth + ",", 1))
+    return text(lambda body: body.replace('"state":{', '"state":{"deep":' + "[" * depth + "]" * depth + ",", 1))
 
 
 def _instead(old: str, new: str) -> Act:
-    def change(said: str) -> str:
-        assert old in said
-        return said.replace(old, new, 1)
+    def change(body: str) -> str:
+        assert old in body
+        return body.replace(old, new, 1)
 
     return text(change)
 
 
-_SHARD_NAME = _NO_SENSE + r"(files|parts\.file): String should match pattern"
+_SHARD_NAME = _INVALID + r"(files|parts\.file): String should match pattern"
 _INTEGER = "Input should be (a valid integer|greater than or equal to|less than)"
 
 MANIFESTS: dict[str, tuple[Act, str]] = {
@@ -394,26 +393,26 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "format version null": (put("format_version", None), "has format version None"),
     "format version 1.0": (put("format_version", 1.0), "has format version 1.0"),
     "format version true": (put("format_version", True), "has format version True"),
-    "a manifest that is a list": (says(lambda manifest: [manifest]), "has format version None"),
-    "a manifest that is null": (text(lambda said: "null"), "has format version None"),
-    "a manifest that is a number": (text(lambda said: "1"), "has format version None"),
-    "no run": (without("run"), _NO_SENSE + "run: Field required"),
-    "an empty run": (put("run", ""), _NO_SENSE + "run: String should have at least 1"),
-    "a run of a million letters": (put("run", "x" * 10**6), _NO_SENSE + "run: String should have at most 4096"),
-    "a run that is a number": (put("run", 7), _NO_SENSE + "run: Input should be a valid string"),
-    "step -1": (put("step", -1), _NO_SENSE + f"step: {_INTEGER}"),
-    "step '8'": (put("step", "8"), _NO_SENSE + f"step: {_INTEGER}"),
-    "step 1.5": (put("step", 1.5), _NO_SENSE + f"step: {_INTEGER}"),
-    "step 2^63": (put("step", 2**63), _NO_SENSE + f"step: {_INTEGER}"),
-    "step true": (put("step", True), _NO_SENSE + f"step: {_INTEGER}"),
+    "a manifest that is a list": (edit_manifest(lambda manifest: [manifest]), "has format version None"),
+    "a manifest that is null": (text(lambda body: "null"), "has format version None"),
+    "a manifest that is a number": (text(lambda body: "1"), "has format version None"),
+    "no run": (without("run"), _INVALID + "run: Field required"),
+    "an empty run": (put("run", ""), _INVALID + "run: String should have at least 1"),
+    "a run of a million letters": (put("run", "x" * 10**6), _INVALID + "run: String should have at most 4096"),
+    "a run that is a number": (put("run", 7), _INVALID + "run: Input should be a valid string"),
+    "step -1": (put("step", -1), _INVALID + f"step: {_INTEGER}"),
+    "step '8'": (put("step", "8"), _INVALID + f"step: {_INTEGER}"),
+    "step 1.5": (put("step", 1.5), _INVALID + f"step: {_INTEGER}"),
+    "step 2^63": (put("step", 2**63), _INVALID + f"step: {_INTEGER}"),
+    "step true": (put("step", True), _INVALID + f"step: {_INTEGER}"),
     "step 7, in the folder of step 8": (put("step", 7), "is that of step 7"),
-    "samples -1": (put("samples", -1), _NO_SENSE + f"samples: {_INTEGER}"),
-    "tokens of a thousand digits": (put("tokens", 10**1000), _NO_SENSE + f"tokens: {_INTEGER}|is not a manifest"),
-    "no ranks": (put("ranks", 0), _NO_SENSE + f"ranks: {_INTEGER}"),
-    "written in the year null": (put("written", None), _NO_SENSE + "written: Input should be a valid string"),
-    "more than a manifest has": (put("execute", "rm -rf /"), _NO_SENSE + "execute: Extra inputs"),
+    "samples -1": (put("samples", -1), _INVALID + f"samples: {_INTEGER}"),
+    "tokens of a thousand digits": (put("tokens", 10**1000), _INVALID + f"tokens: {_INTEGER}|is not a manifest"),
+    "no ranks": (put("ranks", 0), _INVALID + f"ranks: {_INTEGER}"),
+    "written in the year null": (put("written", None), _INVALID + "written: Input should be a valid string"),
+    "more than a manifest has": (put("execute", "rm -rf /"), _INVALID + "execute: Extra inputs"),
     "no files": (put("files", {}), f"{WEIGHT} lies outside of its file|lies outside of its file"),
-    "files that are a list": (put("files", []), _NO_SENSE + "files: Input should be (an object|a valid dictionary)"),
+    "files that are a list": (put("files", []), _INVALID + "files: Input should be (an object|a valid dictionary)"),
     "a shard above": (_another_file("../rank-00000.safetensors"), _SHARD_NAME),
     "a shard of another step": (_another_file("../step-00000004/rank-00000.safetensors"), _SHARD_NAME),
     "a shard at the root": (_another_file("/etc/passwd"), _SHARD_NAME),
@@ -424,36 +423,36 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "a shard in other digits": (_another_file("rank-٠٠٠٠٠.safetensors"), _SHARD_NAME),
     "a shard of a rank that wasn't": (_another_file("rank-00001.safetensors"), r"rank-00001\.safetensors: No such"),
     "a shard without bytes": (put("files", SHARD, "size", 0), "lies outside of its file"),
-    "a shard of -1 bytes": (put("files", SHARD, "size", -1), _NO_SENSE + "files"),
-    "a shard of 2^63 bytes": (put("files", SHARD, "size", 2**63), _NO_SENSE + "files"),
+    "a shard of -1 bytes": (put("files", SHARD, "size", -1), _INVALID + "files"),
+    "a shard of 2^63 bytes": (put("files", SHARD, "size", 2**63), _INVALID + "files"),
     "a shard of 10^15 bytes": (put("files", SHARD, "size", 10**15), "bytes, of which [0-9,]+ are accounted for"),
-    "a header of -1 bytes": (put("files", SHARD, "header", -1), _NO_SENSE + "files"),
-    "a header without bytes": (put("files", SHARD, "header", 0), _NO_SENSE + "files"),
-    "a header of 2^62 bytes": (put("files", SHARD, "header", 2**62), _NO_SENSE + "files"),
+    "a header of -1 bytes": (put("files", SHARD, "header", -1), _INVALID + "files"),
+    "a header without bytes": (put("files", SHARD, "header", 0), _INVALID + "files"),
+    "a header of 2^62 bytes": (put("files", SHARD, "header", 2**62), _INVALID + "files"),
     "a header into the first tensor": (put("files", SHARD, "header", 10_000), "to two tensors or to none"),
-    "a header's hash in capitals": (put("files", SHARD, "header_hash", "A" * 32), _NO_SENSE + "files"),
+    "a header's hash in capitals": (put("files", SHARD, "header_hash", "A" * 32), _INVALID + "files"),
     "another header's hash": (put("files", SHARD, "header_hash", "0" * 32), f"{SHARDS}its header"),
     "no tensors": (put("tensors", {}), "bytes, of which [0-9,]+ are accounted for"),
-    "a tensor without a name": (_renamed(""), _NO_SENSE + "tensors"),
-    "a tensor with a name of 5,000 letters": (_renamed("x" * 5000), _NO_SENSE + "tensors"),
-    "dtype object": (put("tensors", WEIGHT, "dtype", "object"), _NO_SENSE + "tensors.*dtype"),
-    "dtype __class__": (put("tensors", WEIGHT, "dtype", "__class__"), _NO_SENSE + "tensors.*dtype"),
+    "a tensor without a name": (_renamed(""), _INVALID + "tensors"),
+    "a tensor with a name of 5,000 letters": (_renamed("x" * 5000), _INVALID + "tensors"),
+    "dtype object": (put("tensors", WEIGHT, "dtype", "object"), _INVALID + "tensors.*dtype"),
+    "dtype __class__": (put("tensors", WEIGHT, "dtype", "__class__"), _INVALID + "tensors.*dtype"),
     "dtype float64": (put("tensors", WEIGHT, "dtype", "float64"), "to two tensors or to none|lies outside"),
     "a shape of 10^15 elements": (_shaped(10**15), "lies outside of its file|other dims"),
     "a shape of 2^62 x 2^62": (_shaped(2**62, 2**62), "lies outside of its file"),
     "a shape without elements": (_shaped(0, 2**62), "to two tensors or to none|hashes for 0 bytes"),
     "a shape of ten thousand dims": (_shaped(*[1] * 10_000, 32), r"parts\.offsets: Tuple should have at most 64"),
-    "a shape that is a text": (put("tensors", WEIGHT, "shape", "8x4"), _NO_SENSE + "tensors"),
-    "a shape of fractions": (put("tensors", WEIGHT, "shape", [8.5, 4]), _NO_SENSE + "tensors"),
-    "a shape of -8 x -4": (put("tensors", WEIGHT, "shape", [-8, -4]), _NO_SENSE + "tensors"),
+    "a shape that is a text": (put("tensors", WEIGHT, "shape", "8x4"), _INVALID + "tensors"),
+    "a shape of fractions": (put("tensors", WEIGHT, "shape", [8.5, 4]), _INVALID + "tensors"),
+    "a shape of -8 x -4": (put("tensors", WEIGHT, "shape", [-8, -4]), _INVALID + "tensors"),
     "a tensor without parts": (put("tensors", WEIGHT, "parts", []), "has no parts"),
-    "a part twice": (says(_twice), "its parts don't make up the whole"),
-    "halves that overlap": (says(_halves_that_overlap), "its parts don't make up the whole"),
-    "a part at -1": (put(*_PART, "at", -1), _NO_SENSE + r"parts\.at: "),
+    "a part twice": (edit_manifest(_twice), "its parts don't make up the whole"),
+    "halves that overlap": (edit_manifest(_halves_that_overlap), "its parts don't make up the whole"),
+    "a part at -1": (put(*_PART, "at", -1), _INVALID + r"parts\.at: "),
     "a part one byte later": (_moved(1), "to two tensors or to none|lies outside"),
     "a part at the header": (put(*_PART, "at", 0), "to two tensors or to none"),
     "a part at 2^62": (put(*_PART, "at", 2**62), "lies outside of its file"),
-    "a part at 2^64": (put(*_PART, "at", 2**64), _NO_SENSE + r"parts\.at: "),
+    "a part at 2^64": (put(*_PART, "at", 2**64), _INVALID + r"parts\.at: "),
     "a part with other dims": (put(*_PART, "offsets", [0]), "has other dims"),
     "a part outside of its tensor": (put(*_PART, "offsets", [1, 0]), "its parts don't make up the whole"),
     "a part in another's file": (put(*_PART, "file", "rank-00009.safetensors"), "lies outside of its file rank-00009"),
@@ -461,30 +460,30 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "no hashes": (put(*_PART, "blocks", []), "has 0 hashes for 128 bytes"),
     "a hash too many": (put(*_PART, "blocks", ["0" * 32] * 2), "has 2 hashes for 128 bytes"),
     "another hash": (put(*_PART, "blocks", ["0" * 32]), f"{SHARDS}bytes .* of {WEIGHT}, are not what was written"),
-    "a hash that is none": (put(*_PART, "blocks", ["x" * 32]), _NO_SENSE + r"parts\.blocks\.0: "),
-    "more than a part has": (put(*_PART, "loader", "os.system"), _NO_SENSE + r"parts\.loader: Extra inputs"),
-    "a moment of another parameter": (says(_another_moment), "of optimizer.exp_avg.y, are not what was written"),
-    "a tensor of a TiB, and room for it": (_of_a_tebibyte, "there is no memory|are not what was written"),
-    "config that is a list": (put("config", []), _NO_SENSE + "config"),
-    "environment that is null": (put("environment", None), _NO_SENSE + "environment"),
-    "metrics that are texts": (put("metrics", {"held-out.loss": "low"}), _NO_SENSE + "metrics"),
-    "state that is a list": (put("state", []), _NO_SENSE + "state"),
-    "state that is null": (put("state", None), _NO_SENSE + "state"),
+    "a hash that is none": (put(*_PART, "blocks", ["x" * 32]), _INVALID + r"parts\.blocks\.0: "),
+    "more than a part has": (put(*_PART, "loader", "os.system"), _INVALID + r"parts\.loader: Extra inputs"),
+    "a moment of another parameter": (edit_manifest(_another_moment), "of optimizer.exp_avg.y, are not what was written"),
+    "a tensor of a TiB, and space for it": (_of_a_tebibyte, "there is no memory|are not what was written"),
+    "config that is a list": (put("config", []), _INVALID + "config"),
+    "environment that is null": (put("environment", None), _INVALID + "environment"),
+    "metrics that are texts": (put("metrics", {"held-out.loss": "low"}), _INVALID + "metrics"),
+    "state that is a list": (put("state", []), _INVALID + "state"),
+    "state that is null": (put("state", None), _INVALID + "state"),
     "NaN": (_instead('"metrics":{', '"metrics":{"a":NaN,'), NO_JSON),
     "infinity": (_instead('"metrics":{', '"metrics":{"a":-Infinity,'), NO_JSON),
     "1e999": (_instead('"metrics":{', '"metrics":{"a":1e999,'), NO_JSON),
     "a key twice": (_instead('"step":8', '"step":7,"step":8'), _NOT_WHOLE),
-    "everything twice": (text(lambda said: f"{said[:-1]},{said[1:]}"), _NOT_WHOLE),
-    "half of a pair": (_instead('"run":"', '"run":"\\ud800'), _NO_SENSE),
-    "a state a thousand lists deep": (_nested(1000), f"is not a manifest: RecursionError|{_NO_SENSE}|{_NOT_WHOLE}"),
+    "everything twice": (text(lambda body: f"{body[:-1]},{body[1:]}"), _NOT_WHOLE),
+    "half of a pair": (_instead('"run":"', '"run":"\\ud800'), _INVALID),
+    "a state a thousand lists deep": (_nested(1000), f"is not a manifest: RecursionError|{_INVALID}|{_NOT_WHOLE}"),
     "a state a hundred thousand lists deep": (_nested(100_000), "is not a manifest: RecursionError"),
-    "a million keys too many": (says(lambda said: said.update(dict.fromkeys(map(str, range(10**6)), 0))), _NO_SENSE),
-    "200,000 tensors": (_many("tensors", {}, 200_000), _NO_SENSE),
-    "200,000 files": (_many("files", 0, 200_000), _NO_SENSE),
-    "200,000 metrics": (_many("metrics", "x", 200_000), _NO_SENSE),
-    "200,000 parts": (put("tensors", WEIGHT, "parts", [{}] * 200_000), _NO_SENSE),
-    "200,000 hashes": (put(*_PART, "blocks", [""] * 200_000), _NO_SENSE),
-    "200,000 fields of a part": (put(*_PART, dict.fromkeys(map(str, range(200_000)), 0)), _NO_SENSE),
+    "a million keys too many": (edit_manifest(lambda body: body.update(dict.fromkeys(map(str, range(10**6)), 0))), _INVALID),
+    "200,000 tensors": (_many("tensors", {}, 200_000), _INVALID),
+    "200,000 files": (_many("files", 0, 200_000), _INVALID),
+    "200,000 metrics": (_many("metrics", "x", 200_000), _INVALID),
+    "200,000 parts": (put("tensors", WEIGHT, "parts", [{}] * 200_000), _INVALID),
+    "200,000 hashes": (put(*_PART, "blocks", [""] * 200_000), _INVALID),
+    "200,000 fields of a part": (put(*_PART, dict.fromkeys(map(str, range(200_000)), 0)), _INVALID),
 }  # fmt: skip
 
 _CONTRADICTS = r"its state contradicts it: Progress\(steps="
@@ -517,7 +516,7 @@ STATES: dict[str, tuple[Act, str]] = {
     "a best that is a text": (put("state", "best", "low"), "best: Input should be a valid number"),
 }  # fmt: skip
 
-# What can't be told from another run's: nothing is loaded, and nothing is put aside.
+# What may be another run's checkpoint: nothing is loaded, and nothing is moved aside.
 REFUSED: dict[str, tuple[Act, str]] = {
     "a tensor of another name": (_renamed("model.../../etc/passwd"), "it has no inner.weight"),
     "a tensor too many": (_renamed("optimizer.exp_avg.x"), "it has no inner.weight"),

@@ -1,8 +1,7 @@
-"""Any division of a tensor is written once and read back under any other."""
+"""A tensor that is sharded in any way is written once, and read back sharded in any other."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from lockstep.distributed.shard_boxes import Box, LocalShards, TensorInfo, local
 
 @st.composite
 def divisions(draw: Any) -> tuple[tuple[int, ...], int, int, int, int]:
-    """A shape, and two ways of cutting it: into so many parts along a dim each."""
+    """Draw a shape and two ways to shard it: the number of shards, and the dim."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     dims = st.integers(0, len(shape) - 1)
     return shape, draw(st.integers(1, 4)), draw(dims), draw(st.integers(1, 4)), draw(dims)
@@ -29,7 +28,7 @@ def divisions(draw: Any) -> tuple[tuple[int, ...], int, int, int, int]:
 
 @settings(max_examples=60, deadline=None)
 @given(divisions())
-def test_what_some_ranks_wrote_others_read(tmp_path_factory: Any, division: Any) -> None:
+def test_shards_that_some_ranks_wrote_are_read_by_others(tmp_path_factory: Any, division: Any) -> None:
     shape, writers, written_dim, readers, read_dim = division
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     storage, name, manifest = saved(
@@ -44,7 +43,7 @@ def test_what_some_ranks_wrote_others_read(tmp_path_factory: Any, division: Any)
             assert torch.equal(memory, part.to_local())
 
 
-def test_what_all_hold_is_written_once_and_evenly() -> None:
+def test_replicated_tensors_are_written_once_and_evenly() -> None:
     kind = TensorInfo("float32", (100,))
     holding = {f"model.{index}": LocalShards(kind, (kind.whole,)) for index in range(12)}
     shares = plan_writes([holding] * 3, ELEMENT_BYTES)
@@ -77,11 +76,6 @@ def test_ranks_that_hold_other_tensors_under_one_name_are_refused() -> None:
         plan_writes([{"w": LocalShards(ROWS, (ROWS.whole,))}, {"w": LocalShards(other, (other.whole,))}], ELEMENT_BYTES)
 
 
-@dataclass
-class _Case:
-    tensor: torch.Tensor
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -109,6 +103,6 @@ def test_the_files_are_safetensors(tmp_path: Path) -> None:
 
     tensors = {"model.w": torch.randn(5, 3), "model.count": torch.tensor(7), "optimizer.x.w": torch.randn(5, 3).half()}
     storage, name, _ = saved(tmp_path, [state_of(tensors)])
-    found = load_file(Path(storage.place) / name / "rank-00000.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[key], tensors[key]) for key in tensors)
+    loaded = load_file(Path(storage.place) / name / "rank-00000.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[key], tensors[key]) for key in tensors)

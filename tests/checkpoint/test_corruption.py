@@ -1,10 +1,10 @@
-"""Whatever happens to the bytes of a checkpoint is found, nothing of it is used, and the one before it is.
+"""Every corruption of a checkpoint is detected, none of its bytes are used, and the checkpoint before it is loaded.
 
-    step 4, whole --------------------------------------------> loaded, to the bit
-    step 8 --- one of 1,000 corruptions --- load_newest: found -'
+    step 4, intact ----------------------------------------------> loaded, bitwise identical
+    step 8 --- one of 1,000 corruptions --- load_newest: detected -'
 
-The list is drawn from seeds, so that what fails once fails again. Blocks are made small (4 KiB), so that a small model
-has many of them.
+The corruptions are drawn from seeds, so a failure is reproducible. Blocks are small (4 KiB), so that a small model has
+many of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORKS = worlds._CONTEXT
 
 
 class Wide(torch.nn.Module):
-    """Tensors of several blocks, and some of less than one."""
+    """A model with tensors of several blocks, and some smaller than one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,18 +56,19 @@ class Wide(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Place:
-    """Where one world has saved twice, and what is known of it.
+    """A storage with two checkpoints of one run.
 
     Attributes:
-        older: state at the older step, as every rank held it.
-        whole: bytes of the newest checkpoint's files.
-        before: those of the older one; other: those of the same step of another run.
+        older: The state at the older step, as every rank held it.
+        intact: Bytes of the newest checkpoint's files, by name.
+        before: Those of the older checkpoint.
+        other: Those of the same step of another run.
     """
 
     storage: LocalStorage
     folder: Path
     older: TrainingState
-    whole: dict[str, bytes]
+    intact: dict[str, bytes]
     before: dict[str, bytes]
     other: dict[str, bytes]
 
@@ -84,7 +85,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def _saved_twice(folder: Path, writers: int) -> Place:
-    """A model trained with Adam, which gave it moments, saved after 4 updates and after 8; and so another run's."""
+    """Save a model trained with Adam after 4 updates and after 8, and another run's in the same way."""
     ours, others = LocalStorage(folder / "ours"), LocalStorage(folder / "others")
     _train(ours, writers, "one run", seed=1)
     _train(others, writers, "another", seed=2)
@@ -109,7 +110,7 @@ def _train(storage: LocalStorage, writers: int, run: str, seed: int) -> None:
 
 
 def _state(folder: Path) -> TrainingState:
-    """What others than Lockstep read in a checkpoint that nobody has touched."""
+    """Return the state that safetensors reads from an intact checkpoint."""
     shards = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     return state_of({name: tensor for shard in shards for name, tensor in shard.items()})
 
@@ -126,31 +127,31 @@ Corruption = Callable[[Place, random.Random], Files]
 
 def _flipped_bit(place: Place, rng: random.Random) -> Files:
     file = rng.choice(place.shards)
-    return {file: _flip(place.whole[file], rng.randrange(8 * len(place.whole[file])))}
+    return {file: _flip(place.intact[file], rng.randrange(8 * len(place.intact[file])))}
 
 
 def _flipped_bit_of_a_header(place: Place, rng: random.Random) -> Files:
     file = rng.choice(place.shards)
-    header = 8 + int.from_bytes(place.whole[file][:8], "little")
-    return {file: _flip(place.whole[file], rng.randrange(8 * header))}
+    header = 8 + int.from_bytes(place.intact[file][:8], "little")
+    return {file: _flip(place.intact[file], rng.randrange(8 * header))}
 
 
 def _flipped_bit_of_the_manifest(place: Place, rng: random.Random) -> Files:
-    return {MANIFEST: _flip(place.whole[MANIFEST], rng.randrange(8 * len(place.whole[MANIFEST])))}
+    return {MANIFEST: _flip(place.intact[MANIFEST], rng.randrange(8 * len(place.intact[MANIFEST])))}
 
 
 def _hole(place: Place, rng: random.Random) -> Files:
-    file = rng.choice(list(place.whole))
-    data = bytearray(place.whole[file])
+    file = rng.choice(list(place.intact))
+    data = bytearray(place.intact[file])
     start = rng.randrange(len(data))
     data[start : start + 4096] = bytes(len(data[start : start + 4096]))
     return {file: bytes(data)}
 
 
 def _page_of_another_place(place: Place, rng: random.Random) -> Files:
-    """A write that went astray."""
+    """A write to the wrong place."""
     file, source = rng.choice(place.shards), rng.choice(place.shards)
-    data, other = bytearray(place.whole[file]), place.whole[source]
+    data, other = bytearray(place.intact[file]), place.intact[source]
     size = rng.choice([512, 4096])
     start, from_ = rng.randrange(len(data) - size), rng.randrange(len(other) - size)
     data[start : start + size] = other[from_ : from_ + size]
@@ -158,23 +159,23 @@ def _page_of_another_place(place: Place, rng: random.Random) -> Files:
 
 
 def _truncation(place: Place, rng: random.Random) -> Files:
-    file = rng.choice(list(place.whole))
-    return {file: place.whole[file][: rng.randrange(len(place.whole[file]))]}
+    file = rng.choice(list(place.intact))
+    return {file: place.intact[file][: rng.randrange(len(place.intact[file]))]}
 
 
 def _appended_bytes(place: Place, rng: random.Random) -> Files:
-    file = rng.choice(list(place.whole))
-    return {file: place.whole[file] + rng.randbytes(rng.choice([1, 8, 4096]))}
+    file = rng.choice(list(place.intact))
+    return {file: place.intact[file] + rng.randbytes(rng.choice([1, 8, 4096]))}
 
 
 def _an_empty_file(place: Place, rng: random.Random) -> Files:
-    return {rng.choice(list(place.whole)): b""}
+    return {rng.choice(list(place.intact)): b""}
 
 
 def _zeros(place: Place, rng: random.Random) -> Files:
-    """As after a power failure on some file systems: the size is right."""
-    file = rng.choice(list(place.whole))
-    return {file: bytes(len(place.whole[file]))}
+    """What some file systems leave after a power failure: zeros of the right size."""
+    file = rng.choice(list(place.intact))
+    return {file: bytes(len(place.intact[file]))}
 
 
 def _swapped_blocks(place: Place, rng: random.Random) -> Files:
@@ -183,7 +184,7 @@ def _swapped_blocks(place: Place, rng: random.Random) -> Files:
     spans = _blocks(place, file)
     size = rng.choice([size for size in spans if len(spans[size]) > 1])
     one, two = rng.sample(spans[size], 2)
-    data = bytearray(place.whole[file])
+    data = bytearray(place.intact[file])
     data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
     return {file: bytes(data)}
 
@@ -201,8 +202,8 @@ def _a_shard_of_another_run(place: Place, rng: random.Random) -> Files:
 def _a_stale_block(place: Place, rng: random.Random) -> Files:
     """A write that never reached the disk."""
     file = rng.choice(place.shards)
-    start = 4096 * rng.randrange(-(-len(place.whole[file]) // 4096))
-    data = bytearray(place.whole[file])
+    start = 4096 * rng.randrange(-(-len(place.intact[file]) // 4096))
+    data = bytearray(place.intact[file])
     data[start : start + 4096] = place.before[file][start : start + 4096]
     return {file: bytes(data)}
 
@@ -212,31 +213,31 @@ def _a_stale_manifest(place: Place, rng: random.Random) -> Files:
 
 
 def _a_deleted_file(place: Place, rng: random.Random) -> Files:
-    gone = rng.choice(list(place.whole))
+    gone = rng.choice(list(place.intact))
     return {gone: GONE}
 
 
 def _swapped_shards(place: Place, rng: random.Random) -> Files:
-    """On one rank: the shard and the manifest."""
-    one, two = rng.sample(place.shards if len(place.shards) > 1 else list(place.whole), 2)
-    return {one: place.whole[two], two: place.whole[one]}
+    """Two files swapped: on one rank the shard and the manifest."""
+    one, two = rng.sample(place.shards if len(place.shards) > 1 else list(place.intact), 2)
+    return {one: place.intact[two], two: place.intact[one]}
 
 
 def _edited_manifest(place: Place, rng: random.Random) -> Files:
-    """Its JSON is fine, and its seal the old one."""
-    outer = json.loads(place.whole[MANIFEST])
+    """Valid JSON with a changed value and the old hash."""
+    outer = json.loads(place.intact[MANIFEST])
     _edit(outer["manifest"], rng)
     return {MANIFEST: (json.dumps(outer, sort_keys=True, separators=(",", ":")) + "\n").encode()}
 
 
 def _reformatted_manifest(place: Place, rng: random.Random) -> Files:
-    """It says the same in other bytes: nobody but Lockstep writes manifests."""
-    outer = json.loads(place.whole[MANIFEST])
+    """The same values in other bytes, which Lockstep would not have written."""
+    outer = json.loads(place.intact[MANIFEST])
     return {MANIFEST: json.dumps(outer, indent=rng.choice([1, 2, 4])).encode()}
 
 
 def _garbage(place: Place, rng: random.Random) -> Files:
-    return {rng.choice(list(place.whole)): rng.randbytes(rng.choice([1, 100, 10_000]))}
+    return {rng.choice(list(place.intact)): rng.randbytes(rng.choice([1, 100, 10_000]))}
 
 
 GONE = b"no such file"
@@ -264,7 +265,7 @@ CORRUPTIONS: dict[Corruption, int] = {
 }
 
 
-def test_there_are_a_thousand_of_them() -> None:
+def test_there_are_a_thousand_corruptions() -> None:
     assert 2 * sum(CORRUPTIONS.values()) >= 1000
 
 
@@ -275,18 +276,18 @@ def _flip(data: bytes, bit: int) -> bytes:
 
 
 def _blocks(place: Place, file: str) -> dict[int, list[int]]:
-    """Where the hashed blocks of a shard lie, by their sizes."""
-    found: dict[int, list[int]] = {}
-    for entry in json.loads(place.whole[MANIFEST])["manifest"]["tensors"].values():
+    """Return the offsets of a shard's hashed blocks, by size."""
+    offsets: dict[int, list[int]] = {}
+    for entry in json.loads(place.intact[MANIFEST])["manifest"]["tensors"].values():
         for part in entry["parts"]:
             size = torch.Size(part["sizes"]).numel() * 4
             for start in range(0, size if part["file"] == file else 0, BLOCK):
-                found.setdefault(min(BLOCK, size - start), []).append(part["at"] + start)
-    return found
+                offsets.setdefault(min(BLOCK, size - start), []).append(part["at"] + start)
+    return offsets
 
 
 def _edit(manifest: dict[str, Any], rng: random.Random) -> None:
-    """One number or text somewhere in it becomes another one."""
+    """Change one number or text of the manifest."""
     places = list(_leaves(manifest))
     holder, key = rng.choice(places)
     value = holder[key]
@@ -302,32 +303,32 @@ def _leaves(holder: Any) -> Iterator[tuple[Any, Any]]:
             yield holder, key
 
 
-# --- found, by whoever reads --------------------------------------------------------------------------------------
+# --- detected, however it is read ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS, ids=lambda kind: kind.__name__.strip("_"))
-def test_each_is_found_and_the_checkpoint_before_it_is_used(place: Place, kind: Corruption) -> None:
+def test_each_corruption_is_detected_and_the_checkpoint_before_it_is_used(place: Place, kind: Corruption) -> None:
     rng = random.Random(kind.__name__)
     for number in range(CORRUPTIONS[kind]):
         files = kind(place, rng)
-        while all(place.whole[name] == data for name, data in files.items()):
+        while all(place.intact[name] == data for name, data in files.items()):
             files = kind(place, rng)  # zeros over zeros
         with _put(place, files):
             what = f"{kind.__name__} {number}: {sorted(files)}"
-            _assert_found(place, len(place.shards), what)
-            _assert_found_by_parts(place, len(place.shards) + 1, f"{what}, in parts")
+            _assert_detected(place, len(place.shards), what)
+            _assert_detected_by_parts(place, len(place.shards) + 1, f"{what}, in parts")
 
 
-def test_what_is_whole_is_loaded(place: Place) -> None:
+def test_an_intact_checkpoint_is_loaded(place: Place) -> None:
     for ranks in (1, 2):
         for found in _loaded(place, [place.older] * ranks):
             assert (found.manifest.step, found.broken) == (NEWEST, {})
 
 
-def test_with_nothing_before_it_the_reason_is_told(place: Place) -> None:
+def test_without_an_older_checkpoint_the_error_states_the_reason(place: Place) -> None:
     file = place.shards[-1]
     with (
-        _put(place, {file: _flip(place.whole[file], 8 * len(place.whole[file]) - 1)}),
+        _put(place, {file: _flip(place.intact[file], 8 * len(place.intact[file]) - 1)}),
         pytest.raises(RunFailed) as caught,
     ):
         load_newest(place.storage, Meeting(1).axis(0), place.older, NEWEST)
@@ -346,10 +347,10 @@ def _put(place: Place, files: Files) -> Iterator[None]:
         yield
     finally:
         for name in files:
-            (place.folder / name).write_bytes(place.whole[name])
+            (place.folder / name).write_bytes(place.intact[name])
 
 
-def _assert_found(place: Place, ranks: int, what: str) -> None:
+def _assert_detected(place: Place, ranks: int, what: str) -> None:
     for found in _loaded(place, [place.older] * ranks):
         _assert_older(found, what)
         assert found.state.tensors.keys() == place.older.tensors.keys(), what
@@ -357,8 +358,8 @@ def _assert_found(place: Place, ranks: int, what: str) -> None:
             assert torch.equal(found.state.tensors[name], tensor), f"{what}: {name}"
 
 
-def _assert_found_by_parts(place: Place, ranks: int, what: str) -> None:
-    """Each rank reads no more than its own rows."""
+def _assert_detected_by_parts(place: Place, ranks: int, what: str) -> None:
+    """Load with each rank reading only its own rows."""
     states = [
         state_of({name: _part(tensor, ranks, rank) for name, tensor in place.older.tensors.items()})
         for rank in range(ranks)
@@ -375,7 +376,7 @@ def _part(tensor: torch.Tensor, ranks: int, rank: int) -> Any:
 
 
 def _assert_older(found: LoadedCheckpoint, what: str) -> None:
-    assert found.manifest.step == OLDER, f"{what}: not found"
+    assert found.manifest.step == OLDER, f"{what}: not detected"
     assert list(found.broken) == [f"step-{NEWEST:08d}"], what
     assert found.broken[f"step-{NEWEST:08d}"], what
 
@@ -395,7 +396,7 @@ def _loaded(place: Place, states: list[TrainingState]) -> list[LoadedCheckpoint]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that has saved at steps 4 and 8 and is to go on to step 10; and what it comes to."""
+    """A run of two ranks that has saved at steps 4 and 8."""
     folder = tmp_path_factory.mktemp("runs")
     config = small.config(run={"steps": 8}, checkpoint={"every": "4 steps"})
     (folder / "points.json").write_text(json.dumps(config))
@@ -409,7 +410,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(_flipped_bit, 2), (_truncation, 1), (_a_deleted_file, 2), (_a_stale_shard, 1), (_edited_manifest, 2)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_run_says_so_and_goes_on_from_the_one_before(
+def test_a_run_reports_a_corruption_and_resumes_from_the_checkpoint_before(
     finished: Path, tmp_path: Path, kind: Corruption, ranks: int
 ) -> None:
     run = tmp_path / "run"
@@ -436,18 +437,18 @@ def test_a_run_says_so_and_goes_on_from_the_one_before(
 
 
 def _command(folder: Path, *words: str) -> tuple[int, str]:
-    """`lockstep` in a process of its own, which need not import torch again; its exit code and what it said."""
-    said = folder / "said.txt"
-    process = FORKS.Process(target=_lockstep, args=(folder, said, words))
+    """Run `lockstep` in a forked process, which need not import torch again; return its exit code and output."""
+    output = folder / "output.txt"
+    process = FORKS.Process(target=_lockstep, args=(folder, output, words))
     process.start()
     process.join(60)
     assert process.exitcode is not None, "it hangs"
-    return process.exitcode, said.read_text()
+    return process.exitcode, output.read_text()
 
 
-def _lockstep(folder: Path, said: Path, words: tuple[str, ...]) -> None:
+def _lockstep(folder: Path, output: Path, words: tuple[str, ...]) -> None:
     os.chdir(folder)
-    with said.open("w") as file:
+    with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = ["lockstep", *words]

@@ -1,4 +1,4 @@
-"""A checkpoint may hold anything: nothing of it is executed, nothing hangs, and the refusal says what is wrong."""
+"""A checkpoint may hold anything: nothing is executed, nothing hangs, and the error states what is wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from evil import CANARY, FILES, MANIFESTS, REFUSED, STATES, says
+from evil import CANARY, FILES, MANIFESTS, REFUSED, STATES, edit_manifest
 from kit import small
 from kit.storing import Meeting, state_of
 from kit.worlds import in_world
@@ -34,7 +34,7 @@ CONFIG = small.config(run={"steps": 8}, checkpoint={"every": "4 steps"})
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two sound checkpoints of a run."""
+    """Two intact checkpoints of a run."""
     folder = tmp_path_factory.mktemp("whole")
     with lockstep.session(CONFIG) as session:
         checkpoints = Checkpoints(session, LocalStorage(folder), {})
@@ -54,7 +54,7 @@ def saves(whole: Path, tmp_path: Path) -> Path:
 
 
 def _begin(folder: Path) -> tuple[int | None, list[str]]:
-    """Where a run goes on from, and what it says of it; two more updates show that it can."""
+    """Return the step that a run resumes from and its notes; two more updates show that it can train."""
     config = {**CONFIG, "run": {"steps": 10}}
     with lockstep.session(config) as session:
         checkpoints = Checkpoints(session, LocalStorage(folder), {})
@@ -73,14 +73,14 @@ def harmless(tmp_path: Path) -> Iterator[None]:
 BROKEN = {**FILES, **MANIFESTS, **{f"state with {name}": evil for name, evil in STATES.items()}}
 
 
-def test_there_are_a_hundred() -> None:
+def test_there_are_a_hundred_cases() -> None:
     assert len(BROKEN) + len(REFUSED) >= 100
 
 
 @pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_checkpoint_is_put_aside_and_the_one_before_used(saves: Path, name: str) -> None:
-    if "nobody may read" in name and os.geteuid() == 0:
+def test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_it_used(saves: Path, name: str) -> None:
+    if "is not readable" in name and os.geteuid() == 0:
         pytest.skip("the superuser may")
     evil, words = BROKEN[name]
     evil(saves / NEWEST)
@@ -97,7 +97,7 @@ def test_what_is_no_checkpoint_is_put_aside_and_the_one_before_used(saves: Path,
 
 @pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_may_be_another_runs_stays_and_is_refused(saves: Path, name: str) -> None:
+def test_what_may_be_another_runs_checkpoint_is_refused_and_stays(saves: Path, name: str) -> None:
     evil, words = REFUSED[name]
     evil(saves / NEWEST)
     with pytest.raises((RunFailed, ConfigError), match=words):
@@ -106,8 +106,8 @@ def test_what_may_be_another_runs_stays_and_is_refused(saves: Path, name: str) -
 
 @pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize("name", [name for name in FILES if re.match("a (manifest|checkpoint) that is", name)])
-def test_an_older_one_may_be_anything(saves: Path, name: str) -> None:
-    """Retention looks at all of them, and deletes what it understands."""
+def test_retention_tolerates_any_older_checkpoint(saves: Path, name: str) -> None:
+    """Retention reads all manifests, and deletes only checkpoints that it can read."""
     FILES[name][0](saves / OLDER)
     config = {**CONFIG, "run": {"steps": 12}, "checkpoint": {"every": "1 steps", "keep_last": 1}}
     with lockstep.session(config) as session:
@@ -125,11 +125,13 @@ def test_no_other_name_hides_a_checkpoint(saves: Path, name: str) -> None:
     shutil.copytree(saves / OLDER, saves / name)
     step, notes = _begin(saves)
     assert step == 8
-    told = [note for note in notes if "could not be used" in note]
-    assert told == (["step-00000009 could not be used: manifest.json: is that of step 4"] if name[-1] == "9" else [])
+    unusable = [note for note in notes if "could not be used" in note]
+    assert unusable == (
+        ["step-00000009 could not be used: manifest.json: is that of step 4"] if name[-1] == "9" else []
+    )
 
 
-def test_a_place_that_cannot_hold_checkpoints_is_told(tmp_path: Path) -> None:
+def test_a_place_that_cannot_hold_checkpoints_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with lockstep.session(CONFIG) as session, pytest.raises(RunFailed) as caught:
         Checkpoints(session, LocalStorage(tmp_path / "file"), {}).begin(Resume())
@@ -148,8 +150,10 @@ def _steering(manifest: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("words", [["show", "--tensors"], ["ls"], ["verify", "--all"], ["diff"], ["audit"]], ids=str)
-def test_nothing_of_it_steers_a_terminal(saves: Path, words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    says(_steering)(saves / NEWEST)
+def test_no_text_in_a_checkpoint_steers_a_terminal(
+    saves: Path, words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    edit_manifest(_steering)(saves / NEWEST)
     place = saves / NEWEST if words[0] not in ("ls", "verify") else saves
     more = [str(saves / OLDER)] if words[0] == "diff" else []
     main(["ckpt", words[0], str(place), *more, *words[1:]])
@@ -171,7 +175,7 @@ GREEDY = [
     "a shape of 2^62 x 2^62",
     "a shard of 10^15 bytes",
     "a header of 2^62 bytes",
-    "a tensor of a TiB, and room for it",
+    "a tensor of a TiB, and space for it",
     "a state a hundred thousand lists deep",
     "a million keys too many",
     "200,000 tensors",
@@ -184,9 +188,9 @@ GREEDY = [
 
 
 def _appetite(folder: str) -> tuple[str, int]:
-    """What is found, and by how many bytes this process has grown meanwhile, at most."""
+    """Return why the newest checkpoint was not used, and the peak of memory that finding out took, in bytes."""
     resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _peak()
     storage, axis = LocalStorage(Path(folder)), Meeting(1).axis(0)
     found = load_newest(storage, axis, state_of({name: torch.zeros(shape) for name, shape in SHAPES.items()}))
@@ -204,7 +208,7 @@ SHAPES = {"model.inner.weight": (8, 4), "model.inner.bias": (8,), "model.head.we
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory can't be measured")
 @pytest.mark.parametrize("name", GREEDY)
-def test_none_takes_much_memory(saves: Path, name: str) -> None:
+def test_no_damaged_checkpoint_takes_much_memory(saves: Path, name: str) -> None:
     evil, words = BROKEN[name]
     evil(saves / NEWEST)
     manifest = saves / NEWEST / "manifest.json"

@@ -1,7 +1,7 @@
-"""A disk may fail at any call of a save, a load or a deletion: one whole checkpoint is there before and after.
+"""A disk may fail at any call of a save, a load or a deletion: an intact checkpoint exists before and after.
 
-step 4, whole | saving step 8: mkdir, create, write, fsync, ... rename, fsync
-                               ^ ends here; or no space left here; or an I/O error here: for each of them
+step 4, intact | saving step 8: mkdir, create, write, fsync, ... rename, fsync
+                                ^ the process ends, the disk is full, or the call fails here: for each call
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ RANKS = [1, 2]
 
 
 def _state(step: int) -> TrainingState:
-    """Which step it is of can be seen in every tensor."""
+    """Return a state in which every element is the step."""
     return state_of({f"model.{name}": torch.full((8, 4), float(step)) for name in "abcd"})
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of checkpoints; a sound one of the older step is in it."""
+    """A folder with an intact checkpoint of the older step."""
     assert save(LocalStorage(tmp_path / "checkpoints"), [_state(OLDER)], OLDER) == []
     return tmp_path / "checkpoints"
 
@@ -60,7 +60,7 @@ def disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 def _calls_of_a_save(disk: Disk, folder: Path, ranks: int) -> list[str]:
-    """All that a sound save asks for; ranks in threads ask in another order each time, so it is sorted."""
+    """Return the calls of a save without faults, sorted: the order of ranks in threads differs each time."""
     assert save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST) == []
     calls = sorted(disk.calls)
     _begin_again(disk, folder)
@@ -68,7 +68,7 @@ def _calls_of_a_save(disk: Disk, folder: Path, ranks: int) -> list[str]:
 
 
 def _begin_again(disk: Disk, folder: Path) -> None:
-    """The older checkpoint alone."""
+    """Remove everything but the older checkpoint."""
     disk.restart()
     for entry in folder.iterdir():
         if entry.name != f"step-{OLDER:08d}":
@@ -77,14 +77,14 @@ def _begin_again(disk: Disk, folder: Path) -> None:
 
 
 def _assert_whole(folder: Path, ranks: int, what: str) -> int:
-    """Ranks that start anew find a whole checkpoint, the same on all; returns its step."""
-    found = _load(LocalStorage(folder), ranks)
-    steps = {one.manifest.step for one in found}
-    assert len(steps) == 1, f"{what}: ranks go on from different steps"
+    """Assert that ranks that start again load an intact checkpoint, the same on all; return its step."""
+    loaded = _load(LocalStorage(folder), ranks)
+    steps = {checkpoint.manifest.step for checkpoint in loaded}
+    assert len(steps) == 1, f"{what}: ranks resume from different steps"
     step = steps.pop()
-    for one in found:
-        assert one.broken == {}, f"{what}: a checkpoint that was never whole is visible"
-        assert all(bool((tensor == step).all()) for tensor in one.state.tensors.values()), what
+    for checkpoint in loaded:
+        assert checkpoint.broken == {}, f"{what}: a checkpoint that was never complete is visible"
+        assert all(bool((tensor == step).all()) for tensor in checkpoint.state.tensors.values()), what
     return step
 
 
@@ -98,8 +98,8 @@ def _load(storage: LocalStorage, ranks: int) -> list[LoadedCheckpoint]:
     return [found[number] for number in range(ranks)]
 
 
-def _assert_goes_on(folder: Path, ranks: int, what: str) -> None:
-    """A next save succeeds, and nothing is left lying about."""
+def _assert_next_save_succeeds(folder: Path, ranks: int, what: str) -> None:
+    """Assert that the next save succeeds, and leaves no other files."""
     storage = LocalStorage(folder)
     storage.remove_stale_drafts()
     assert save(storage, [_state(NEXT)] * ranks, NEXT) == [], what
@@ -112,7 +112,9 @@ def _assert_goes_on(folder: Path, ranks: int, what: str) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("power", ["stays", "fails, bytes are lost", "fails, names are lost too"])
-def test_a_save_that_ends_at_any_call_costs_nothing_else(disk: Disk, folder: Path, ranks: int, power: str) -> None:
+def test_a_process_that_ends_at_any_call_of_a_save_loses_only_that_save(
+    disk: Disk, folder: Path, ranks: int, power: str
+) -> None:
     found = set()
     for call in _calls_of_a_save(disk, folder, ranks):
         disk.fault = ends(call)
@@ -123,52 +125,54 @@ def test_a_save_that_ends_at_any_call_costs_nothing_else(disk: Disk, folder: Pat
             disk.lose_power(names="names" in power)
         disk.restart()
         found.add(_assert_whole(folder, ranks, f"ended at {call}"))
-        _assert_goes_on(folder, ranks, f"ended at {call}")
+        _assert_next_save_succeeds(folder, ranks, f"ended at {call}")
         _begin_again(disk, folder)
     assert found == {OLDER, NEWEST}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("number", "words"), [(ENOSPC, "No space left on device"), (EIO, "Input/output error")])
-def test_a_save_that_fails_at_any_call_says_so(disk: Disk, folder: Path, ranks: int, number: int, words: str) -> None:
+def test_a_save_that_fails_at_any_call_reports_it(
+    disk: Disk, folder: Path, ranks: int, number: int, words: str
+) -> None:
     for call in _calls_of_a_save(disk, folder, ranks):
         disk.fault = raises(call, number)
         failures = save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST)
         assert call in disk.calls, f"{call} was not reached"
         disk.restart()
         if _assert_whole(folder, ranks, call) == OLDER:
-            assert len(failures) == 1, f"{call}: it is not there, and nobody says so"
+            assert len(failures) == 1, f"{call}: the checkpoint does not exist, and no failure is reported"
             others = ranks == 2 and "rank-00000" not in call and "another rank" in failures[0]
             assert words in failures[0] or others, call
         else:
-            assert failures == [], f"{call}: it is there, and is said to have failed"
-        _assert_goes_on(folder, ranks, call)
+            assert failures == [], f"{call}: the checkpoint exists, and a failure is reported"
+        _assert_next_save_succeeds(folder, ranks, call)
         _begin_again(disk, folder)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_what_is_said_to_be_saved_outlives_a_power_failure(disk: Disk, folder: Path, ranks: int) -> None:
+def test_a_reported_save_survives_a_power_failure(disk: Disk, folder: Path, ranks: int) -> None:
     assert save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST) == []
     disk.lose_power(names=True)
     assert _assert_whole(folder, ranks, "power failure") == NEWEST
 
 
-def test_the_reason_of_another_rank_is_told(disk: Disk, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_failure_of_another_rank_is_reported(disk: Disk, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     disk.fault = raises(f"write .draft-step-{NEWEST:08d}/rank-00001.safetensors #1", ENOSPC)
     [failure] = save(LocalStorage(folder), [_state(NEWEST)] * 2, NEWEST)
     assert "No space left on device" in failure + caplog.text
 
 
-def test_what_a_failed_save_has_written_is_gone_at_once(disk: Disk, folder: Path) -> None:
-    """Where the disk is full, what is left would make the next save fail too."""
+def test_a_failed_save_leaves_no_files(disk: Disk, folder: Path) -> None:
+    """On a full disk, files left behind would make the next save fail, too."""
     disk.fault = raises(f"write .draft-step-{NEWEST:08d}/rank-00000.safetensors #1", ENOSPC)
     assert len(save(LocalStorage(folder), [_state(NEWEST)] * 2, NEWEST)) == 1
     assert [entry.name for entry in folder.iterdir()] == [f"step-{OLDER:08d}"]
 
 
-def test_nor_is_anything_left_where_the_first_rank_could_not_begin(folder: Path) -> None:
+def test_a_failed_save_leaves_no_files_where_rank_0_could_not_begin(folder: Path) -> None:
     class Full(LocalStorage):
-        """For the first rank, at first."""
+        """A disk that is full for rank 0 at its first call."""
 
         def begin(self, name: str) -> LocalDraft:
             if axes[0] is not None:
@@ -193,8 +197,8 @@ def test_nor_is_anything_left_where_the_first_rank_could_not_begin(folder: Path)
     assert [entry.name for entry in folder.iterdir()] == [f"step-{OLDER:08d}"]
 
 
-class HeardAtOnce(Saver):
-    """The vote that tells of a settled save is over before the thread that settled it goes on."""
+class VotedAtOnce(Saver):
+    """A saver whose vote ends before the thread that settled the save continues."""
 
     @property
     def _settled(self) -> int:
@@ -207,26 +211,26 @@ class HeardAtOnce(Saver):
             self.on_vote(float(count), 0.0)
 
 
-def test_a_save_that_is_heard_of_at_once_is_published_once(folder: Path) -> None:
-    saver = HeardAtOnce(LocalStorage(folder), Meeting(1).axis(0), torch.device("cpu"), RunMetadata("run", {}, {}))
+def test_a_save_whose_vote_ends_at_once_is_published_once(folder: Path) -> None:
+    saver = VotedAtOnce(LocalStorage(folder), Meeting(1).axis(0), torch.device("cpu"), RunMetadata("run", {}, {}))
     for step in range(NEWEST, NEWEST + 10):
         saver.start(_state(step), StepMetadata(step, 0, 0, {}))
         saver.finish()
         assert [(one.step, one.failure) for one in saver.outcomes()] == [(step, None)]
-        assert _assert_whole(folder, 1, "heard at once") == step
+        assert _assert_whole(folder, 1, "voted at once") == step
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_writes_may_be_short(disk: Disk, folder: Path, ranks: int) -> None:
-    disk.most = 100
+    disk.max_write = 100
     assert save(LocalStorage(folder), [_state(NEWEST)] * ranks, NEWEST) == []
     assert sum(call.startswith("write") for call in disk.calls) > 10
     assert _assert_whole(folder, ranks, "short writes") == NEWEST
 
 
 def test_signals_interrupt_nothing(folder: Path) -> None:
-    heard = []
-    before = signal.signal(signal.SIGALRM, lambda *_: heard.append(1))
+    signals = []
+    before = signal.signal(signal.SIGALRM, lambda *_: signals.append(1))
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
     try:
         for step in range(NEWEST, NEWEST + 20):
@@ -235,14 +239,16 @@ def test_signals_interrupt_nothing(folder: Path) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert len(heard) > 20
+    assert len(signals) > 20
 
 
 # --- a load -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_load_that_fails_at_any_call_goes_one_back_on_all_ranks(disk: Disk, folder: Path, ranks: int) -> None:
+def test_a_load_that_fails_at_any_call_uses_the_older_checkpoint_on_all_ranks(
+    disk: Disk, folder: Path, ranks: int
+) -> None:
     storage = LocalStorage(folder)
     assert save(storage, [_state(NEWEST)] * 2, NEWEST) == []
     disk.forget()
@@ -255,14 +261,17 @@ def test_a_load_that_fails_at_any_call_goes_one_back_on_all_ranks(disk: Disk, fo
             with pytest.raises(RunFailed, match=f"can't list {folder}: Input/output error"):
                 _load(storage, ranks)
             continue
-        found = _load(storage, ranks)
-        steps |= {one.manifest.step for one in found}
-        assert len({one.manifest.step for one in found}) == 1, f"{call}: ranks go on from different steps"
-        for one in found:
-            assert all(bool((tensor == one.manifest.step).all()) for tensor in one.state.tensors.values()), call
-            if one.manifest.step == OLDER:
-                assert one.broken[f"step-{NEWEST:08d}"].endswith(": Input/output error"), call
-    assert steps == {OLDER, NEWEST}, "a lock that can't be had is no fault, a byte that can't be read is"
+        loaded = _load(storage, ranks)
+        steps |= {checkpoint.manifest.step for checkpoint in loaded}
+        assert len({checkpoint.manifest.step for checkpoint in loaded}) == 1, (
+            f"{call}: ranks resume from different steps"
+        )
+        for checkpoint in loaded:
+            step = checkpoint.manifest.step
+            assert all(bool((tensor == step).all()) for tensor in checkpoint.state.tensors.values()), call
+            if step == OLDER:
+                assert checkpoint.broken[f"step-{NEWEST:08d}"].endswith(": Input/output error"), call
+    assert steps == {OLDER, NEWEST}, "a lock that is refused is no fault, a byte that can't be read is"
 
 
 # --- a deletion ---------------------------------------------------------------------------------------------------
@@ -273,13 +282,13 @@ def _retention(folder: Path) -> Retention:
 
 
 def _save_and_delete(folder: Path) -> None:
-    """The older one needn't stay once there is a newer one."""
+    """Publish the newest: the older checkpoint need not be kept then."""
     storage = LocalStorage(folder)
     _retention(folder).on_published(read_manifest(storage, f"step-{NEWEST:08d}"))
 
 
 @pytest.mark.parametrize("how", ["ends", "fails"])
-def test_a_deletion_that_stops_at_any_call_leaves_what_stays(
+def test_a_deletion_that_stops_at_any_call_keeps_the_other_checkpoints(
     disk: Disk, folder: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = folder.parent / "kept"
@@ -303,7 +312,7 @@ def test_a_deletion_that_stops_at_any_call_leaves_what_stays(
         assert _assert_whole(folder, 2, call) == NEWEST
         for name in LocalStorage(folder).names():
             assert read_manifest(LocalStorage(folder), name).step in (OLDER, NEWEST)
-        _assert_goes_on(folder, 2, call)
+        _assert_next_save_succeeds(folder, 2, call)
         shutil.rmtree(folder / f"step-{NEXT:08d}")
     if how == "fails":
         assert "could not be deleted: [Errno 5] Input/output error" in caplog.text
@@ -313,7 +322,7 @@ def test_a_deletion_that_stops_at_any_call_leaves_what_stays(
 
 
 def _run_on_a_bad_disk(config: dict[str, Any], folder: str, rank: int, verb: str, number: int) -> dict[str, Any]:
-    """Trains 8 updates and saves after 2, 5 and at the end; the call that `verb` begins fails in the save after 5."""
+    """Train 8 updates and save after 2, 5 and at the end; calls of `verb` fail in the save after 5."""
     with pytest.MonkeyPatch.context() as patch, lockstep.session(config) as session:
         disk = Disk(Path(folder), patch)
         mine = components_of(session).world.rank == rank
@@ -341,7 +350,7 @@ def _fails_in_the_second_save(verb: str, number: int) -> Any:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("verb", "number"), [("write", ENOSPC), ("fsync", EIO), ("rename", EIO)])
-def test_a_run_outlives_a_save_that_fails_on_one_rank(tmp_path: Path, rank: int, verb: str, number: int) -> None:
+def test_a_run_continues_after_a_save_that_fails_on_one_rank(tmp_path: Path, rank: int, verb: str, number: int) -> None:
     if verb == "rename" and rank == 1:
         pytest.skip("the first rank alone publishes")
     config = small.config(run={"steps": 8}, checkpoint={"every": None})

@@ -1,4 +1,4 @@
-"""What a person sees: exact plain lines, the live display at several widths, broken pipes."""
+"""The terminal: exact plain lines, the live display at several widths, broken pipes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _lines(console: Console, stream: io.StringIO, steps: range, seconds_per_step
     ]
 
 
-def test_plain_lines_come_at_most_once_a_second_and_at_due_steps() -> None:
+def test_plain_lines_are_printed_at_most_once_a_second_and_at_scheduled_steps() -> None:
     stream = io.StringIO()
     steps = _lines(Console(10, stream=stream), stream, range(1, 10_001), 0.0005)
     assert steps == [1, 2010, 4010, 6010, 8010]
@@ -103,7 +103,7 @@ def test_without_progress_start_evaluations_and_end_remain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "end"),
     [
         (None, "done: 12 of 30 steps"),
         (Stopped("please"), "stopped after 12 of 30 steps"),
@@ -111,13 +111,13 @@ def test_without_progress_start_evaluations_and_end_remain() -> None:
         (ValueError("x"), "failed after 12 of 30 steps"),
     ],
 )
-def test_the_end_says_how_it_ended(error: BaseException | None, said: str) -> None:
+def test_the_summary_states_how_the_run_ended(error: BaseException | None, end: str) -> None:
     stream = io.StringIO()
     console = Console(10, "none", stream)
     console.start(FACTS)
     console.see(report(12))
     console.finish(error)
-    assert said in stream.getvalue()
+    assert end in stream.getvalue()
 
 
 def test_epochs_and_what_user_code_logs_are_printed() -> None:
@@ -135,7 +135,7 @@ def test_epochs_and_what_user_code_logs_are_printed() -> None:
     assert "lr 0.001  hits 0.25  epoch 1" in text
 
 
-def test_utilisation_is_shown_where_the_peak_is_known() -> None:
+def test_utilization_is_shown_where_the_peak_is_known() -> None:
     stream = io.StringIO()
     console = Console(1, stream=stream)
     console.start(replace(FACTS, peak_flops=1e12, flops_per_token=5e6))
@@ -172,7 +172,7 @@ monitors.start(FACTS)
 for step in range(1, 20001):
     monitors.see(report(step, seconds=2.0 * step))
 monitors.finish(None)
-print("the last word")
+print("last line")
 sys.stderr.write("survived")
 """
 
@@ -201,7 +201,7 @@ def test_a_closed_stream_and_a_full_disk_do_not_end_the_run() -> None:
 
 
 def _on_a_terminal(columns: int, progress: str = "auto") -> str:
-    """A whole run; what the terminal got."""
+    """Run and return what the terminal received."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     received: list[bytes] = []
@@ -225,7 +225,7 @@ def _on_a_terminal(columns: int, progress: str = "auto") -> str:
 def _read(reader: int) -> bytes:
     try:
         return os.read(reader, 4096)
-    except OSError:  # how a pty says that the other end was closed
+    except OSError:  # a pty whose other end was closed
         return b""
 
 

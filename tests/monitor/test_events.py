@@ -29,7 +29,7 @@ def _refuse(constant: str) -> object:
     raise AssertionError(f"{constant} is not JSON")
 
 
-def test_a_line_every_so_many_steps_and_the_last(tmp_path: Path) -> None:
+def test_a_line_every_n_steps_and_the_last(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "metrics.jsonl", every=10)
     log.start(FACTS)
     for step in range(1, 26):

@@ -46,7 +46,7 @@ def test_runs_that_start_in_the_same_second_get_folders_of_their_own(
     assert names == {"digits-20261121-093000", *(f"digits-20261121-093000-{number}" for number in range(2, 9))}
 
 
-def test_it_holds_what_was_asked_and_where(tmp_path: Path) -> None:
+def test_it_holds_the_config_and_the_environment(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
     run.write_config("run:\n  steps: 10\noptim:\n  lr: 0.0003\n")
     run.write_environment(environment.describe())
@@ -58,7 +58,7 @@ def test_it_holds_what_was_asked_and_where(tmp_path: Path) -> None:
     assert [name for name in os.listdir(run.path) if name.endswith(".new")] == []
 
 
-def test_ranks_look_into_the_folder_that_was_made(tmp_path: Path) -> None:
+def test_ranks_open_the_folder_that_was_created(tmp_path: Path) -> None:
     made = RunFolder.create(tmp_path / "run")
     assert RunFolder.open(tmp_path / "run").path == made.path
     with pytest.raises(RunFailed, match="is not the folder of a run"):
@@ -86,7 +86,7 @@ def test_a_finished_run_is_marked_and_not_trained_again(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", again=True)
 
 
-def test_what_an_attempt_left_is_put_aside_when_it_begins_anew(tmp_path: Path) -> None:
+def test_files_of_an_earlier_attempt_are_archived_when_the_run_starts_from_scratch(tmp_path: Path) -> None:
     for attempt in (1, 2, 3):
         run = RunFolder.create(tmp_path / "run")
         run.archive_attempt()
@@ -98,7 +98,7 @@ def test_what_an_attempt_left_is_put_aside_when_it_begins_anew(tmp_path: Path) -
     assert is_run(run.path)
 
 
-def test_a_run_that_is_under_way_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_running_run_keeps_its_folder(tmp_path: Path) -> None:
     code = (
         "import sys; from lockstep.monitor.folder import RunFolder\n"
         "run = RunFolder.create(sys.argv[1]); print('made', flush=True); sys.stdin.read()"
@@ -115,7 +115,7 @@ def test_a_run_that_is_under_way_keeps_its_folder(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run")
 
 
-def test_a_place_that_can_not_be_written_is_said_with_the_reason(tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_written_is_reported_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFailed, match=r"can't create the run folder .*/file/run: Not a directory"):
         RunFolder.create(tmp_path / "file" / "run")
@@ -126,7 +126,7 @@ def test_a_place_that_can_not_be_written_is_said_with_the_reason(tmp_path: Path)
     assert not any(name.endswith(".new") for name in os.listdir(run.path))
 
 
-def test_a_full_disk_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder.create(tmp_path / "run")
     monkeypatch.setattr(folder.os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     with pytest.raises(RunFailed, match=r"can't write .*/run/config.yaml: No space left on device"):
@@ -134,7 +134,7 @@ def test_a_full_disk_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest
     assert sorted(os.listdir(run.path)) == ["logs", "run.lock", "tensorboard"]
 
 
-def test_the_final_object_of_one_set_of_several_and_of_none() -> None:
+def test_the_summary_of_one_evaluation_set_of_several_and_of_none() -> None:
     def evaluation(name: str, step: int, **metrics: float) -> EvaluationReport:
         return EvaluationReport(name, step, metrics, 10, 0.1)
 

@@ -1,4 +1,4 @@
-"""Rates, remaining time, utilisation."""
+"""Rates, remaining time and utilization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_rates_are_known_from_the_first_update_on() -> None:
     assert meter.moving == meter.overall == Rates(2, 128, 32768)
 
 
-def test_the_first_update_of_a_resumed_run_says_nothing() -> None:
+def test_the_first_update_of_a_resumed_run_gives_no_rate() -> None:
     meter = Throughput()
     meter.add(report(501, seconds=80.0))
     assert meter.moving == Rates(0, 0, 0)
@@ -63,7 +63,7 @@ def test_a_report_that_comes_after_its_pause_is_not_shifted() -> None:
     assert meter.overall.steps == pytest.approx(10)
 
 
-def test_utilisation_is_of_all_ranks_peaks() -> None:
+def test_utilization_is_of_all_ranks_peaks() -> None:
     facts = replace(FACTS, ranks=2, peak_flops=1e12, flops_per_token=1e6)
     assert model_flops_utilization(facts, 1e6) == pytest.approx(0.5)
     assert model_flops_utilization(replace(facts, peak_flops=None), 1e6) is None

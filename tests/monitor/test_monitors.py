@@ -1,4 +1,4 @@
-"""Fan-out: who is shown what, who fails alone, and what a step costs."""
+"""Fan-out to monitors: what each is shown, that failures are isolated, and what a step costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.monitor.tensorboard import TensorBoard
 
 
 class Recorder:
-    """A watcher that keeps what it is shown, and wants every `every`th step."""
+    """A monitor that records its reports, and wants every `every`th step."""
 
     def __init__(self, every: float = 1, answer: Iterable[Request] = (), fails_at: int | None = None) -> None:
         self.every = every
@@ -57,7 +57,7 @@ class Recorder:
 EVALUATION = EvaluationReport("held-out", 7, {"loss": 1.0}, 10, 0.1)
 
 
-def test_a_watcher_is_shown_the_first_what_it_wants_and_the_last() -> None:
+def test_a_monitor_is_shown_the_first_what_it_wants_and_the_last() -> None:
     watcher = Recorder(every=10)
     monitors = Monitors([watcher])
     monitors.start(FACTS)
@@ -78,7 +78,7 @@ def test_discarded_updates_are_always_shown() -> None:
     assert watcher.steps == [1, 3, 4]
 
 
-def test_a_watcher_can_wait_for_a_second() -> None:
+def test_a_monitor_can_wait_for_a_second() -> None:
     class Clock(Recorder):
         def next_report(self) -> NextReport:
             return NextReport(math.inf, 0.95 if self.steps[-1] < 10 else math.inf)
@@ -123,7 +123,7 @@ def test_requests_are_the_union() -> None:
     assert set(monitors.evaluated(EVALUATION)) == {Request.STOP, Request.EVALUATE}
 
 
-def test_a_watcher_that_fails_is_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_monitor_that_fails_is_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Recorder(fails_at=3), Recorder()
     monitors = Monitors([bad, good], [Recorder(fails_at=4)])
     monitors.start(FACTS)
@@ -164,7 +164,7 @@ def test_epochs_add_up_the_kept_updates_of_all_steps() -> None:
     assert second == EpochReport(1, 6, (5.0 + 6.0 + 20.0) / 4, 384, pytest.approx(0.3), True)  # type: ignore[arg-type]
 
 
-def test_an_epoch_entered_in_its_middle_says_so() -> None:
+def test_an_epoch_entered_in_its_middle_is_marked() -> None:
     watcher = Recorder()
     monitors = Monitors([watcher])
     monitors.start(FACTS.__class__(**{**_fields(FACTS), "epoch_samples": 192}))
@@ -173,7 +173,7 @@ def test_an_epoch_entered_in_its_middle_says_so() -> None:
     assert [(epoch.step, epoch.whole) for epoch in watcher.epochs] == [(3, False)]
 
 
-def test_a_step_that_nobody_waits_for_costs_less_than_two_microseconds(tmp_path) -> None:
+def test_a_step_that_no_monitor_wants_costs_less_than_two_microseconds(tmp_path) -> None:
     monitors = Monitors(
         [EventLog(tmp_path / "metrics.jsonl", 10**6), TensorBoard(tmp_path, 10**6), Console(10**6, "none")]
     )

@@ -29,7 +29,7 @@ def _scalars(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_scalars_of_the_steps_that_are_due(tmp_path: Path) -> None:
+def test_scalars_of_the_scheduled_steps(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path, every=10)
     board.start(replace(FACTS, peak_flops=1e12, flops_per_token=1e6))
     for step in range(1, 26):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lockstep.core import formatting
 from lockstep.report.charts import Chart, Marks, draw
-from lockstep.report.scales import Scale, fitted, step_ticks, tick_labels, ticks, value_text
+from lockstep.report.scales import Scale, Unit, fitted, step_ticks, tick_labels, ticks, value_text
 from lockstep.report.series import Series, gaps, running_median, thin
 
 NAN = math.nan
@@ -180,6 +180,22 @@ def test_a_curve_runs_over_the_whole_width_and_height() -> None:
     svg = draw(Chart("Loss", "", [series([4.0, 2.0, 0.0])], scale, 10, 30))
     assert curve_paths(svg) == ["M0 0h0L500 79L1000 158"]
     assert 'data-points="10 4,10 2,10 0"' in svg
+
+
+@pytest.mark.parametrize("unit", ["plain", "percent", "rate"])
+@given(
+    st.lists(st.one_of(st.floats(0, 1e6), st.just(NAN)), min_size=2).filter(
+        lambda values: not all(map(math.isnan, values))
+    )
+)
+def test_each_point_of_a_curve_has_its_step_and_its_value_as_text(unit: Unit, values: list[float]) -> None:
+    """The script of the page pairs the points of the path with their texts, and formats nothing itself."""
+    curve = series(values)
+    (path, points), *_ = re.findall(r'd="([^"]*)" data-points="([^"]*)"', draw(replace(chart(curve), unit=unit)))
+    entries = [entry.split(" ", 1) for entry in points.split(",")]
+    assert len(re.findall(r"[ML][\d.]+ [\d.]+", path)) == len(entries)
+    assert np.cumsum([int(since) for since, _ in entries]).tolist() == curve.known_steps.tolist()
+    assert [text for _, text in entries] == [value_text(value, unit) for value in curve.known]
 
 
 def test_a_value_that_is_not_finite_lifts_the_pen_and_is_shaded() -> None:

@@ -1,4 +1,4 @@
-"""Files that are made to fill memory or to take for ever are refused in a sentence, at once and in little memory."""
+"""Files that would fill memory or take forever are refused with one sentence, at once and in little memory."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ import contextlib, io, json, sys, time
 from lockstep.cli.main import main
 
 main(["config", "check", "good.json"])  # what is imported once
-found = []
+results = []
 for words in json.load(sys.stdin):
-    began, said = time.process_time(), io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    began, output = time.process_time(), io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         code = main(words)
-    found.append([code, said.getvalue(), time.process_time() - began])
+    results.append([code, output.getvalue(), time.process_time() - began])
 [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
 peak = 1024 * int(line.split()[1])
-print(json.dumps([found, peak]), file=sys.__stdout__)
+print(json.dumps([results, peak]), file=sys.__stdout__)
 """
 
 
@@ -190,7 +190,7 @@ WEIGHTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 def _read(folder: str, name: str) -> tuple[str, int]:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _peak()
     try:
         read_weights(Path(folder) / name)
@@ -215,7 +215,7 @@ def test_weights(name: str, tmp_path: Path) -> None:
     assert grown < _MEMORY
 
 
-def test_what_somebody_has_compressed_is_read(tmp_path: Path) -> None:
+def test_compressed_weights_are_read(tmp_path: Path) -> None:
     torch.save({"weight": torch.randn(1000)}, (kept := io.BytesIO()))
     with zipfile.ZipFile(kept) as plain, zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as packed:
         for entry in plain.infolist():

@@ -1,4 +1,4 @@
-"""Lockstep run in somebody else's folder imports none of the modules that lie there."""
+"""Lockstep started in an untrusted folder imports none of its modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# `python -m` itself imports importlib and lockstep, before a line of ours has run: there is no row for these two.
+# `python -m` itself imports importlib and lockstep before Lockstep's code runs: there is no row for these two.
 NAMES = (
     "__future__", "typing", "argparse", "yaml", "pydantic", "torch", "numpy", "multiprocessing", "pickle",
     "socket", "signal", "selectors", "transformers", "rich", "tensorboard", "deepspeed", "safetensors", "xxhash",
@@ -19,7 +19,7 @@ MARK = 'from posix import open as o; o("imported", 577)\nraise ImportError("a mo
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    folder = tmp_path / "folder of somebody else"
+    folder = tmp_path / "untrusted folder"
     folder.mkdir()
     for name in NAMES:
         (folder / f"{name}.py").write_text(MARK)

@@ -1,4 +1,4 @@
-"""Secrets of the environment, the command line and the config lie nowhere in a run's folder, and a run resumes."""
+"""No secret of the environment, the command line or the config is written to a run's folder, and the run resumes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _left(folder: Path) -> dict[str, list[str]]:
-    """The secrets that lie in each file."""
+    """Return the secrets in each file, by path."""
     found = {}
     for path in folder.rglob("*"):
         data = path.read_bytes() if path.is_file() else b""
@@ -122,7 +122,7 @@ def test_what_is_remembered_is_this_users_alone(tmp_path: Path, monkeypatch: pyt
     for path, mode in ((file, 0o620), (file.parent, 0o702)):
         before = path.stat().st_mode
         path.chmod(mode)
-        assert user_state.recall("runs", "a") is None, "somebody else could have written it"
+        assert user_state.recall("runs", "a") is None, "another user could have written it"
         path.chmod(before)
     file.write_text("[" * 100_000)
     assert user_state.recall("runs", "a") is None

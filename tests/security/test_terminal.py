@@ -1,4 +1,4 @@
-"""What others have written reaches the terminal as text: no escape sequence, no line that passes for one of ours."""
+"""Untrusted text reaches the terminal as text: no escape sequence, no line that could be taken for Lockstep's."""
 
 from __future__ import annotations
 
@@ -123,11 +123,11 @@ def test_what_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ALLOWED = {
-    "config/reference.py", "plan/features.py",  # make pages of ours
+    "config/reference.py", "plan/features.py",  # write pages of the documentation
     "distributed/user_collectives.py",  # print_once prints for its caller
     "core/json_output.py",  # JSON, where every such sign is escaped
     "cli/complete.py", "cli/completion_table.py",  # to a shell: words of the committed table, and what was just typed
-    "__main__.py",  # a sentence of ours, before anything is imported
+    "__main__.py",  # a constant sentence, before anything is imported
     "core/terminal.py", "launch/streams.py", "monitor/console.py", "monitor/live.py",
 }  # fmt: skip
 

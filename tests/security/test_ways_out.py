@@ -1,4 +1,4 @@
-"""Links and folders in somebody else's run reach none of the files outside of it."""
+"""Links and folders in an untrusted run's folder lead to no files outside of it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_links_out_of_a_run_are_refused(
     assert _contents(victim) == before
 
 
-def test_pipes_keep_nobody_waiting(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipes_block_no_command(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(stranger / "metrics.jsonl")
     for verb in ("report", "train", "prune"):
         code, said = _do(verb, stranger, capsys)
@@ -122,10 +122,10 @@ def test_a_config_file_of_a_run_cannot_choose_where_to_train(
     assert f"run.folder: {victim} (it lies outside of the run's folder)" in capsys.readouterr().err
 
 
-def test_ones_own_runs_may_keep_checkpoints_elsewhere(
+def test_a_users_own_runs_may_keep_checkpoints_elsewhere(
     tmp_path: Path, victim: Path, stranger: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run was started here: then its config is what the user has said."""
+    """The run was started here, so its config is the user's own."""
     config = validate({**CONFIG, "checkpoint": {"folder": str(victim), "keep_last": 1}}).config
     (stranger / "config.yaml").write_text(known_runs.recorded(config, "a" * 32))
     (tmp_path / "link").symlink_to(stranger)

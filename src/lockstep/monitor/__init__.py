@@ -1,10 +1,10 @@
-"""Who looks on: the terminal, metrics.jsonl, TensorBoard, and the run folder they write to.
+"""Monitors of a run: the terminal, metrics.jsonl, TensorBoard, and the run folder that they write to.
 
-    report ---> Monitors --+--> Console        what a person sees now
+    report ---> Monitors --+--> Console        the terminal
     (every step, <= 1 us)  +--> EventLog       metrics.jsonl, for programs
-                           +--> TensorBoard    curves, for eyes
-                           +--> a user's own
-    user code: log.mean(...) ---> MetricLog, on every rank ---> merged ---> the same watchers
+                           +--> TensorBoard    curves
+                           +--> a user's monitors
+    user code: log.mean(...) ---> MetricLog, on every rank ---> merged ---> the same monitors
 
-Nothing in here reaches into the loop; a watcher that fails is dropped and the run goes on.
+No monitor can change the training; one that fails is removed, and the run continues.
 """

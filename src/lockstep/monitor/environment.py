@@ -1,7 +1,8 @@
-"""What surrounds a run: enough to know later where its figures came from, and nothing secret."""
+"""The environment of a run: enough to know later where its figures came from, without secrets."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -27,9 +28,9 @@ _GIT_SECONDS = 5.0
 
 
 def describe() -> dict[str, Any]:
-    """Versions, platform, CPU, GPUs, git state of the working directory, command line, relevant variables.
+    """Return versions, platform, CPU, GPUs, git state of the working directory, command line and relevant variables.
 
-    GPUs are listed only if torch has been imported already, since nothing here is worth importing it for.
+    GPUs are listed only if torch has been imported already: importing it takes seconds.
     """
     return {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -50,7 +51,7 @@ def describe() -> dict[str, Any]:
 
 
 def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that change how training runs, without secrets."""
+    """Return the variables that change how training runs, without secrets."""
     return {
         name: HIDDEN if _sets_variables(name) else hidden_variable(name, value)
         for name, value in sorted(variables.items())
@@ -59,8 +60,11 @@ def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def hide_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line without secrets: the values of `--some.token VALUE`, `--some-key=VALUE` and `some.password=VALUE`,
-    those of `launch.environment`, and what looks like a secret anywhere."""
+    """Return a command line without secrets.
+
+    Hidden are the values of `--some.token VALUE`, `--some-key=VALUE` and `some.password=VALUE`, those of
+    `launch.environment`, and what looks like a secret anywhere.
+    """
     shown: list[str] = []
     flag = ""
     for argument in arguments:
@@ -76,7 +80,7 @@ def hide_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _hidden_value(flag: str, value: str) -> str:
-    """`model.arguments={api_key: ...}` has its keys inside."""
+    """Return the value unless it is secret, also key by key, as in `model.arguments={api_key: ...}`."""
     if _sets_variables(flag):
         return HIDDEN
     shown = hidden_setting(flag.rpartition(".")[2], value)
@@ -94,10 +98,8 @@ _INSIDE = re.compile(r"""((?<=[{,\s"'])([\w.-]+)["']?\s*:\s*)([^\s,{}\[\]]+)""")
 def _versions() -> dict[str, str]:
     versions = {DISTRIBUTION: __version__}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -119,35 +121,34 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch, and how many tracked files differ from it; None outside of a repository or without git.
+    """Return commit, branch, and how many tracked files differ; None outside of a repository or without git.
 
-    A repository's own config can name programs that git runs: those are left out, and where they can't be, files aren't
+    A repository's own config can name programs that git runs: they are disabled, and where they can't be, files aren't
     compared.
     """
-    settings = _said_by_git(folder, "config", "--show-scope", "--includes", "--name-only", "--list") or []
-    if any(re.match(r"(local|worktree)\tfilter\.", name) for name in settings):  # would be run to compare files
-        head, name = (_said_by_git(folder, "rev-parse", *words) for words in (("HEAD",), ("--abbrev-ref", "HEAD")))
-        return {"commit": head[0] if head else None, "branch": name[0] if name else None, "changed_files": None}
-    lines = _said_by_git(
+    settings = _git_lines(folder, "config", "--show-scope", "--includes", "--name-only", "--list") or []
+    if any(re.match(r"(local|worktree)\tfilter\.", name) for name in settings):  # comparing files would run it
+        head, branch = (_git_lines(folder, "rev-parse", *words) for words in (("HEAD",), ("--abbrev-ref", "HEAD")))
+        return {"commit": head[0] if head else None, "branch": branch[0] if branch else None, "changed_files": None}
+    lines = _git_lines(
         folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all"
     )
     if lines is None:
         return None
     headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
-    changed = [line.rsplit(" ", 1)[-1].split("\t")[0] for line in lines if not line.startswith("# ")]
     commit = headers.get("branch.oid")
     return {
         "commit": None if commit == "(initial)" else commit,
         "branch": headers.get("branch.head"),
-        "changed_files": len(changed),
+        "changed_files": sum(not line.startswith("# ") for line in lines),
     }
 
 
-def _said_by_git(folder: Path, *words: str) -> list[str] | None:
-    """The lines of a git command that runs no program that the repository names; None if it fails."""
+def _git_lines(folder: Path, *arguments: str) -> list[str] | None:
+    """Return the output of a git command that runs no program that the repository names; None if it fails."""
     try:
-        done = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words],
+        result = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *arguments],
             cwd=folder,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
             stdin=subprocess.DEVNULL,
@@ -158,4 +159,4 @@ def _said_by_git(folder: Path, *words: str) -> list[str] | None:
         )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return done.stdout.splitlines()
+    return result.stdout.splitlines()

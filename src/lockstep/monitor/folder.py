@@ -14,11 +14,11 @@
     └── earlier/1/          lines of an earlier attempt that this one has replaced
 
 The process that starts the run creates the folder (`RunFolder.create`), once; its ranks open it (`RunFolder.open`).
-While the run runs, somebody may delete the folder, move it, or begin another run in its place (`LockedRunFolder`):
+While the run lasts, its folder may be deleted, moved, or replaced by another run's (`LockedRunFolder`):
 
     RUN/run.lock is the open file           as it should be
                  missing, or another file   deleted or moved: `recreate` writes what a start of the run writes
-                 locked by another run      taken: nothing is written there any more
+                 locked by another run      taken: nothing more is written there
 
 No torch is needed.
 """
@@ -303,8 +303,8 @@ def recipe_of(path: str | os.PathLike[str]) -> str:
 def refuse_escaping_links(run: Path) -> None:
     """Raise ConfigError if anything in a run's folder leads out of it: a link, or what is neither file nor folder.
 
-    Whoever made the folder could have the files behind it read, overwritten or deleted. The run's folder itself may be
-    a link. Checkpoints are checked where they are read.
+    Such a link could get the files behind it read, overwritten or deleted. The run's folder itself may be a link.
+    Checkpoints are checked where they are read.
     """
     root = run.resolve()
     for path, mode in _entries(run):
@@ -364,7 +364,7 @@ def open_lock(path: Path) -> tuple[int, str | None]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return file, os.read(file, _MOST_LOCK).decode(errors="replace").strip() or "another process"
-    except OSError:  # a file system without locks excludes nobody
+    except OSError:  # no locks on this file system: no process is kept out
         pass
     return file, None
 

@@ -54,8 +54,8 @@ class FileMark:
     """How far a file had been written.
 
     Attributes:
-        lines: or records, that it had.
-        size: bytes.
+        lines: Number of lines or records.
+        size: Bytes.
         crc: CRC-32 of these bytes.
     """
 
@@ -65,8 +65,7 @@ class FileMark:
 
 
 def mark_of(path: Path) -> FileMark:
-    """Return the mark of a file of lines as it is now; zeros if it isn't there, can't be read, or is no regular file (a
-    device may have no end)."""
+    """Return the mark of a file of lines; zeros if it can't be read, or isn't a regular file (a device may not end)."""
     if not path.is_file():
         return FileMark()
     lines = size = crc = 0
@@ -85,9 +84,9 @@ class LineFile:
     A line that doesn't fit (a full disk) is removed to its first byte, so the file stays valid to its end.
 
     Attributes:
-        lost: lines that could not be written.
-        reason: why the last one couldn't.
-        mark: how far it has been written.
+        lost: Number of lines that could not be written.
+        reason: Why the last of these could not.
+        mark: How far the file has been written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,8 +123,10 @@ class LineFile:
             flush(self.path.parent)
 
     def reopen(self) -> None:
-        """Continue under this name, in any thread, if the open file was deleted, moved or replaced: in a new file with
-        all that was written, or in the file that has replaced it. Raises OSError."""
+        """Continue at this path, in any thread, if the open file was deleted, moved or replaced. Raises OSError.
+
+        The lines go to a new file with all that was written, or to the file that has replaced it.
+        """
         with self._lock:
             if self._file is None or is_same_file(self.path, self._file):
                 return

@@ -74,7 +74,7 @@ class Throughput:
 
     @property
     def overall(self) -> Rates:
-        """Rates since the first report: compilation and the like, in the first step, don't count."""
+        """Rates since the first report: what the first step takes longer, such as compilation, doesn't count."""
         return self._between(self._first, self._points[-1]) if self._first and self._points else self._first_rates
 
     def remaining(self, step: int, steps: int | None) -> float | None:
@@ -105,11 +105,10 @@ def model_flops_utilization(facts: RunInfo, tokens_per_second: float) -> float |
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
-    """The peaks of a GPU in TFLOP/s, dense (without 2:4 sparsity), tensor cores with fp32 accumulation; None: it has
-    no such units.
+    """The peaks of a GPU in TFLOP/s, dense (without 2:4 sparsity), with fp32 accumulation; None: no such units.
 
     Attributes:
-        name: pattern of the driver's name, matched as a whole, without the vendor's prefixes.
+        name: Pattern of the driver's whole name, without the vendor's prefixes.
     """
 
     name: str

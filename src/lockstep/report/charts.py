@@ -8,8 +8,8 @@
           ' ' ' ' ' ' ' ' ' ' ' ' ' ' ' '          below: a tick for each save
     step 0       100      200      300
 
-The svg has no viewBox: heights are pixels, places along the steps percents of the width, and only the curves lie in a
-frame that is stretched. So letters and strokes keep their size on a phone.
+The svg has no viewBox: heights are pixels, places along the steps are percents of the width, and only the curves are
+in a frame that is stretched. So letters and strokes keep their size on a phone.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def color_class(series: Series) -> str:
 
 
 def draw(chart: Chart) -> str:
-    """Return the svg. Its `data-` attributes are what page.js needs to show the values under the pointer."""
+    """Return the svg, with `data-` attributes for page.js, which shows the values under the pointer."""
     values, steps = ticks(chart.scale), step_ticks(chart.first, chart.last)
     labels, label_places = tick_labels(steps, "plain"), chart.along(np.array(steps, dtype=float))
     drawn_first_last = list(reversed(chart.series))
@@ -143,12 +143,16 @@ def draw(chart: Chart) -> str:
 
 
 def _curves(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
-    """Return class, path and data points: the values, thin if their median is drawn over them."""
+    """Return class, path and data points: the values, thin if their median is drawn over them.
+
+    The data points are what page.js shows: for each point of the path its step, as a difference, and its value as text.
+    """
     kept = thin(series.steps, series.values, 800 if chart.is_large else 300)
     steps, values = series.steps[kept], series.values[kept]
     finite = np.isfinite(values)
     since = np.diff(steps[finite], prepend=0.0).tolist()  # steps since the point before
-    points = ",".join(f"{step:.0f} {value:.5g}" for step, value in zip(since, values[finite].tolist(), strict=True))
+    texts = (value_text(value, chart.unit) for value in values[finite].tolist())
+    points = ",".join(f"{step:.0f} {text}" for step, text in zip(since, texts, strict=True))
     kind, path = f"line {color_class(series)}", _path(chart, steps, values)
     if not series.is_smoothed:
         return [(kind, path, points)]

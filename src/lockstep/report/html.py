@@ -1,6 +1,6 @@
 """HTML pages from templates: each is one file that needs nothing else, today or in ten years.
 
-No font, script or picture is fetched: a content security policy forbids it, and lets only page.js run, by its hash. A
+No font, script or picture is fetched: a content security policy forbids it, and allows only page.js, by its hash. A
 page is complete without its script, which shows the values under the pointer.
 """
 

@@ -47,8 +47,10 @@ class Scale:
 
 
 def fitted(values: Numbers, *, from_zero: bool = False, may_be_logarithmic: bool = False) -> Scale:
-    """Return a scale that shows all values (finite ones, at least one). It begins at a tick, and ends at one or half a
-    step beyond."""
+    """Return a scale that shows all values: at least one, all finite.
+
+    It begins at a tick, and ends at one or half a step beyond.
+    """
     low, high = float(values.min()), float(values.max())
     if may_be_logarithmic and low > 0 and high > _STEEP * float(np.median(values)):
         low = max(low, high * 10.0**-_DECADES)
@@ -86,7 +88,7 @@ def step_ticks(first: int, last: int) -> list[int]:
 
 
 def value_text(value: float, unit: Unit) -> str:
-    """Return a value as people read it; page.js writes it the same way."""
+    """Return a value as people read it, in legends and under the pointer."""
     if not math.isfinite(value):
         return "not finite"
     if unit == "percent":

@@ -88,9 +88,9 @@ class Series:
 
 
 def thin(steps: Numbers, values: Numbers, buckets: int) -> NDArray[np.intp]:
-    """Return the indices worth drawing: of each bucket along the steps the first, last, lowest and highest value, and
-    one that isn't finite; all indices if they are few.
+    """Return the indices worth drawing; all if they are few.
 
+    Of each bucket along the steps these are the first, last, lowest and highest value, and one that isn't finite.
     The line through them covers the same pixels as that through all (M4; Jugel et al. 2014, PVLDB 7(10), section 4).
     """
     if len(steps) <= 4 * buckets:
