@@ -1,4 +1,4 @@
-"""A disk that fails on purpose: the system calls of `checkpoint.local`, counted, and made to fail or to end the process.
+"""A disk that fails on purpose: system calls of `checkpoint.local`, counted, and made to fail or end the process.
 
 disk = Disk(folder, monkeypatch)
 save(...)                          disk.calls == ["mkdir .draft-step-00000008 #1", "create .../rank-00000.json #1", ...]
