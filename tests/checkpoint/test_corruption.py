@@ -74,7 +74,7 @@ class Place:
 
     @property
     def shards(self) -> list[str]:
-        return sorted(set(self.whole) - {MANIFEST})
+        return sorted(set(self.intact) - {MANIFEST})
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["written by 1 rank", "written by 2 ranks"])
