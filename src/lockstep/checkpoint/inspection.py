@@ -238,7 +238,7 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> PruneResult:
 
 def prune_moved_aside(storage: Storage, *, dry: bool) -> dict[str, int]:
     """Delete the checkpoints that were moved aside; return names and bytes. Raises RunFailed, as `prune`."""
-    sizes = {entry.name: entry.size for entry in storage.moved_aside()}
+    sizes = storage.moved_aside()
     return {name: sizes[name] for name in (sizes if dry else _delete(storage, list(sizes)))}
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, MovedAside, read_small
+from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, read_small
 from lockstep.core.files import flush, is_missing, is_same_file
 
 _LOCK = ".lock"
@@ -73,14 +73,14 @@ class LocalStorage:
             return []
         return sorted(entry.name for entry in self._folder.iterdir() if entry.name.startswith(_PUBLISHED))
 
-    def moved_aside(self) -> list[MovedAside]:
+    def moved_aside(self) -> dict[str, int]:
         if not self._folder.is_dir():
-            return []
-        return [
-            MovedAside(entry.name, sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()))
+            return {}
+        return {
+            entry.name: sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
             for entry in sorted(self._folder.iterdir())
             if MOVED_ASIDE.fullmatch(entry.name) and entry.is_dir()
-        ]
+        }
 
     def begin(self, name: str) -> LocalDraft:
         draft = self._folder / f"{self._draft_prefix}{name}"
@@ -103,9 +103,6 @@ class LocalStorage:
             yield True
         finally:
             _remove(lock)
-
-    def is_locked(self, name: str) -> bool:
-        return self.has_marker(name)
 
     def open(self, name: str, file: str) -> LocalFile:
         return LocalFile(self._folder / name / file)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, MovedAside, Storage, read_small
+from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, Storage, read_small
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
@@ -58,13 +58,13 @@ class ObjectStorage:
         objects = self._store.names(_PUBLISHED)
         return sorted(name.removesuffix(f"/{MANIFEST}") for name in objects if name.endswith(f"/{MANIFEST}"))
 
-    def moved_aside(self) -> list[MovedAside]:
+    def moved_aside(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for name in self._store.names(""):
             folder = name.partition("/")[0]
             if MOVED_ASIDE.fullmatch(folder):
                 sizes[folder] = sizes.get(folder, 0) + self._store.size(name)
-        return [MovedAside(folder, size) for folder, size in sorted(sizes.items())]
+        return dict(sorted(sizes.items()))
 
     def begin(self, name: str) -> ObjectDraft:
         return ObjectDraft(self._store, name)
@@ -79,9 +79,6 @@ class ObjectStorage:
             return
         with self.leave_marker(name):
             yield True
-
-    def is_locked(self, name: str) -> bool:
-        return self.has_marker(name)
 
     def open(self, name: str, file: str) -> StoredObject:
         return StoredObject(self._store, f"{name}/{file}")

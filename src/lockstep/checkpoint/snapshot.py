@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
@@ -24,28 +24,12 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.file_layout import FileLayout
 
 
-class Snapshot(Protocol):
-    """A rank's part of the state, as the image of its file."""
-
-    @property
-    def layout(self) -> FileLayout: ...
-
-    @property
-    def image(self) -> memoryview:
-        """The file's bytes: complete once `complete` has returned, until the next `begin`."""
-
-    def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
-        """Begin the copy, on the main thread, between two updates. `changing`: names of what a forward may change."""
-
-    def complete(self) -> None:
-        """Finish the copy; on any thread."""
-
-    def before_update(self) -> None:
-        """Wait, on the main thread, until an update may change the tensors that `begin` received."""
-
-
 class HostSnapshot:
-    """A snapshot of tensors on the CPU."""
+    """A snapshot of a rank's part of the state, on the CPU.
+
+    Attributes:
+        image: The bytes of the rank's file: complete once `complete` has returned, until the next `begin`.
+    """
 
     def __init__(self, layout: FileLayout) -> None:
         self.layout = layout
@@ -55,11 +39,13 @@ class HostSnapshot:
         self._done.set()
 
     def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
+        """Begin the copy, on the main thread, between two updates. `changing`: names of what a forward may change."""
         now, self._remaining = _split(self.layout, self._copies, tensors, changing)
         self._done.clear()
         _copy(now)
 
     def complete(self) -> None:
+        """Finish the copy; on any thread."""
         try:
             _copy(self._remaining)
         finally:
@@ -67,11 +53,12 @@ class HostSnapshot:
             self._done.set()
 
     def before_update(self) -> None:
+        """Wait, on the main thread, until an update may change the tensors that `begin` received."""
         self._done.wait()
 
 
 class DeviceSnapshot:
-    """A snapshot of tensors on a GPU, copied to page-locked memory on a stream of its own.
+    """The same of tensors on a GPU, copied to page-locked memory on a stream of its own.
 
     An update's kernels wait for the copy; the host doesn't.
     """
@@ -100,6 +87,9 @@ class DeviceSnapshot:
     def before_update(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+
+Snapshot: TypeAlias = HostSnapshot | DeviceSnapshot
 
 
 def snapshot_on(device: torch.device, layout: FileLayout) -> Snapshot:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -19,18 +18,6 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 MOVED_ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
-
-
-@dataclass(frozen=True, slots=True)
-class MovedAside:
-    """A checkpoint that a run has renamed: no run resumes from it or deletes it.
-
-    Attributes:
-        size: Bytes of its files.
-    """
-
-    name: str
-    size: int
 
 
 class Draft(Protocol):
@@ -75,8 +62,8 @@ class Storage(Protocol):
     def names(self) -> list[str]:
         """Return the names of all published checkpoints, damaged ones included. Raises OSError."""
 
-    def moved_aside(self) -> list[MovedAside]:
-        """Return the checkpoints that were moved aside, by name. Raises OSError."""
+    def moved_aside(self) -> Mapping[str, int]:
+        """Return the bytes of each checkpoint that was moved aside, in order of names. Raises OSError."""
 
     def begin(self, name: str) -> Draft:
         """Begin a checkpoint; called by every rank. Raises OSError."""
@@ -85,10 +72,10 @@ class Storage(Protocol):
         """Return the same place, with drafts that are distinct from those begun here."""
 
     def try_lock(self, name: str) -> AbstractContextManager[bool]:
-        """Enter a block that one process at a time runs; the value is whether it is this one. Raises OSError."""
+        """Enter a block that one process at a time runs; the value is whether it is this one. Raises OSError.
 
-    def is_locked(self, name: str) -> bool:
-        """Return whether a process is in a block of `try_lock`."""
+        Meanwhile `has_marker(name)` is true.
+        """
 
     def open(self, name: str, file: str) -> StoredFile:
         """Open a file of a published checkpoint. Raises OSError."""
@@ -100,7 +87,7 @@ class Storage(Protocol):
         """Delete a checkpoint; return False if it is being read, and stays. Raises OSError."""
 
     def move_aside(self, name: str, prefix: str) -> str:
-        """Rename a checkpoint so that `names` no longer lists it; return where it is. Raises OSError."""
+        """Rename a checkpoint: no run resumes from it or deletes it. Return where it is. Raises OSError."""
 
     def claim(self) -> bool:
         """Reserve the place for saves of this process until it ends; return False if another has it. Raises OSError."""

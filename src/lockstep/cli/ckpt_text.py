@@ -11,7 +11,6 @@ import yaml
 
 from lockstep.checkpoint.inspection import ListedCheckpoint, PruneResult, VerificationResult, age
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.storage import MovedAside
 from lockstep.config.wording import yaml_like
 from lockstep.core import formatting
 
@@ -30,7 +29,7 @@ Object = dict[str, Any]
 
 
 def listed(
-    folder: str, found: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Sequence[MovedAside]
+    folder: str, found: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Mapping[str, int]
 ) -> Lines:
     """A table; what is damaged, and what was put aside, in lines of their own."""
     if not found and not aside:
@@ -40,12 +39,12 @@ def listed(
         folder,
         *(_table([("step", "samples", "written", "size", "stays as", "metrics"), *rows], ">>>><<") if rows else ()),
         *(f"{one.name} is damaged: {one.damage}" for one in found if one.damage is not None),
-        *(f"put aside: {one.name}, {formatting.size(one.size)}" for one in aside),
+        *(f"put aside: {name}, {formatting.size(size)}" for name, size in aside.items()),
     ]
 
 
 def listed_json(
-    folder: str, found: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Sequence[MovedAside]
+    folder: str, found: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Mapping[str, int]
 ) -> Object:
     """`size` in bytes."""
     return {
@@ -59,7 +58,7 @@ def listed_json(
             }
             for one in found
         ],
-        "aside": [asdict(one) for one in aside],
+        "aside": [{"name": name, "size": size} for name, size in aside.items()],
     }
 
 

@@ -28,7 +28,7 @@ from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.monitor.jsonl import LineFile, finite, line
 from lockstep.monitor.meters import Throughput
-from lockstep.monitor.metric_log import Histogram, Logged
+from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
 
 _log = logging.getLogger("lockstep.monitor")
@@ -51,11 +51,6 @@ class EventLog(ThrottledMonitor):
         self._next_step = 0
         self._pending: StepReport | None = None
         self._first = True
-
-    @property
-    def lost(self) -> int:
-        """Lines that could not be written."""
-        return sum(file.lost for file in self.files)
 
     @property
     def files(self) -> tuple[LineFile, ...]:
@@ -102,7 +97,17 @@ class EventLog(ThrottledMonitor):
         self._write(self._events, {"epoch_done": record.pop("epoch"), **record})
 
     def logged(self, step: int, logged: Logged) -> None:
-        histograms = {name: _histogram_record(histogram) for name, histogram in logged.histograms.items()}
+        histograms = {
+            name: {
+                "bins": histogram.bins(),  # [low, high, count]
+                "count": histogram.count,
+                "low": histogram.low,
+                "high": histogram.high,
+                "sum": histogram.total,
+                "not_finite_count": histogram.not_finite,
+            }
+            for name, histogram in logged.histograms.items()
+        }
         self._write(self._events, {"logged": {**logged.values, **histograms, **logged.texts}, "step": step})
 
     def finish(self, error: BaseException | None) -> None:
@@ -130,18 +135,6 @@ class EventLog(ThrottledMonitor):
     def _write(self, file: LineFile, record: Mapping[str, Any]) -> None:
         if not file.write(line(record)) and file.lost == 1:
             _log.warning("can't write %s: %s; the run continues without those lines", file.path, file.reason)
-
-
-def _histogram_record(histogram: Histogram) -> dict[str, Any]:
-    """Return a record whose `bins` are [low, high, count]."""
-    return {
-        "bins": histogram.bins(),
-        "count": histogram.count,
-        "low": histogram.low,
-        "high": histogram.high,
-        "sum": histogram.total,
-        "not_finite_count": histogram.not_finite,
-    }
 
 
 def summarize(

@@ -231,7 +231,9 @@ class LockedRunFolder:
             RunFolderTaken: it belongs to another run now.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._refuse_other_run()
+        other = _recorded(self.path, "run")
+        if other is not None and other != self._run:
+            raise RunFolderTaken(f"{self.path} belongs to another run now (run id {other[:8]})")
         if not is_same_file(self.path / LOCK, self._locks[-1]):
             self._locks.append(self._lock())
         for name in (TENSORBOARD, LOGS):
@@ -243,14 +245,6 @@ class LockedRunFolder:
     def close(self) -> None:
         for handle in self._locks:
             os.close(handle)
-
-    def _refuse_other_run(self) -> None:
-        try:
-            other = json.loads(read_bounded(self.path / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            return
-        if isinstance(other, str) and other != self._run:
-            raise RunFolderTaken(f"{self.path} belongs to another run now (run id {other[:8]})")
 
     def _lock(self) -> int:
         handle, holder = open_lock(self.path)
@@ -293,11 +287,16 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def recipe_of(path: str | os.PathLike[str]) -> str:
     """Return the name that the run in `path` started with; its folder's name if that can't be read."""
+    return _recorded(Path(path), "recipe") or Path(path).absolute().name
+
+
+def _recorded(run: Path, key: str) -> str | None:
+    """Return a text of a run's environment.json; None if it can't be read."""
     try:
-        recipe = json.loads(read_bounded(Path(path) / ENVIRONMENT, MAX_JSON_BYTES)).get("recipe")
-    except (OSError, ValueError, AttributeError):
-        recipe = None
-    return recipe if isinstance(recipe, str) else Path(path).absolute().name
+        value = json.loads(read_bounded(run / ENVIRONMENT, MAX_JSON_BYTES)).get(key)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
 
 
 def refuse_escaping_links(run: Path) -> None:

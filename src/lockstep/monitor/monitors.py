@@ -116,7 +116,7 @@ class Monitors:
 
     def logged(self, step: int, logged: Logged) -> None:
         """Pass on what user code logged; only throttled monitors take it."""
-        self._for_throttled(lambda monitor: monitor.logged(step, logged))
+        _for_each(self._throttled, lambda monitor: monitor.logged(step, logged))
 
     def finish(self, error: BaseException | None) -> None:
         self._show_last()
@@ -124,12 +124,11 @@ class Monitors:
 
     def _show(self, report: StepReport) -> Iterable[Request]:
         requests: set[Request] = set()
-        for monitor in list(self._others):
-            self._guard(self._others, monitor, lambda monitor: requests.update(monitor.see(report)))
+        _for_each(self._others, lambda monitor: requests.update(monitor.see(report)))
         if not report.kept or report.step >= self._next_step or report.seconds >= self._next_seconds:
             requests.update(self._show_last())
         if (ended := self._epoch.after(report)) is not None:
-            self._for_throttled(lambda monitor: monitor.epoch(ended))
+            _for_each(self._throttled, lambda monitor: monitor.epoch(ended))
         wanted = [monitor.next_report() for monitor in self._throttled]
         self._next_step = min((at.step for at in wanted), default=math.inf)
         self._next_seconds = min((at.seconds for at in wanted), default=math.inf)
@@ -141,23 +140,21 @@ class Monitors:
         last = self._last
         if last is not None and last is not self._last_shown:
             self._last_shown = last
-            self._for_throttled(lambda monitor: requests.update(monitor.see(last)))
+            _for_each(self._throttled, lambda monitor: requests.update(monitor.see(last)))
         return requests
 
-    def _for_throttled(self, act: Callable[[ThrottledMonitor], object]) -> None:
-        for monitor in list(self._throttled):
-            self._guard(self._throttled, monitor, act)
-
     def _for_all(self, act: Callable[[Monitor], object]) -> None:
-        self._for_throttled(act)
-        for monitor in list(self._others):
-            self._guard(self._others, monitor, act)
+        _for_each(self._throttled, act)
+        _for_each(self._others, act)
 
-    def _guard(self, among: list[_M], monitor: _M, act: Callable[[_M], object]) -> None:
+
+def _for_each(monitors: list[_M], act: Callable[[_M], object]) -> None:
+    """Call `act` with each monitor, and remove those that fail."""
+    for monitor in list(monitors):
         try:
             act(monitor)
         except Exception as error:
-            among.remove(monitor)
+            monitors.remove(monitor)
             _log.warning("%s failed and is left out from now on: %r", type(monitor).__name__, error, exc_info=True)
 
 

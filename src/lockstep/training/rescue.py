@@ -170,6 +170,6 @@ class Rescue:
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)
         until = time.monotonic() + components.config.launch.timeout
-        while time.monotonic() < until and self.storage.is_locked(name):
+        while time.monotonic() < until and self.storage.has_marker(name):
             time.sleep(0.05)
         return None if name in self.storage.names() else "another rank could not save it"
