@@ -82,10 +82,8 @@ class RunFolder:
         folder = local_path(path) if path is not None else _new_default_folder(recipe)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(Problem("", "run.folder", f"{folder} is a file; name a folder"))
-        try:
+        with _run_failed_on_error("create the run folder", folder):
             return cls._create(folder.absolute(), again)
-        except OSError as error:
-            raise RunFailed(_cannot("create the run folder", folder, error)) from error
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
@@ -120,7 +118,7 @@ class RunFolder:
 
     def archive_attempt(self) -> None:
         """Move what an earlier attempt has left to earlier/N, so that no curve is two runs'. Raises RunFailed."""
-        try:
+        with _run_failed_on_error("archive the content of", self.path):
             stay = (LOCK, EARLIER, LOGS, CHECKPOINTS)
             entries = [entry for entry in self.path.iterdir() if entry.name not in stay]
             if left := [entry for entry in entries if not entry.is_dir() or any(entry.iterdir())]:
@@ -129,19 +127,11 @@ class RunFolder:
                 for entry in left:
                     entry.rename(archive / entry.name)
             self.tensorboard.mkdir(exist_ok=True)
-        except OSError as error:
-            raise RunFailed(_cannot("archive the content of", self.path, error)) from error
 
     def rewind(self, step: int) -> None:
-        """Take the history back to `step`, from which the run resumes; the lines beyond move to earlier/N.
-
-        Raises:
-            RunFailed: the files can't be written.
-        """
-        try:
+        """Rewind the history to `step`, from which the run resumes; later lines move to earlier/N. Raises RunFailed."""
+        with _run_failed_on_error("rewind the history in", self.path):
             history.rewind(self.path, step, _next_archive(self.path))
-        except OSError as error:
-            raise RunFailed(_cannot("rewind the history in", self.path, error)) from error
 
     @property
     def config(self) -> Path:
@@ -183,10 +173,8 @@ class RunFolder:
             self._lock = None
 
     def _write(self, name: str, text: str) -> None:
-        try:
+        with _run_failed_on_error("write", self.path / name):
             write_atomically(self.path / name, text)
-        except OSError as error:
-            raise RunFailed(_cannot("write", self.path / name, error)) from error
 
 
 class RunFolderTaken(RunFailed):
@@ -318,14 +306,12 @@ def refuse_escaping_links(run: Path) -> None:
 
 def _entries(run: Path) -> Iterator[tuple[Path, int]]:
     """Yield what Lockstep opens by name, or lists, with its mode."""
-    try:
+    with _run_failed_on_error("read", run):
         for path in run.iterdir():
             mode = _mode(path)
             yield path, mode
             if path.name in _FOLDERS and stat.S_ISDIR(mode):
                 yield from ((inside, _mode(inside)) for inside in path.iterdir())
-    except OSError as error:
-        raise RunFailed(_cannot("read", run, error)) from error
 
 
 def _mode(path: Path) -> int:
@@ -341,15 +327,13 @@ _FOLDERS = (TENSORBOARD, LOGS, EARLIER, "model")
 def _new_default_folder(recipe: str) -> Path:
     """Create runs/RECIPE-DATE-TIME; of two runs that start in the same second, one gets -2."""
     runs, name = Path("runs"), f"{Path(recipe).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
+    with _run_failed_on_error("create the run folder", (runs / name).absolute()):
         runs.mkdir(exist_ok=True)
         for number in itertools.count(1):
             path = runs / (name if number == 1 else f"{name}-{number}")
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
-    except OSError as error:
-        raise RunFailed(_cannot("create the run folder", (runs / name).absolute(), error)) from error
     raise AssertionError("there is always a free number")
 
 
@@ -373,5 +357,10 @@ def _next_archive(path: Path) -> Path:
     return path / EARLIER / str(1 + max(taken, default=0))
 
 
-def _cannot(verb: str, path: Path, error: OSError) -> str:
-    return f"can't {verb} {path}: {error.strerror or error}"
+@contextlib.contextmanager
+def _run_failed_on_error(verb: str, path: Path) -> Iterator[None]:
+    """Turn OSError into RunFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"can't {verb} {path}: {error.strerror or error}") from error
