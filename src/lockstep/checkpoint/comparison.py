@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether training continues identically from both."""
+        """True if training continues identically from both."""
         return not (any(self.alone) or self.kinds or self.values or self.config or self.state)
 
 

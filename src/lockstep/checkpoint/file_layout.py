@@ -33,7 +33,7 @@ class FileItem:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """What is where in a rank's file.
+    """The layout of a rank's file.
 
     Attributes:
         header: All bytes before the first tensor.

@@ -60,7 +60,7 @@ class VerificationResult:
 
 @dataclass(frozen=True, slots=True)
 class PruneResult:
-    """What was deleted, or would be.
+    """The checkpoints that were deleted, or would be, and the others.
 
     Attributes:
         deleted: Bytes of each, by name.

@@ -135,7 +135,7 @@ class FileEntry(_Record):
 
 
 class RankRecord(_Record):
-    """What one rank has written: its file, and the entries of the tensors in it."""
+    """The part of a manifest about one rank's file, which rank 0 merges into the whole."""
 
     file: FileEntry
     tensors: dict[Name, TensorEntry]

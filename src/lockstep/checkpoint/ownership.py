@@ -1,4 +1,4 @@
-"""Which run a folder of checkpoints belongs to: `owner.json` beside the checkpoints, and the run id in each manifest.
+"""The run that a folder of checkpoints belongs to: `owner.json` beside them, and the run id in each manifest.
 
 checkpoints/owner.json                      {"run": "5f0c...", "folder": "/data/runs/digits", "recipe": "digits"}
 checkpoints/step-00000480/manifest.json   {"run": "5f0c...", ...}    another id: a copy of another run's checkpoint

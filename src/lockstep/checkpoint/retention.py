@@ -1,4 +1,4 @@
-"""Which checkpoints are kept.
+"""The rules by which checkpoints are kept or deleted.
 
     the newest `keep_last`  +  the first of each `keep_every`  +  the best one      the others are deleted, oldest first
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("lockstep.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class RetentionEntry:
-    """What decides whether a checkpoint is kept.
+    """The facts that decide whether a checkpoint is kept.
 
     Attributes:
         metric: The metric that `best` names, at its step; None if it was not evaluated there.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunMetadata:
-    """What all checkpoints of an attempt have in common; attributes as in the manifest."""
+    """The parts of the manifest that all checkpoints of an attempt have in common."""
 
     run: str
     config: Mapping[str, Any]
@@ -49,7 +49,7 @@ class RunMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """What a checkpoint records of the run at its step; attributes as in the manifest."""
+    """The parts of the manifest that describe the run at a step."""
 
     step: int
     samples: int

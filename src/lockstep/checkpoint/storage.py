@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: the protocols that a folder (`local`) and an object store (`objects`) implement.
+"""Storage of checkpoints: the protocols that a folder (`local`) and an object store (`objects`) implement.
 
 draft = storage.begin("step-00000480")                   nothing is visible yet
 draft.write("rank-00000.safetensors", image)             durable when it returns

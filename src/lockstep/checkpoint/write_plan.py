@@ -1,4 +1,4 @@
-"""Which rank writes which part of which tensor: boxes in a tensor's index space, as in torch's distributed checkpoints.
+"""The assignment of tensors' parts to ranks that write them, as boxes in a tensor's index space.
 
     saved by two ranks            read by one of three ranks
     +-----------+                 +-----------+

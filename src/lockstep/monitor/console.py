@@ -1,4 +1,4 @@
-"""What the terminal shows: the plan at the start, the run while it runs, and its result.
+"""The terminal monitor: the plan at the start, the progress of the run, and its result.
 
 on a terminal    a live display at the bottom (`live`); everything else scrolls above it
 elsewhere        plain lines, `every` steps but not more than one a second, and one at least every 15 s

@@ -30,7 +30,7 @@ _NARROWEST = 20
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the rows show.
+    """The contents of the rows.
 
     Attributes:
         step: done; `steps` to do, None if that isn't known.
@@ -46,7 +46,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is drawn, each row at most as wide as the terminal."""
+    """The rows as drawn, each at most as wide as the terminal."""
 
     head: str
     bar_done: str

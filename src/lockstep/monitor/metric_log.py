@@ -69,7 +69,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class LogEntries:
-    """What one rank logged since the last drain: few, plain numbers, which can be pickled."""
+    """Values that one rank logged since the last drain: plain numbers, which can be pickled."""
 
     scalars: Mapping[str, float] = field(default_factory=dict)
     means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class LogEntries:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What all ranks logged, merged."""
+    """Values that all ranks logged, merged."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)

@@ -84,7 +84,7 @@ class Chart:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of how it is drawn."""
+        """Remarks on how the chart is drawn."""
         notes = ["Logarithmic scale."] if self.scale.is_logarithmic else []
         for series in self.series:
             if series.is_smoothed:

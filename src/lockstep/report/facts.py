@@ -1,4 +1,4 @@
-"""What a report states about a run, in figures and sentences, each from the best source that there is.
+"""Figures and sentences of a report about a run, each from the best source that there is.
 
 summary.json, if the run is finished   >   the last line of metrics.jsonl   >   the config
 """

@@ -1,4 +1,4 @@
-"""What a run wrote, read again, however much of it is there.
+"""Reads what a run wrote, however much of it is there.
 
     config.yaml  environment.json  summary.json  metrics.jsonl  events.jsonl   -->  RunData, with its flaws
 

@@ -24,7 +24,7 @@ _DECADES = 12  # of a logarithmic scale, at most
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From `low` at the bottom to `high` at the top.
+    """An axis from `low` at the bottom to `high` at the top.
 
     Attributes:
         step: between its ticks; None on a logarithmic scale.

@@ -78,7 +78,7 @@ class Series:
 
     @property
     def is_smoothed(self) -> bool:
-        """Whether a running median is drawn over the values."""
+        """True if a running median is drawn over the values."""
         return self.noisy and len(self.known) >= _NOISY
 
     @property
