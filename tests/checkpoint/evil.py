@@ -213,8 +213,8 @@ def _socket(file: str) -> Act:
         here = Path.cwd()
         os.chdir(folder)  # the path of a socket must be short
         try:
-            with socket.socket(socket.AF_UNIX) as one:
-                one.bind(file)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(file)
         finally:
             os.chdir(here)
 

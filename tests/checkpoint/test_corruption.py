@@ -183,9 +183,9 @@ def _swapped_blocks(place: Place, rng: random.Random) -> Files:
     file = rng.choice(place.shards)
     spans = _blocks(place, file)
     size = rng.choice([size for size in spans if len(spans[size]) > 1])
-    one, two = rng.sample(spans[size], 2)
+    first, second = rng.sample(spans[size], 2)
     data = bytearray(place.intact[file])
-    data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
+    data[first : first + size], data[second : second + size] = data[second : second + size], data[first : first + size]
     return {file: bytes(data)}
 
 
@@ -219,8 +219,8 @@ def _a_deleted_file(place: Place, rng: random.Random) -> Files:
 
 def _swapped_shards(place: Place, rng: random.Random) -> Files:
     """Two files swapped: on one rank the shard and the manifest."""
-    one, two = rng.sample(place.shards if len(place.shards) > 1 else list(place.intact), 2)
-    return {one: place.intact[two], two: place.intact[one]}
+    first, second = rng.sample(place.shards if len(place.shards) > 1 else list(place.intact), 2)
+    return {first: place.intact[second], second: place.intact[first]}
 
 
 def _edited_manifest(place: Place, rng: random.Random) -> Files:
@@ -321,8 +321,8 @@ def test_each_corruption_is_detected_and_the_checkpoint_before_it_is_used(place:
 
 def test_an_intact_checkpoint_is_loaded(place: Place) -> None:
     for ranks in (1, 2):
-        for found in _loaded(place, [place.older] * ranks):
-            assert (found.manifest.step, found.broken) == (NEWEST, {})
+        for loaded in _loaded(place, [place.older] * ranks):
+            assert (loaded.manifest.step, loaded.broken) == (NEWEST, {})
 
 
 def test_without_an_older_checkpoint_the_error_states_the_reason(place: Place) -> None:
@@ -351,11 +351,11 @@ def _put(place: Place, files: Files) -> Iterator[None]:
 
 
 def _assert_detected(place: Place, ranks: int, what: str) -> None:
-    for found in _loaded(place, [place.older] * ranks):
-        _assert_older(found, what)
-        assert found.state.tensors.keys() == place.older.tensors.keys(), what
+    for loaded in _loaded(place, [place.older] * ranks):
+        _assert_older(loaded, what)
+        assert loaded.state.tensors.keys() == place.older.tensors.keys(), what
         for name, tensor in place.older.tensors.items():
-            assert torch.equal(found.state.tensors[name], tensor), f"{what}: {name}"
+            assert torch.equal(loaded.state.tensors[name], tensor), f"{what}: {name}"
 
 
 def _assert_detected_by_parts(place: Place, ranks: int, what: str) -> None:
@@ -364,31 +364,31 @@ def _assert_detected_by_parts(place: Place, ranks: int, what: str) -> None:
         state_of({name: _part(tensor, ranks, rank) for name, tensor in place.older.tensors.items()})
         for rank in range(ranks)
     ]
-    for found, mine in zip(_loaded(place, states), states, strict=True):
-        _assert_older(found, what)
+    for loaded, mine in zip(_loaded(place, states), states, strict=True):
+        _assert_older(loaded, what)
         for name, tensor in mine.tensors.items():
             part = tensor.to_local() if isinstance(tensor, Divided) else tensor
-            assert torch.equal(found.state.tensors[name].view(-1), part.reshape(-1)), f"{what}: {name}"
+            assert torch.equal(loaded.state.tensors[name].view(-1), part.reshape(-1)), f"{what}: {name}"
 
 
 def _part(tensor: torch.Tensor, ranks: int, rank: int) -> Any:
     return Divided(tensor, ranks, rank, 0) if tensor.dim() else tensor
 
 
-def _assert_older(found: LoadedCheckpoint, what: str) -> None:
-    assert found.manifest.step == OLDER, f"{what}: not detected"
-    assert list(found.broken) == [f"step-{NEWEST:08d}"], what
-    assert found.broken[f"step-{NEWEST:08d}"], what
+def _assert_older(loaded: LoadedCheckpoint, what: str) -> None:
+    assert loaded.manifest.step == OLDER, f"{what}: not detected"
+    assert list(loaded.broken) == [f"step-{NEWEST:08d}"], what
+    assert loaded.broken[f"step-{NEWEST:08d}"], what
 
 
 def _loaded(place: Place, states: list[TrainingState]) -> list[LoadedCheckpoint]:
-    meeting, found = Meeting(len(states)), {}
+    meeting, loaded = Meeting(len(states)), {}
 
     def rank(number: int) -> None:
-        found[number] = load_newest(place.storage, meeting.axis(number), states[number])
+        loaded[number] = load_newest(place.storage, meeting.axis(number), states[number])
 
     together(len(states), rank)
-    return [found[number] for number in range(len(states))]
+    return [loaded[number] for number in range(len(states))]
 
 
 # --- through the command ------------------------------------------------------------------------------------------

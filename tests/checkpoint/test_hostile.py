@@ -116,7 +116,7 @@ def test_retention_tolerates_any_older_checkpoint(saves: Path, name: str) -> Non
         assert checkpoints.resumed_from == 8
         for report in session:
             checkpoints.save()
-            assert [one.failure for one in checkpoints.finish()] == [None], report.step
+            assert [save.failure for save in checkpoints.finish()] == [None], report.step
     assert LocalStorage(saves).names() == [OLDER, "step-00000012"]
 
 
@@ -157,8 +157,8 @@ def test_no_text_in_a_checkpoint_steers_a_terminal(
     place = saves / NEWEST if words[0] not in ("ls", "verify") else saves
     more = [str(saves / OLDER)] if words[0] == "diff" else []
     main(["ckpt", words[0], str(place), *more, *words[1:]])
-    found = capfd.readouterr()
-    assert not re.search("[\x1b\x07\x9b]", found.out + found.err)
+    printed = capfd.readouterr()
+    assert not re.search("[\x1b\x07\x9b]", printed.out + printed.err)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -193,9 +193,9 @@ def _appetite(folder: str) -> tuple[str, int]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _peak()
     storage, axis = LocalStorage(Path(folder)), Meeting(1).axis(0)
-    found = load_newest(storage, axis, state_of({name: torch.zeros(shape) for name, shape in SHAPES.items()}))
-    assert found is not None
-    return found.broken[NEWEST], _peak() - before
+    loaded = load_newest(storage, axis, state_of({name: torch.zeros(shape) for name, shape in SHAPES.items()}))
+    assert loaded is not None
+    return loaded.broken[NEWEST], _peak() - before
 
 
 def _peak() -> int:
@@ -213,6 +213,6 @@ def test_no_damaged_checkpoint_takes_much_memory(saves: Path, name: str) -> None
     evil(saves / NEWEST)
     manifest = saves / NEWEST / "manifest.json"
     size = manifest.stat().st_size if manifest.is_file() else 0
-    [(found, grown)] = in_world(1, _appetite, str(saves))
-    assert re.search(words, found), found
+    [(fault, grown)] = in_world(1, _appetite, str(saves))
+    assert re.search(words, fault), fault
     assert grown < 64 * 2**20 + 24 * (size if size < 2**30 else 0)

@@ -89,13 +89,13 @@ def _assert_whole(folder: Path, ranks: int, what: str) -> int:
 
 
 def _load(storage: LocalStorage, ranks: int) -> list[LoadedCheckpoint]:
-    meeting, found = Meeting(ranks), {}
+    meeting, loaded = Meeting(ranks), {}
 
     def rank(number: int) -> None:
-        found[number] = load_newest(storage, meeting.axis(number), _state(0))
+        loaded[number] = load_newest(storage, meeting.axis(number), _state(0))
 
     together(ranks, rank)
-    return [found[number] for number in range(ranks)]
+    return [loaded[number] for number in range(ranks)]
 
 
 def _assert_next_save_succeeds(folder: Path, ranks: int, what: str) -> None:
@@ -115,7 +115,7 @@ def _assert_next_save_succeeds(folder: Path, ranks: int, what: str) -> None:
 def test_a_process_that_ends_at_any_call_of_a_save_loses_only_that_save(
     disk: Disk, folder: Path, ranks: int, power: str
 ) -> None:
-    found = set()
+    steps = set()
     for call in _calls_of_a_save(disk, folder, ranks):
         disk.fault = ends(call)
         with contextlib.suppress(BaseException):
@@ -124,10 +124,10 @@ def test_a_process_that_ends_at_any_call_of_a_save_loses_only_that_save(
         if power != "stays":
             disk.lose_power(names="names" in power)
         disk.restart()
-        found.add(_assert_whole(folder, ranks, f"ended at {call}"))
+        steps.add(_assert_whole(folder, ranks, f"ended at {call}"))
         _assert_next_save_succeeds(folder, ranks, f"ended at {call}")
         _begin_again(disk, folder)
-    assert found == {OLDER, NEWEST}
+    assert steps == {OLDER, NEWEST}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -216,7 +216,7 @@ def test_a_save_whose_vote_ends_at_once_is_published_once(folder: Path) -> None:
     for step in range(NEWEST, NEWEST + 10):
         saver.start(_state(step), StepMetadata(step, 0, 0, {}))
         saver.finish()
-        assert [(one.step, one.failure) for one in saver.outcomes()] == [(step, None)]
+        assert [(save.step, save.failure) for save in saver.outcomes()] == [(step, None)]
         assert _assert_whole(folder, 1, "voted at once") == step
 
 
@@ -337,7 +337,7 @@ def _run_on_a_bad_disk(config: dict[str, Any], folder: str, rank: int, verb: str
                 checkpoints.save()
         checkpoints.save()
         ended += checkpoints.finish() if components_of(session).world.rank == 0 else checkpoints.finish()[:0]
-        return {"steps": steps, "ended": [(one.step, one.failure) for one in ended], "last": session.progress.steps}
+        return {"steps": steps, "ended": [(save.step, save.failure) for save in ended], "last": session.progress.steps}
 
 
 def _fails_in_the_second_save(verb: str, number: int) -> Any:
@@ -354,11 +354,11 @@ def test_a_run_continues_after_a_save_that_fails_on_one_rank(tmp_path: Path, ran
     if verb == "rename" and rank == 1:
         pytest.skip("the first rank alone publishes")
     config = small.config(run={"steps": 8}, checkpoint={"every": None})
-    found = in_world(2, _run_on_a_bad_disk, config, str(tmp_path), rank, verb, number)
-    assert found[0]["steps"] == found[1]["steps"] == list(range(1, 9))
-    (two, fine), (five, failure), (eight, fine_too) = found[0]["ended"]
+    results = in_world(2, _run_on_a_bad_disk, config, str(tmp_path), rank, verb, number)
+    assert results[0]["steps"] == results[1]["steps"] == list(range(1, 9))
+    (two, fine), (five, failure), (eight, fine_too) = results[0]["ended"]
     assert (two, fine, five, eight, fine_too) == (2, None, 5, 8, None)
     assert os.strerror(number) in failure or (rank == 1 and "another rank" in failure)
-    assert found[1]["ended"] == []
+    assert results[1]["ended"] == []
     assert LocalStorage(tmp_path).names() == ["step-00000002", "step-00000008"]
     assert not list(tmp_path.glob(".draft-*"))

@@ -182,6 +182,6 @@ def test_every_record_is_one_line_of_valid_json(record: dict[str, object]) -> No
     assert text.endswith(b"\n")
     assert text.count(b"\n") == 1
     read = json.loads(text, parse_constant=_refuse)
-    found = read.pop("not_finite", {}) if "not_finite" not in record else {}
+    not_finite = read.pop("not_finite", {}) if "not_finite" not in record else {}
     assert read == jsonl.finite(record)
-    assert bool(found) == (jsonl.finite(record) != record)
+    assert bool(not_finite) == (jsonl.finite(record) != record)

@@ -51,10 +51,10 @@ def test_it_holds_the_config_and_the_environment(tmp_path: Path) -> None:
     run.write_config("run:\n  steps: 10\noptim:\n  lr: 0.0003\n")
     run.write_environment(environment.describe())
     assert yaml.safe_load(run.config.read_text()) == {"run": {"steps": 10}, "optim": {"lr": 3e-4}}
-    found = json.loads((run.path / "environment.json").read_text())
-    assert {"python", "packages", "platform", "cpu", "gpus", "git", "command_line", "variables"} <= set(found)
-    assert found["packages"]["torch"]
-    assert found["packages"]["lockstep-torch"]
+    recorded = json.loads((run.path / "environment.json").read_text())
+    assert {"python", "packages", "platform", "cpu", "gpus", "git", "command_line", "variables"} <= set(recorded)
+    assert recorded["packages"]["torch"]
+    assert recorded["packages"]["lockstep-torch"]
     assert [name for name in os.listdir(run.path) if name.endswith(".new")] == []
 
 
@@ -139,13 +139,13 @@ def test_the_summary_of_one_evaluation_set_of_several_and_of_none() -> None:
         return EvaluationReport(name, step, metrics, 10, 0.1)
 
     done = Progress(30, 1920, 491520)
-    one = summarize(
+    summary = summarize(
         FACTS, done, report(30), [evaluation("a", 10, loss=2.0), evaluation("a", 30, loss=1.0, accuracy=0.9)], 3.25
     )
-    assert one["evaluation"] == {"loss": 1.0, "accuracy": 0.9}
+    assert summary["evaluation"] == {"loss": 1.0, "accuracy": 0.9}
     expected = {"run": FACTS.folder, "steps": 30, "samples": 1920, "tokens": 491520, "seconds": 3.25, "discarded": 0}
-    assert {name: one[name] for name in expected} == expected
-    assert (one["loss"], one["ranks"], one["strategy"]) == (1 + 1 / 30, 2, "ddp")
+    assert {name: summary[name] for name in expected} == expected
+    assert (summary["loss"], summary["ranks"], summary["strategy"]) == (1 + 1 / 30, 2, "ddp")
     several = summarize(
         FACTS, done, report(30, loss=float("nan")), [evaluation("a", 30, loss=1.0), evaluation("b", 30, loss=2.0)], 1
     )
@@ -157,7 +157,7 @@ def test_the_summary_of_one_evaluation_set_of_several_and_of_none() -> None:
 
 
 def test_secrets_are_not_written_down() -> None:
-    found = environment.relevant_variables(
+    variables = environment.relevant_variables(
         {
             "NCCL_DEBUG": "INFO",
             "WORLD_SIZE": "2",
@@ -167,7 +167,7 @@ def test_secrets_are_not_written_down() -> None:
             "HOME": "/home/me",
         }
     )
-    assert found == {
+    assert variables == {
         "NCCL_DEBUG": "INFO",
         "WORLD_SIZE": "2",
         "HF_TOKEN": "(hidden)",
@@ -197,8 +197,8 @@ def test_the_state_of_the_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "model.py").write_text("1\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
-    found = environment.describe()["git"]
-    assert (len(found["commit"]), found["branch"], found["changed_files"]) == (40, "main", 0)
+    state = environment.describe()["git"]
+    assert (len(state["commit"]), state["branch"], state["changed_files"]) == (40, "main", 0)
     (tmp_path / "model.py").write_text("2\n")
     assert environment.describe()["git"]["changed_files"] == 1
 
@@ -216,7 +216,7 @@ def test_no_program_that_a_repository_names_is_run(
         subprocess.run([*git, *command], check=True)
     subprocess.run(["git", "config", setting, "touch executed; cat"], check=True)
     (tmp_path / "model.py").write_text("2\n")
-    found = environment.describe()["git"]
-    assert found["changed_files"] == (1 if setting == "core.fsmonitor" else None)
-    assert len(found["commit"]) == 40
+    state = environment.describe()["git"]
+    assert state["changed_files"] == (1 if setting == "core.fsmonitor" else None)
+    assert len(state["commit"]) == 40
     assert not (tmp_path / "executed").exists()

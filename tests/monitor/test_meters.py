@@ -94,8 +94,8 @@ def test_utilization_is_of_all_ranks_peaks() -> None:
     ],
 )
 def test_peaks_are_those_of_the_data_sheets(name: str, dtype: str, teraflops: float | None) -> None:
-    found = peak_flops(name, dtype)
-    assert found == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+    peak = peak_flops(name, dtype)
+    assert peak == (None if teraflops is None else pytest.approx(teraflops * 1e12))
 
 
 def test_an_unknown_dtype_is_a_programmers_error() -> None:

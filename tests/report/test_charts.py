@@ -100,7 +100,7 @@ def test_stretches_without_values_are_found() -> None:
 # --- scales ---------------------------------------------------------------------------------------------------------
 
 
-CLOSE = st.builds(lambda base, more: [base + one for one in more], FINITE, st.lists(st.floats(0, 100), min_size=1))
+CLOSE = st.builds(lambda base, more: [base + value for value in more], FINITE, st.lists(st.floats(0, 100), min_size=1))
 
 
 @given(st.lists(FINITE, min_size=1, max_size=30) | CLOSE, st.booleans(), st.booleans())

@@ -27,7 +27,7 @@ from lockstep.monitor import environment
 from lockstep.monitor.events import EventLog, summarize
 from lockstep.monitor.folder import RunFolder
 from lockstep.monitor.metric_log import Logged
-from lockstep.report.page import write_report
+from lockstep.report import write_report
 
 CONFIG = "description: Learns to read\noptim:\n  lr: 0.0003\nrun:\n  steps: 30\n"
 Happening = Callable[[EventLog], object]

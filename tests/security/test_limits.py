@@ -94,8 +94,8 @@ def _done(calls: list[list[str]], folder: Path) -> tuple[list[tuple[int, str, fl
     (folder / "good.json").write_text(_good())
     child = subprocess.run([sys.executable, "-c", CHILD], input=json.dumps(calls), text=True, cwd=folder, stdout=-1)
     assert child.returncode == 0
-    found, peak = json.loads(child.stdout.splitlines()[-1])
-    return found, peak
+    results, peak = json.loads(child.stdout.splitlines()[-1])
+    return results, peak
 
 
 @pytest.mark.parametrize("verb", ["check", pytest.param("import", marks=pytest.mark.drill)])
@@ -107,23 +107,23 @@ def test_configs(verb: str, tmp_path: Path) -> None:
         file = tmp_path / f"{number}.{suffix}"
         file.write_text(text)
         calls.append([word.replace("*", file.name) for word in VERBS[verb]])
-    found, peak = _done(calls, tmp_path)
-    for (name, (_, _, words)), (code, said, seconds) in zip(CONFIGS.items(), found, strict=True):
-        assert "Traceback" not in said, name
+    results, peak = _done(calls, tmp_path)
+    for (name, (_, _, words)), (code, output, seconds) in zip(CONFIGS.items(), results, strict=True):
+        assert "Traceback" not in output, name
         assert seconds < _SECONDS, (name, seconds)
         if verb == "check" or words in (LARGE, DEEP, MANY):
-            assert code == 2, (name, said[:500])
-            assert re.search(words, said), (name, said[:500])
+            assert code == 2, (name, output[:500])
+            assert re.search(words, output), (name, output[:500])
     assert peak < _MEMORY
 
 
 @pytest.mark.parametrize("name", ["50 MB of JSON", "200,000 brackets of JSON"])
 def test_a_config_of_deepspeed(name: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(CONFIGS[name][0])
-    [(code, said, seconds)], peak = _done([[word.replace("*", "ds.json") for word in VERBS["deepspeed"]]], tmp_path)
+    [(code, output, seconds)], peak = _done([[word.replace("*", "ds.json") for word in VERBS["deepspeed"]]], tmp_path)
     assert code == 2
-    assert "parallel.deepspeed.config: " in said
-    assert "nested too deep" in said or "may have 262,144" in said
+    assert "parallel.deepspeed.config: " in output
+    assert "nested too deep" in output or "may have 262,144" in output
     assert seconds < _SECONDS
     assert peak < _MEMORY
 
@@ -149,10 +149,10 @@ def test_reports(tmp_path: Path) -> None:
         (run / "config.yaml").write_text(_good())
         (run / file).write_text(text)
         calls += [["report", run.name], ["ckpt", "ls", run.name]]
-    found, peak = _done(calls, tmp_path)
-    for call, (code, said, seconds) in zip(calls, found, strict=True):
+    results, peak = _done(calls, tmp_path)
+    for call, (code, output, seconds) in zip(calls, results, strict=True):
         assert code in (0, 1, 2), call
-        assert "Traceback" not in said
+        assert "Traceback" not in output
         assert seconds < _SECONDS, (call, list(RUN_FILES)[int(call[-1])], seconds)
     assert peak < 2 * _MEMORY  # numpy is imported
 
@@ -210,8 +210,8 @@ def test_weights(name: str, tmp_path: Path) -> None:
 
     file, make, words = WEIGHTS[name]
     make(tmp_path / file)
-    [(said, grown)] = in_world(1, _read, str(tmp_path), file)
-    assert re.search(words, said), said
+    [(error, grown)] = in_world(1, _read, str(tmp_path), file)
+    assert re.search(words, error), error
     assert grown < _MEMORY
 
 

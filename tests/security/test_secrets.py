@@ -65,13 +65,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _left(folder: Path) -> dict[str, list[str]]:
     """Return the secrets in each file, by path."""
-    found = {}
+    secrets = {}
     for path in folder.rglob("*"):
         data = path.read_bytes() if path.is_file() else b""
         held = [value for value in ("value-of-", VARIABLES["SLURM_JWT"]) if value.encode() in data]
         if held:
-            found[path.name] = held
-    return found
+            secrets[path.name] = held
+    return secrets
 
 
 def test_no_secret_is_left_behind_and_the_run_resumes(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +105,8 @@ def test_no_secret_is_left_behind_and_the_run_resumes(config: Path, monkeypatch:
         "--model.arguments.api_key=value-of-argument",
         "--model.arguments.url=https://me:value-of-url-password@example.org/weights",
     ]
-    told = run_lockstep("train", "run", "run.steps=4", "--trust-run", *given, cwd=config)
-    assert told.returncode == 0, told.stderr
+    resumed = run_lockstep("train", "run", "run.steps=4", "--trust-run", *given, cwd=config)
+    assert resumed.returncode == 0, resumed.stderr
     assert _left(run) == {}
     assert run_lockstep("train", "run", "run.steps=5", cwd=config).returncode == 0, "known from then on"
 

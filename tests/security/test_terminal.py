@@ -76,9 +76,9 @@ def test_commands(
     (run / "config.yaml").write_text(json.dumps({**CONFIG, "launch": {"environment": {f"A{ESC}": ESC}}}))
     (run / "run.lock").write_text(ESC)
     main(words)
-    found = capfd.readouterr()
-    assert not _steers(found.out + found.err)
-    assert "\nlockstep: done" not in found.out + found.err
+    printed = capfd.readouterr()
+    assert not _steers(printed.out + printed.err)
+    assert "\nlockstep: done" not in printed.out + printed.err
 
 
 def test_no_key_ends_a_comment_of_an_imported_config(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ ALLOWED = {
 
 def test_nothing_prints_past_it() -> None:
     source = Path(__file__).parents[2] / "src" / "lockstep"
-    found = []
+    calls = []
     for file in sorted(source.rglob("*.py")):
         name = file.relative_to(source).as_posix()
         for node in ast.walk(ast.parse(file.read_text())) if name not in ALLOWED else ():
@@ -143,5 +143,5 @@ def test_nothing_prints_past_it() -> None:
                 "sys.stdout.write",
                 "sys.stderr.write",
             ):
-                found.append(f"{name}:{node.lineno}")
-    assert found == []
+                calls.append(f"{name}:{node.lineno}")
+    assert calls == []

@@ -83,18 +83,18 @@ def test_links_out_of_a_run_are_refused(
     link.symlink_to(os.path.relpath(target, link.parent))
     before = _contents(victim)
     for verb in VERBS:
-        code, said = _do(verb, stranger, capsys)
-        assert (code, said.count("\n")) == (2, 1), (verb, said)
-        assert f"{link} is a link to {target}, outside of the run's folder" in said, verb
+        code, output = _do(verb, stranger, capsys)
+        assert (code, output.count("\n")) == (2, 1), (verb, output)
+        assert f"{link} is a link to {target}, outside of the run's folder" in output, verb
     assert _contents(victim) == before
 
 
 def test_pipes_block_no_command(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(stranger / "metrics.jsonl")
     for verb in ("report", "train", "prune"):
-        code, said = _do(verb, stranger, capsys)
+        code, output = _do(verb, stranger, capsys)
         assert code == 2
-        assert "metrics.jsonl is neither a file nor a folder" in said
+        assert "metrics.jsonl is neither a file nor a folder" in output
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("report", "eval")])
@@ -107,9 +107,9 @@ def test_checkpoint_folders_elsewhere_are_refused(
         (stranger / "inside").symlink_to("../victim")
     (stranger / "config.yaml").write_text(json.dumps({**CONFIG, "checkpoint": {"folder": folder, "keep_last": 1}}))
     before = _contents(victim)
-    code, said = _do(verb, stranger, capsys)
+    code, output = _do(verb, stranger, capsys)
     assert code == 2
-    assert "outside of the run's folder" in said
+    assert "outside of the run's folder" in output
     assert _contents(victim) == before
     assert sorted(entry.name for entry in victim.iterdir())[0] == "broken-step-00000001"
 

@@ -18,7 +18,7 @@ def run(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
 
     from lockstep.monitor.folder import is_finished
-    from lockstep.report.page import write_report
+    from lockstep.report import write_report
 
     written = write_report(args.run, args.output)
     echo(written)
