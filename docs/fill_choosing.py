@@ -1,8 +1,8 @@
 """Writes the tables of choosing.md: memory by placement, bytes sent by formula, speed as benchmarks measured it.
 
-    python docs/fill_choosing.py             rewrites what stands between <!-- NAME --> and <!-- /NAME -->
+    python docs/fill_choosing.py             rewrites the text between <!-- NAME --> and <!-- /NAME -->
 
-The column of speeds is there where benchmarks/results/strategies.json is.
+The column of speeds needs benchmarks/results/strategies.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPEEDS = ROOT / "benchmarks" / "results" / "strategies.json"
 GIB = 2**30
 RANKS = 8
 REPLICAS = 2
-"""Of the hybrids."""
+"""Number of replicas under the hybrid strategies."""
 LLAMA_7B = {
     "kind": "transformer", "layers": 32, "width": 4096, "heads": 32, "mlp_width": 11008, "vocabulary": 32000,
     "tie_embeddings": False,
@@ -43,11 +43,11 @@ def main() -> None:
 
 
 def filled(page: str, speeds: Path = SPEEDS) -> str:
-    """The page's text, with the tables as they are now."""
+    """Return the page's text with current tables."""
     results = json.loads(speeds.read_text()) if speeds.exists() else None
     return re.sub(
         r"(<!-- choosing -->\n).*?(<!-- /choosing -->)",
-        lambda found: f"{found[1]}{table(results)}{found[2]}",
+        lambda match: f"{match[1]}{table(results)}{match[2]}",
         page,
         flags=re.DOTALL,
     )
@@ -62,7 +62,7 @@ def table(results: Mapping[str, Any] | None) -> str:
         head.insert(-1, "ms a step")
         for layout, row in zip(LAYOUTS, rows, strict=True):
             row.insert(-1, _speed(layout, results))
-    count = sum(one.elements for one in parameters)
+    count = sum(parameter.elements for parameter in parameters)
     lines = [head, ["---"] * len(head), *rows]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     measured = "" if results is None else f" Milliseconds: {results['title']}, not of this model."
@@ -86,8 +86,9 @@ def _placement(layout: RunLayout, config: Config, parameters: Sequence[Parameter
 
 
 def _sent(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> Traffic:
-    size = sum(one.elements * one.element_bytes for one in parameters)
-    at_root = sum(one.elements * one.element_bytes for one in parameters if not one.name.startswith("blocks."))
+    sizes = {parameter.name: parameter.elements * parameter.element_bytes for parameter in parameters}
+    size = sum(sizes.values())
+    at_root = sum(bytes_ for name, bytes_ in sizes.items() if not name.startswith("blocks."))
     return traffic(layout.variant.name, Volume(size, size, at_root), RANKS, replicas=_replicas(layout))
 
 

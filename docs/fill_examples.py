@@ -1,8 +1,8 @@
-"""Puts the files of examples/ into the pages that show them: python docs/fill_examples.py
+"""Puts the files of examples/ into the pages that show them: `python docs/fill_examples.py`.
 
 <!-- file: examples/squares.py -->
 ```python
-what the file holds
+the content of the file
 ```
 """
 
@@ -16,7 +16,7 @@ _SHOWN = re.compile(r"(<!-- file: (\S+) -->\n```\w+\n)(.*?)(```\n)", re.DOTALL)
 
 
 def filled(page: str) -> str:
-    """The page's text, each shown file as it is now."""
+    """Return the page's text with the current content of each file."""
     return _SHOWN.sub(lambda shown: shown[1] + (ROOT / shown[2]).read_text() + shown[4], page)
 
 

@@ -45,7 +45,7 @@ STYLE = """
 
 
 def train(ranks: int, folder: Path) -> Path:
-    """Trains on so many ranks; returns the run's folder."""
+    """Train on this number of ranks; return the run's folder."""
     run = folder / f"ranks-{ranks}"
     place = [f"--run.folder={run}", f"--ranks={ranks}"]
     subprocess.run([sys.executable, "-m", "lockstep", "train", "stdlib-lm", *OVERRIDES, *place], check=True)
@@ -53,13 +53,13 @@ def train(ranks: int, folder: Path) -> Path:
 
 
 def losses(run: Path) -> list[float]:
-    """By update, unrounded."""
+    """Return the unrounded loss of each update."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "grad_norm" in record]
 
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """The straight line that takes low to start and high to end."""
+    """Return the linear function that maps low to start and high to end."""
     return lambda value: start + (value - low) / (high - low) * (end - start)
 
 
@@ -68,13 +68,13 @@ def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") 
 
 
 def short(value: float) -> str:
-    """2.5e-7, not 2.5e-07."""
+    """Return 2.5e-7, not 2.5e-07."""
     digits, power = f"{value:.1e}".split("e")
     return f"{digits}e{int(power)}"
 
 
 def rule(y: float, label: str) -> str:
-    """A grid line with its label."""
+    """Return a grid line with its label."""
     line = f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
     return line + text(LEFT - 8, y + 4, label, "end")
 
@@ -84,10 +84,10 @@ def curve(points: Sequence[tuple[float, float]], kind: str) -> str:
     return f'<polyline points="{joined}" class="{kind}"/>'
 
 
-def draw(one: Sequence[float], two: Sequence[float]) -> str:
-    """The chart as SVG text."""
-    differences = [abs(a - b) / a for a, b in zip(one, two, strict=True)]
-    across = scale(1, len(one), LEFT, RIGHT)
+def draw(single: Sequence[float], double: Sequence[float]) -> str:
+    """Return the chart as SVG text."""
+    differences = [abs(a - b) / a for a, b in zip(single, double, strict=True)]
+    across = scale(1, len(single), LEFT, RIGHT)
     down = scale(2, 6, LOSS_BOTTOM, LOSS_TOP)
     top = 4e-7
     tiny = scale(0, top, DIFFERENCE_BOTTOM, DIFFERENCE_TOP)
@@ -95,14 +95,14 @@ def draw(one: Sequence[float], two: Sequence[float]) -> str:
         f'<circle cx="{across(step):.1f}" cy="{tiny(min(value, top)):.1f}" r="2" class="dot"/>'
         for step, value in enumerate(differences, 1)
     ]
-    steps = [1, *range(20, len(one) + 1, 20)]
+    steps = [1, *range(20, len(single) + 1, 20)]
     parts = [
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" class="surface"/>',
         text(20, 28, "The same run on 1 rank and on 2", kind="title"),
         text(20, 48, f"loss of each update; largest difference {short(max(differences))} of the loss"),
         *[rule(down(value), str(value)) for value in (2, 3, 4, 5, 6)],
-        curve([(across(step), down(value)) for step, value in enumerate(one, 1)], "one"),
-        curve([(across(step), down(value)) for step, value in enumerate(two, 1)], "two"),
+        curve([(across(step), down(value)) for step, value in enumerate(single, 1)], "one"),
+        curve([(across(step), down(value)) for step, value in enumerate(double, 1)], "two"),
         '<line x1="560" x2="584" y1="84" y2="84" class="one"/>' + text(592, 88, "1 rank, single process"),
         '<line x1="560" x2="584" y1="106" y2="106" class="two"/>' + text(592, 110, "2 ranks, ddp over gloo"),
         text(LEFT, DIFFERENCE_TOP - 14, "difference between the two, as a share of the loss"),
@@ -111,18 +111,18 @@ def draw(one: Sequence[float], two: Sequence[float]) -> str:
         *[text(across(step), DIFFERENCE_BOTTOM + 20, str(step), "middle") for step in steps],
         text((LEFT + RIGHT) / 2, DIFFERENCE_BOTTOM + 38, "update", "middle"),
     ]
-    said = f"Loss curves of 1 rank and of 2 ranks lie on each other; they differ by {short(max(differences))} at most"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}">'
-    return "\n".join([head, f"<title>{said}</title>", f"<style>{STYLE}</style>", *parts, "</svg>", ""])
+    label = f"Loss curves of 1 rank and of 2 ranks coincide; they differ by {short(max(differences))} at most"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
+    return "\n".join([head, f"<title>{label}</title>", f"<style>{STYLE}</style>", *parts, "</svg>", ""])
 
 
 def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = [Path(run) for run in arguments] or [train(ranks, Path(folder)) for ranks in (1, 2)]
-        one, two = map(losses, runs)
-    TARGET.write_text(draw(one, two))
-    largest = max(abs(a - b) / a for a, b in zip(one, two, strict=True))
-    print(f"{TARGET}: {len(one)} updates, largest relative difference of the loss {short(largest)}")
+        single, double = map(losses, runs)
+    TARGET.write_text(draw(single, double))
+    largest = max(abs(a - b) / a for a, b in zip(single, double, strict=True))
+    print(f"{TARGET}: {len(single)} updates, largest relative difference of the loss {short(largest)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Checks the prose of the project, in its pages and in its code: python docs/prose.py [FILE or FOLDER ...]
+"""Checks the prose of the project, in its pages and in its code: `python docs/prose.py [FILE or FOLDER ...]`.
 
     rules       docs/prose.toml: words with what to write instead, and the longest sentence
     spelling    codespell, with American spelling
 
-In Markdown, code is left out, and so is what stands between <!-- NAME --> and <!-- /NAME -->: it has other sources.
-In Python, comments, docstrings and messages (strings of at least four words) are read; in YAML and shell scripts,
+In Markdown, code is left out, and so is text between <!-- NAME --> and <!-- /NAME -->, which has other sources. In
+Python, comments, docstrings and messages (strings of at least four words) are read; in YAML and shell scripts,
 comments; in YAML also `description`.
 """
 
@@ -19,6 +19,7 @@ import tempfile
 import tokenize
 import tomllib
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def problems(file: Path) -> Iterator[str]:
-    """Yield what the rules find in a file, as `FILE:LINE: what`."""
+    """Yield the breaches of the rules in a file, as `FILE:LINE: what`."""
     text = prose(file)
     name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
     flat = text.replace("\n", " ")
@@ -83,20 +84,17 @@ def prose(file: Path) -> str:
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return _NOT_PROSE.sub(lambda code: _blank(code[0]), text)
-    spans = list(_python(text) if file.suffix == ".py" else _comments(text))
-    kept = [_blank(text)]
-    lines = text.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
+    spans = _python(text) if file.suffix == ".py" else _comments(text)
+    kept = _blank(text)
+    starts = [0, *accumulate(map(len, text.splitlines(keepends=True)))]
     for (row, column), (end_row, end_column) in spans:
         start, end = starts[row - 1] + column, starts[end_row - 1] + end_column
-        kept[0] = kept[0][:start] + re.sub(r"`[^`]*`", lambda code: _blank(code[0]), text[start:end]) + kept[0][end:]
-    return kept[0]
+        kept = kept[:start] + re.sub(r"`[^`]*`", lambda code: _blank(code[0]), text[start:end]) + kept[end:]
+    return kept
 
 
 def _blank(text: str) -> str:
-    """A word stays where code was, so that what is before and behind it doesn't become one phrase."""
+    """Return spaces instead of code, with a word in front, so that the text around it doesn't become one phrase."""
     blank = re.sub(r"[^\n]", " ", text)
     return "x" + blank[1:] if text.startswith("`") and not text.startswith("```") else blank
 
@@ -114,7 +112,7 @@ def _python(text: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def _is_message(node: ast.AST) -> bool:
-    """Whether a string is a sentence for people: it has four words with spaces between them."""
+    """Return whether a string is a sentence for people: it has four words with spaces between them."""
     if isinstance(node, ast.JoinedStr):
         text = "".join(part.value if isinstance(part, ast.Constant) else "x" for part in node.values)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -1,4 +1,4 @@
-"""Activation checkpointing of any module, in a loop of your own: python examples/checkpoint_any_module.py"""
+"""Activation checkpointing of any module, in a custom loop: `python examples/checkpoint_any_module.py`."""
 
 from __future__ import annotations
 

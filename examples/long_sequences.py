@@ -1,4 +1,4 @@
-"""Context parallelism for a custom model, with each sequence split over two ranks: python examples/long_sequences.py"""
+"""Context parallelism for a custom model, each sequence on 2 ranks: `python examples/long_sequences.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An objective, a data source and an optimizer, for a config (`own_parts.yaml`) or for Python.
 
-Waves [samples, 1] --> examples/squares.py:Curve --> a band below which nine of ten values lie
+Waves [samples, 1] --> examples/squares.py:Curve --> a curve with nine of ten values below it
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import lockstep
 
 
 class Quantile:
-    """The pinball loss: its minimum is the value below which `share` of the targets lie."""
+    """The pinball loss: its minimum is the value with `share` of the targets below it."""
 
     def __init__(self, share: float = 0.9) -> None:
         self.share = share
 
     def count(self, batch: lockstep.Batch) -> int:
-        """Return the number of targets: what the sum of an update is divided by, over all ranks."""
+        """Return the number of targets; the sum of an update, over all ranks, is divided by it."""
         return batch.targets.numel()
 
     def loss_sum(self, outputs: Tensor, batch: lockstep.Batch) -> Tensor:
@@ -30,9 +30,9 @@ class Quantile:
 
 
 class Waves:
-    """Any of its samples, by number: nothing is stored, and every rank computes its own."""
+    """A source whose samples are computed from their numbers: nothing is stored."""
 
-    draws = False  # what a sample is depends on its number alone
+    draws = False  # a sample depends on its number only
 
     def __init__(self, samples: int = 1000) -> None:
         self.facts = lockstep.DataFacts(samples, None)
@@ -46,14 +46,14 @@ class Waves:
 
 
 class SignMomentum(torch.optim.Optimizer):
-    """Steps of one size, in the direction of the gradients' running mean."""
+    """Takes steps of equal size, in the direction of the gradients' running mean."""
 
     def __init__(self, params, lr: float = 1e-3, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update all parameters; Lockstep sets `lr`, clips, and leaves the step out where gradients aren't finite."""
+        """Update all parameters; Lockstep sets `lr`, clips, and skips the step if gradients aren't finite."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -32,7 +32,7 @@ class Prompts:
         prompt, completion = map(ids, PAIRS[index])
         text = torch.cat([prompt, completion])
         labels = text.clone()
-        labels[: len(prompt)] = -100  # the prompt is no target
+        labels[: len(prompt)] = -100  # the prompt is not a target
         return {"tokens": text[:-1], "labels": labels[1:]}  # each position predicts the next token
 
 

@@ -1,4 +1,4 @@
-"""A complete run from Python, on any number of processes: python examples/train_from_python.py [RANKS]"""
+"""A complete run from Python, on any number of processes: `python examples/train_from_python.py [RANKS]`."""
 
 from __future__ import annotations
 

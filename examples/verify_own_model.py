@@ -1,4 +1,4 @@
-"""Check every strategy against a single process on a custom model: python examples/verify_own_model.py [RANKS ...]"""
+"""Checks every strategy against a single process on a model: `python examples/verify_own_model.py [RANKS ...]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Before any test imports torch: one thread a process, since tests run side by side.
+"""Prepares the process before any test imports torch: one thread per process, since tests run in parallel.
 
-Under nohup, or in the background of a script, a process begins with SIGHUP or SIGINT ignored, and so would all that
-tests start: what they send would not be heard.
+Under nohup, or in the background of a script, a process starts with SIGHUP or SIGINT ignored, as would all processes
+that tests start: they would ignore the signals that tests send.
 """
 
 import atexit
@@ -15,13 +15,13 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _STATE = tempfile.mkdtemp(prefix="lockstep-tests-")
-os.environ["XDG_STATE_HOME"] = _STATE  # what a user's runs are known by; tests leave the real one alone
+os.environ["XDG_STATE_HOME"] = _STATE  # tests don't touch the user's own
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("suite", deadline=None)  # tests run side by side, on machines that may be busy
+settings.register_profile("suite", deadline=None)  # tests run in parallel, on machines that may be busy
 settings.load_profile("suite")
 
 LONGEST_FIRST = (

@@ -11,16 +11,16 @@ from lockstep.core import checksums
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """A small one, an empty one, and one of several pieces."""
-    found = []
+    """Return a small file, an empty one, and one of several chunks."""
+    paths = []
     for name, data in {"a": b"some", "b c": b"", "d": bytes(40_000_000)}.items():
         (tmp_path / name).write_bytes(data)
-        found.append(tmp_path / name)
-    checksums.record(found)
-    return found
+        paths.append(tmp_path / name)
+    checksums.record(paths)
+    return paths
 
 
-def test_a_changed_byte_a_longer_and_a_shorter_file_are_found(files: list[Path]) -> None:
+def test_a_changed_byte_and_a_changed_length_are_detected(files: list[Path]) -> None:
     for file in files:
         assert checksums.fault(file) is None
         whole = file.read_bytes()
@@ -30,32 +30,32 @@ def test_a_changed_byte_a_longer_and_a_shorter_file_are_found(files: list[Path])
         file.write_bytes(whole)
 
 
-def test_the_list_is_what_xxhsum_writes_and_reads(files: list[Path]) -> None:
-    """`xxhsum -H2 a 'b c'`, version 0.8.1, prints these."""
+def test_the_list_has_the_format_of_xxhsum(files: list[Path]) -> None:
+    """Compare with the output of `xxhsum -H2 a 'b c'`, version 0.8.1."""
     assert (files[0].parent / "XXH128SUMS").read_text().splitlines()[:2] == [
         "d30d9a6c4a70218eeee6b87a4ce0696c  a",
         "99aa06d3014798d86001c324468d497f  b c",
     ]
 
 
-def test_what_is_not_listed_is_not_checked(files: list[Path]) -> None:
-    one, other, third = files
-    checksums.forget(one)
-    one.write_bytes(b"another")
-    assert checksums.fault(one) is None
-    assert checksums.listed(one.parent) == [other, third]
-    other.unlink()
-    assert checksums.fault(other) == f"it is gone, and {one.parent}/XXH128SUMS names it"
+def test_a_file_that_is_not_listed_is_not_checked(files: list[Path]) -> None:
+    first, second, third = files
+    checksums.forget(first)
+    first.write_bytes(b"another")
+    assert checksums.fault(first) is None
+    assert checksums.listed(first.parent) == [second, third]
+    second.unlink()
+    assert checksums.fault(second) == f"it is gone, and {first.parent}/XXH128SUMS names it"
     for file in files:
         checksums.forget(file)
-    assert not (one.parent / "XXH128SUMS").exists()
-    assert checksums.listed(one.parent) == []
+    assert not (first.parent / "XXH128SUMS").exists()
+    assert checksums.listed(first.parent) == []
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"\xff\xfe", b"a\nb  \n  \n", b"0" * 32 + b"  ../a", b"0" * 32 + b"  /etc/passwd"]
 )
-def test_lines_that_are_no_hashes_are_left_out(tmp_path: Path, text: bytes) -> None:
+def test_malformed_lines_are_ignored(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a").touch()
     (tmp_path / "XXH128SUMS").write_bytes(text)
     assert checksums.listed(tmp_path) == []

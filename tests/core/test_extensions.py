@@ -20,7 +20,7 @@ def written(tmp_path, monkeypatch):
     return write
 
 
-def test_a_module_and_a_file(written):
+def test_a_module_and_a_file_are_imported(written):
     assert import_target("pathlib:Path") is Path
     assert import_target("os:path.join") is __import__("os").path.join
     path = written("my_things.py", "class Thing:\n    size = 3\n")
@@ -32,15 +32,15 @@ def test_a_module_and_a_file(written):
     assert source_file(thing()) == path
 
 
-def test_a_file_called_like_a_module_of_pythons(written):
+def test_a_file_with_the_name_of_a_standard_module_is_imported(written):
     path = written("json.py", "x = 1\n")
     assert import_target(f"{path}:x") == 1
     assert import_target("json:dumps")({}) == "{}"
 
 
-def test_a_file_imports_its_neighbours(written):
-    written("my_neighbour.py", "value = 5\n")
-    path = written("my_model.py", "from my_neighbour import value\n")
+def test_a_file_imports_its_neighbors(written):
+    written("my_neighbor.py", "value = 5\n")
+    path = written("my_model.py", "from my_neighbor import value\n")
     assert import_target(f"{path}:value") == 5
 
 
@@ -52,7 +52,7 @@ def test_errors_state_the_target_and_the_nearest_name(written):
     for target, message in [
         ("Network", "write package.module:Name or path/to/file.py:Name"),
         (f"{path.parent}/net.py:Network", "there is no file .*net.py; did you mean nets.py?"),
-        (f"{path}:Netwrok", "nets.py has no Netwrok; did you mean Network?"),
+        (f"{path}:Networt", "nets.py has no Networt; did you mean Network?"),
         ("surely_missing.module:Name", "there is no module surely_missing"),
         (f"{raising}:x", r"running raising.py raised ValueError: .* \(.*raising.py:2\)"),
         (f"{broken}:f", r"running broken.py raised SyntaxError: .*broken.py:1"),
@@ -82,7 +82,7 @@ def package(written, tmp_path):
     return install
 
 
-def test_entry_points(written, package):
+def test_entry_points_are_loaded_by_name(written, package):
     written("messages_for_test.py", "class Message:\n    def __init__(self, to): self.to = to\n")
     package("messages", "[lockstep.monitors]\nmessage = messages_for_test:Message\nbroken = nowhere_at_all:x\n")
     assert registered("monitors") == {"message": "messages_for_test:Message", "broken": "nowhere_at_all:x"}

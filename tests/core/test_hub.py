@@ -1,4 +1,4 @@
-"""The hub is asked once for all ranks, and an answer that never comes is waited for 1.5 s."""
+"""The hub is tested once for all ranks, with a timeout of 1.5 s."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ GPT2 = {
 }
 
 
-class Silent:
-    """A hub that takes connections and never answers."""
+class SilentHub:
+    """A hub that accepts connections and never answers."""
 
     def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -33,7 +33,7 @@ class Silent:
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
-    def asked(self) -> int:
+    def connections(self) -> int:
         return len(self._held)
 
     def _accept(self) -> None:
@@ -48,8 +48,8 @@ class Silent:
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
-    server = Silent()
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentHub]:
+    server = SilentHub()
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -59,26 +59,26 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
     server.close()
 
 
-def test_a_silent_hub_is_given_up_soon_and_leaves_no_thread(silent: Silent) -> None:
+def test_a_silent_hub_times_out_and_leaves_no_thread(silent: SilentHub) -> None:
     before = set(threading.enumerate())
     began = time.monotonic()
     assert not hub.is_connected()
     assert not hub.is_connected()
     assert time.monotonic() - began < 4
-    assert silent.asked == 1
+    assert silent.connections == 1
     assert set(threading.enumerate()) <= before  # ranks can still be forked
 
 
-def test_ranks_have_the_launchers_answer(silent: Silent, tmp_path: Path) -> None:
+def test_ranks_inherit_the_launchers_answer(silent: SilentHub, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(GPT2))
     done = run_lockstep("train", "run.yaml", "--ranks", 2, cwd=tmp_path, HF_HUB_OFFLINE=None)
     assert done.returncode == 2
     assert "model no/such-model is neither a folder here nor in the cache, and the hub does not answer" in done.stderr
-    assert silent.asked == 1
+    assert silent.connections == 1
 
 
 @pytest.mark.parametrize(("status", "connected"), [(200, True), (404, True), (401, True), (403, False), (502, False)])
-def test_a_gateway_that_lets_nobody_through_is_no_hub(status: int, connected: bool) -> None:
+def test_a_gateway_that_refuses_does_not_count_as_the_hub(status: int, connected: bool) -> None:
     class Answer(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.send_response(status)

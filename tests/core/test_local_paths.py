@@ -1,4 +1,4 @@
-"""A URL is refused wherever a path is asked for; as a path it is a folder `s3:` in the working directory."""
+"""A URL is refused wherever a path is expected; as a path it would be a folder `s3:` in the working directory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_session_of_the_library_saves_to_no_url() -> None:
 
 
 @pytest.mark.parametrize("text", ["runs/x", "/runs/x", "C:/runs", "a:b", "package.mod:Name", "x.py:Name", "org/name"])
-def test_what_is_no_url_is_left_alone(text: str) -> None:
+def test_other_texts_are_not_refused(text: str) -> None:
     assert url_refusal(text) is None
 
 

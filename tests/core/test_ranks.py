@@ -27,7 +27,7 @@ def environments(draw: st.DrawFn) -> RankEnvironment:
 
 
 @given(environments())
-def test_reads_what_it_writes(environment: RankEnvironment) -> None:
+def test_written_variables_read_back(environment: RankEnvironment) -> None:
     assert RankEnvironment.read(environment.variables()) == environment
 
 
@@ -36,10 +36,10 @@ def test_without_a_launcher_there_is_one_rank() -> None:
     assert not names_a_rank({"MASTER_ADDR": "left over"})
 
 
-@pytest.mark.parametrize("said", [{"LOCAL_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {}])
-def test_other_launchers_say_less(said: dict[str, str]) -> None:
-    environ = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"} | said
-    assert RankEnvironment.read(environ).local_world_size == (2 if said else 4)
+@pytest.mark.parametrize("local", [{"LOCAL_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {}])
+def test_the_local_world_size_of_other_launchers(local: dict[str, str]) -> None:
+    environ = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"} | local
+    assert RankEnvironment.read(environ).local_world_size == (2 if local else 4)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_other_launchers_say_less(said: dict[str, str]) -> None:
         ),
     ],
 )
-def test_contradictions(change: dict[str, str | None], message: str) -> None:
+def test_contradictions_are_refused(change: dict[str, str | None], message: str) -> None:
     environ = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(ConfigError) as caught:
         RankEnvironment.read(environ)
     assert str(caught.value) == message
 
 
-def test_all_that_is_missing_is_named_at_once() -> None:
+def test_all_missing_variables_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         RankEnvironment.read({"RANK": "0", "WORLD_SIZE": "2"})
     assert [problem.key for problem in caught.value.problems] == ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
@@ -83,12 +83,12 @@ def test_all_that_is_missing_is_named_at_once() -> None:
 def test_torchruns_agent_keeps_the_store_itself() -> None:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
     first = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"})
-    ours = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"} | agent)
+    restarted = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"} | agent)
     assert (first.keeps_store, first.attempt) == (True, 0)
-    assert (ours.keeps_store, ours.attempt) == (False, 2)
+    assert (restarted.keeps_store, restarted.attempt) == (False, 2)
 
 
-def test_a_lone_rank_needs_no_meeting_place() -> None:
+def test_a_single_rank_needs_no_rendezvous_endpoint() -> None:
     assert RankEnvironment.read({"RANK": "0", "WORLD_SIZE": "1"}) == RankEnvironment()
 
 
@@ -98,11 +98,11 @@ def test_a_lone_rank_needs_no_meeting_place() -> None:
         ({"MASTER_ADDR": "node0", "LOCAL_WORLD_SIZE": "2"}, True),
         ({"MASTER_ADDR": "node0", "LOCAL_SIZE": "2"}, True),
         ({"MASTER_ADDR": "node0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, False),
-        ({"MASTER_ADDR": "node0"}, False),  # plain srun doesn't say
+        ({"MASTER_ADDR": "node0"}, False),  # plain srun doesn't set it
         ({"MASTER_ADDR": "127.0.0.1"}, True),
         ({"MASTER_ADDR": "localhost"}, True),
     ],
 )
-def test_ranks_are_on_one_machine_only_where_that_is_known(variables: dict[str, str], known: bool) -> None:
+def test_ranks_are_on_one_machine_only_if_that_is_known(variables: dict[str, str], known: bool) -> None:
     common = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
     assert RankEnvironment.read({**common, **variables}).one_machine is known

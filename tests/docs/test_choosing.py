@@ -1,4 +1,4 @@
-"""The page for choosing a strategy says what its command writes."""
+"""The page for choosing a strategy has what its command writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_table_is_current(command: ModuleType) -> None:
     assert "6,738,415,616 parameters" in page
 
 
-def test_speeds_come_from_the_benchmark_where_it_is(command: ModuleType, tmp_path: Path) -> None:
+def test_speeds_come_from_the_benchmarks_results(command: ModuleType, tmp_path: Path) -> None:
     page = command.PAGE.read_text()
     assert "ms a step" not in command.filled(page, tmp_path / "none.json")
     speeds = tmp_path / "strategies.json"
@@ -36,7 +36,7 @@ def test_speeds_come_from_the_benchmark_where_it_is(command: ModuleType, tmp_pat
     assert "Milliseconds: a small model" in "\n".join(lines)
 
 
-def test_its_names_are_those_of_the_benchmark(command: ModuleType) -> None:
+def test_names_are_those_of_the_benchmark(command: ModuleType) -> None:
     measured = {layout.variant.measured_as for layout in command.LAYOUTS} - {""}
     contestants = (ROOT / "benchmarks" / "strategy_loops.py").read_text()
     assert len(measured) == 7

@@ -27,7 +27,7 @@ HERE = sorted({name for *_, here in ROWS for name in re.findall(r"`([^`]+)`", he
 OF_AN_OBJECTIVE = ("count", "loss_sum", "metric_sums", "metrics")
 
 
-def test_every_row_has_a_counterpart_or_says_nothing_is_needed() -> None:
+def test_every_row_has_a_counterpart_or_states_that_none_is_needed() -> None:
     assert {heading for heading, *_ in ROWS} == {
         "A DDP loop", "An FSDP loop", "A DeepSpeed engine", "HF Trainer", "Accelerate", "Lightning",
     }  # fmt: skip
@@ -36,7 +36,7 @@ def test_every_row_has_a_counterpart_or_says_nothing_is_needed() -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_what_is_named_is_there(name: str) -> None:
+def test_named_items_exist(name: str) -> None:
     if name.startswith("lockstep "):
         return command_is_there(name.split()[1:])
     if name.startswith(("lockstep.", "session.")):
@@ -69,13 +69,13 @@ def python_is_there(name: str) -> None:
 
 
 def keys() -> set[str]:
-    """Sections too."""
+    """Return all keys and sections."""
     whole = {".".join(key) for key in shape.all_keys()}
     return whole | {key.rpartition(".")[0] for key in whole}
 
 
 def value_is_taken(key: str, value: str) -> None:
-    """By the recipe with the kinds that have the key."""
+    """Check that the recipe takes the value, with the kinds that have the key."""
     kinds = [f"{key.rpartition('.')[0]}.kind=huggingface"] if key.startswith(("model.task", "data.train.")) else []
     assert key not in refused([*kinds, f"{key}={value}"])
 

@@ -1,4 +1,4 @@
-"""What is published: its name, its files, and a page that reads without the repository."""
+"""The published distribution: its name, its files, and a page that is readable without the repository."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def project() -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a source distribution and a wheel, built from a copy."""
+    """Return the folder with a source distribution and a wheel, built from a copy."""
     place = tmp_path_factory.mktemp("dist")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "runs")
     for part in PARTS:
@@ -59,7 +59,7 @@ def test_the_name_is_stated_once_in_the_code() -> None:
     assert [file.name for file in installing] == ["distribution.py"]
 
 
-def test_extras_that_messages_name_are_there() -> None:
+def test_extras_that_messages_name_exist() -> None:
     texts = [file.read_text() for file in (ROOT / "src").rglob("*.py")]
     extras = {extra for text in texts for extra in re.findall(r"pip_install\('(\w+)'\)", text)}
     optional = project()["optional-dependencies"]
@@ -74,7 +74,7 @@ def test_the_documents_name_no_other_distribution() -> None:
             assert named == DISTRIBUTION, page
 
 
-def test_a_source_distribution_holds_what_its_tests_need(dist: Path) -> None:
+def test_a_source_distribution_has_what_its_tests_need(dist: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
     assert sdist.name == f"lockstep_torch-{lockstep.__version__}.tar.gz"
     with tarfile.open(sdist) as archive:
@@ -130,5 +130,5 @@ def test_other_systems_are_refused_in_a_sentence(platform: str, way: str) -> Non
     assert re.fullmatch(rf"lockstep: Lockstep runs on Linux, and this is {platform}; use .*{way}\n", ran.stderr)
 
 
-def test_on_linux_nothing_is_said() -> None:
+def test_linux_is_not_refused() -> None:
     assert why_not_here("linux") is None

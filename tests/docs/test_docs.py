@@ -1,4 +1,4 @@
-"""The pages are true: what they name exists, what they show is what there is, and what they quote is what is said."""
+"""The pages are correct: named items exist, shown files are current, and quoted messages are those that are printed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prose(page: Path) -> str:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Command lines of the blocks without a language, comments left out; output isn't taken for one."""
+    """Return the command lines of the blocks without a language, without comments and output."""
     lines = [line.removeprefix("$ ") for block in blocks(page, "") for line in block.splitlines()]
     starts = ("lockstep ", "make ", "torchrun ", "python ", "LOCKSTEP_")
     split = [shlex.split(line, comments=True) for line in lines if line.startswith(starts)]
@@ -50,9 +50,9 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def verb_lines(page: Path) -> list[list[str]]:
-    """What follows `lockstep`, whoever starts it."""
-    found = [words[words.index("lockstep") + 1 :] for words in commands(page) if "lockstep" in words]
-    return [words for words in found if words[0] != "..."]
+    """Return the words after `lockstep`, under any launcher."""
+    lines = [words[words.index("lockstep") + 1 :] for words in commands(page) if "lockstep" in words]
+    return [words for words in lines if words[0] != "..."]
 
 
 @cache
@@ -82,7 +82,7 @@ def test_verbs_and_flags_exist(page: Path) -> None:
         named = help_of(verb, words[0]) if verb in ("config", "data") else help_of(verb)
         for word in words:
             flag = re.match(r"--?[\w.-]+", word)
-            if flag and f"{flag[0]}:" not in quoted:  # an answered mistake is shown on purpose
+            if flag and f"{flag[0]}:" not in quoted:  # a mistake with its message is shown on purpose
                 assert re.search(rf"{re.escape(flag[0])}\b", named) or is_key(flag[0][2:]), (verb, word)
 
 
@@ -91,7 +91,7 @@ def is_key(dotted: str) -> bool:
 
 
 @pages
-def test_quoted_messages_are_said(
+def test_quoted_messages_are_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -105,13 +105,15 @@ def test_quoted_messages_are_said(
 
 def texts(tree: ast.AST) -> str:
     """Return the strings of a module, with an ellipsis for each value that is put into them."""
-    found = []
+    strings = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
+            strings.append(
+                "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return "\n".join(found)
+            strings.append(node.value)
+    return "\n".join(strings)
 
 
 def test_troubleshooting_has_messages_that_the_code_prints() -> None:
@@ -141,7 +143,7 @@ def test_python_names_exist(page: Path) -> None:
 
 
 def resolves(dotted: str) -> bool:
-    """Whether the longest importable module of the name has the rest of it."""
+    """Return whether the longest importable module of the name has the rest of it."""
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -215,7 +217,7 @@ def test_shown_files_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
         assert page.read_text() == filled(page.read_text()), "python docs/fill_examples.py"
 
 
-def test_the_pages_of_the_index_are_all_there_are() -> None:
+def test_the_index_lists_all_pages() -> None:
     listed = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} <= listed
 
@@ -224,7 +226,7 @@ def test_the_pages_of_the_index_are_all_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["train_from_python.py"], "'loss'"),
         (["own_loop.py"], "{'sparse': 0."),
@@ -239,10 +241,10 @@ def test_the_pages_of_the_index_are_all_there_are() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_examples_run(words: list[str], said: str, tmp_path: Path) -> None:
+def test_examples_run(words: list[str], output: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     name, *further = words
     start = run_lockstep if name == "train" else partial(run_script, Path("examples", name))
     run = start(*(words if name == "train" else further), cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert said in run.stdout
+    assert output in run.stdout

@@ -1,4 +1,4 @@
-"""The prose of pages and code keeps to the rules of docs/prose.toml, and the rules find what they are for."""
+"""The prose of pages and code follows the rules of docs/prose.toml, and breaches are detected."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def prose(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("prose")
 
 
-def test_the_prose_keeps_to_the_rules(prose: ModuleType) -> None:
-    found = [problem for file in prose.files() for problem in prose.problems(file)]
-    assert found == [], "python docs/prose.py"
+def test_the_prose_follows_the_rules(prose: ModuleType) -> None:
+    problems = [problem for file in prose.files() for problem in prose.problems(file)]
+    assert problems == [], "python docs/prose.py"
 
 
 def test_words_are_spelled_right(prose: ModuleType) -> None:
@@ -30,24 +30,27 @@ def test_words_are_spelled_right(prose: ModuleType) -> None:
 def test_spelling_is_american(prose: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("codespell_lib")
     page = tmp_path / "page.md"
-    page.write_text("The behaviour of a run that recieves a signal.\n")
+    british, wrong = "behaviour", "recieves"
+    page.write_text(f"The {british} of a run that {wrong} a signal.\n")
     assert len(prose.misspelled([page])) == 2
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "line"),
+    ("name", "text", "word", "line"),
     [
-        ("page.md", "# Resume\n\nA run that was stopped goes\non from its checkpoint.\n", 3),
-        ("page.md", f"One sentence with {'very ' * 45}many words.\n", 1),
-        ("code.py", '"""A model of one\'s own."""\nrooms = 1\n', 1),
-        ("code.py", "x = 1\ny = 2  # somebody reads this\n", 2),
-        ("code.py", 'x = 1\ny = f"The run {x} goes on from here"\n', 2),
-        ("run.yaml", "# What is merged.\ndescription: It goes on\n", 2),
+        ("page.md", "# Resume\n\nA run that was stopped WORD from its checkpoint.\n", "goes\non", 3),
+        ("page.md", f"One sentence with {'WORD ' * 45}many words.\n", "very", 1),
+        ("code.py", '"""A model of WORD own."""\nrooms = 1\n', "one's", 1),
+        ("code.py", "x = 1\ny = 2  # WORD reads this\n", "somebody", 2),
+        ("code.py", 'x = 1\ny = f"The run {x} WORD from here"\n', "goes on", 2),
+        ("run.yaml", "# What is merged.\ndescription: It WORD\n", "goes on", 2),
     ],
 )
-def test_a_breach_is_found_with_its_line(prose: ModuleType, tmp_path: Path, name: str, text: str, line: int) -> None:
+def test_a_breach_is_reported_with_its_line(
+    prose: ModuleType, tmp_path: Path, name: str, text: str, word: str, line: int
+) -> None:
     file = tmp_path / name
-    file.write_text(text)
+    file.write_text(text.replace("WORD", word))
     assert [problem.rsplit("/", 1)[1].split(":")[1] for problem in prose.problems(file)] == [str(line)]
 
 
@@ -60,7 +63,7 @@ def test_a_breach_is_found_with_its_line(prose: ModuleType, tmp_path: Path, name
         ("run.yaml", "prompt: somebody  # `goes on`\n"),
     ],
 )
-def test_code_is_no_prose(prose: ModuleType, tmp_path: Path, name: str, text: str) -> None:
+def test_code_is_not_prose(prose: ModuleType, tmp_path: Path, name: str, text: str) -> None:
     file = tmp_path / name
     file.write_text(text)
     assert list(prose.problems(file)) == []

@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, needs nothing from elsewhere, and is found by the field's terms."""
+"""The documentation site builds without a warning, loads nothing remote, and search finds the field's terms."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_api_reference_has_signatures_and_descriptions(site: Path) -> None:
     assert 'id="lockstep.core.protocols.Monitor"' in page
 
 
-def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+def test_pages_load_nothing_from_the_network(site: Path) -> None:
     loads = re.compile(r"""<(?:script|img|iframe|link)[^>]*(?:src|href)=["']?(https?://[^"'\s>]+)""")
     for page in site.rglob("*.html"):
         loaded = [

@@ -19,7 +19,7 @@ class Launched:
     pid: int
     out_path: Path
     err_path: Path
-    nursery: Nursery
+    fork_server: ForkServer
 
     @property
     def out(self) -> str:
@@ -30,16 +30,18 @@ class Launched:
         return self.err_path.read_text()
 
     def wait(self) -> int:
-        return self.nursery.ask({"wait": self.pid})["code"]
+        return self.fork_server.ask({"wait": self.pid})["code"]
 
 
-class Nursery:
+class ForkServer:
+    """Starts launchers, each forked from a process that has imported torch."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("nursery.py"))],
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,10 +73,10 @@ class Nursery:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    found = Nursery(tmp_path_factory.mktemp("launches"))
-    yield found
-    found.close()
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    server = ForkServer(tmp_path_factory.mktemp("launches"))
+    yield server
+    server.close()
 
 
 def wait_for(paths: list[Path], seconds: float = 20.0) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a test do: each rank is given a comma-separated list of acts."""
+"""Launches for tests, whose ranks perform acts: each rank has a comma-separated list of them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def acts(
     repeat: int = 1,
     ahead: Sequence[str] = (),
 ) -> int:
-    """One launch whose rank N plays script[N]; the sum of the exit codes if repeated."""
+    """Launch ranks, of which rank N performs script[N]; return the exit code, or the sum of exit codes if repeated."""
     group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0  # a test has less time than a cluster
-    section_ = Launch(**(section or {}))
+    launch_section = Launch(**(section or {}))
     entry = partial(play, list(script))
     folder = Path(logs) if logs else None
-    return sum(launch(entry, len(script), section_, folder, preload=ahead).show() for _ in range(repeat))
+    return sum(launch(entry, len(script), launch_section, folder, preload=ahead).show() for _ in range(repeat))
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:
@@ -43,7 +43,7 @@ def refused(script: Sequence[str], section: dict[str, object]) -> int:
 
 
 def with_a_thread(script: Sequence[str], module_level: bool) -> int:
-    """The same from a process that has another thread, so that ranks can't be forked."""
+    """Launch ranks from a process that has another thread, so that they can't be forked."""
     stop = threading.Event()
     threading.Thread(target=stop.wait, daemon=True).start()
     assert not may_fork()
@@ -58,7 +58,7 @@ def with_a_thread(script: Sequence[str], module_level: bool) -> int:
 
 
 def forkable(use: str) -> int:
-    """0 if a process that has used torch or numpy so may still be forked, else 1."""
+    """Return 0 if a process that has used torch or numpy may still be forked, else 1."""
     import numpy as np
     import torch
 
@@ -71,7 +71,7 @@ def forkable(use: str) -> int:
 
 
 def environment_restored() -> int:
-    """A lone rank runs in this process, and leaves no trace in its environment."""
+    """Launch a single rank, which runs in this process, and check that the environment is restored."""
     before, launcher, ran_in = dict(os.environ), os.getpid(), []
 
     def entry() -> int:
@@ -121,7 +121,7 @@ def _threads(value: str, me: RankEnvironment) -> None:
     import torch
 
     print(f"rank {me.rank} has {torch.get_num_threads()} threads")
-    torch.ones(4_000_000).sum()  # hangs for ever if libgomp's threads did not survive a fork
+    torch.ones(4_000_000).sum()  # hangs forever if libgomp's threads did not survive a fork
 
 
 def _tty(value: str, me: RankEnvironment) -> None:
@@ -175,7 +175,7 @@ def _deaf(value: str, me: RankEnvironment) -> None:
 
 
 def _reduce(value: str, me: RankEnvironment) -> None:
-    """All-reduces `value` times, and checks the sums."""
+    """All-reduce `value` times, and check the sums."""
     import torch
     import torch.distributed as dist
 
@@ -189,8 +189,7 @@ def _reduce(value: str, me: RankEnvironment) -> None:
 
 
 def _meet(value: str, me: RankEnvironment) -> None:
-    """Joins the others as a run does, for a second at most in each collective; then sums with them without end, after
-    it has slept or stopped itself, or does something else."""
+    """Join the others as a run does, with a timeout of a second; sleep, stop or receive; then all-reduce forever."""
     import torch
     import torch.distributed as dist
 
@@ -209,7 +208,7 @@ def _meet(value: str, me: RankEnvironment) -> None:
 
 
 def _raise_slowly(value: str, me: RankEnvironment) -> None:
-    """Fails, breaks its connections, and only then comes to say so."""
+    """Fail, close the connections, and report the failure only afterwards."""
     import torch.distributed as dist
 
     try:
@@ -220,7 +219,7 @@ def _raise_slowly(value: str, me: RankEnvironment) -> None:
 
 
 def _last_words(value: str, me: RankEnvironment) -> None:
-    """Leaves a thread, an exit function and an unflushed stream behind."""
+    """Leave a thread, an exit function and an unflushed stream."""
     import atexit
 
     atexit.register(print, "exit function", end="")
@@ -228,15 +227,15 @@ def _last_words(value: str, me: RankEnvironment) -> None:
 
 
 def _orderly(value: str, me: RankEnvironment) -> int:
-    """Works until it is asked to stop, then saves, and notes how often it was asked."""
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "Ctrl-C is the launcher's to hear"
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    """Work until SIGTERM, then save, and write how often it arrived."""
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "only the launcher handles Ctrl-C"
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     _pid(value, me)
-    while not asked:
+    while not received:
         time.sleep(0.01)
     time.sleep(0.3)
-    (Path(value) / f"saved-{me.rank}").write_text(str(len(asked)))
+    (Path(value) / f"saved-{me.rank}").write_text(str(len(received)))
     return 130
 
 

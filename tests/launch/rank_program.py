@@ -28,8 +28,8 @@ def train() -> int:
     dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world_size)
     ones = torch.ones(1)
     dist.all_reduce(ones)
-    said = f"rank {me.rank} of {me.world_size}, local {me.local_rank} of {me.local_world_size}: {ones.item():.0f}\n"
-    sys.stdout.write(said)  # in one piece: both ranks write to one pipe
+    line = f"rank {me.rank} of {me.world_size}, local {me.local_rank} of {me.local_world_size}: {ones.item():.0f}\n"
+    sys.stdout.write(line)  # in one piece: both ranks write to one pipe
     dist.destroy_process_group()
     return 0
 

@@ -15,25 +15,27 @@ from lockstep.launch import devices
         ("-1", 4, 0),
         ("0", 4, 1),
         ("2, 0", 4, 2),
-        ("0,7,1", 4, 1),  # CUDA stops at the first one that isn't there
+        ("0,7,1", 4, 1),  # CUDA stops at the first invalid one
         ("1,1", 4, 0),
         ("GPU-8932f937,GPU-d1f1a5b2", 4, 2),
         ("MIG-1f,MIG-2f", 4, 1),
         ("0,1", 0, 0),
     ],
 )
-def test_cuda_visible_devices(visible: str | None, present: int, count: int) -> None:
+def test_cuda_visible_devices_limits_the_count(visible: str | None, present: int, count: int) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert devices.visible_gpus(environ, present) == count
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "ranks"),
+    ("section", "gpus", "ranks"),
     [({}, 0, 1), ({}, 4, 4), ({"ranks": 3}, 4, 3), ({"device": "cpu"}, 4, 1), ({"ranks": 3, "device": "cpu"}, 4, 3)],
 )
-def test_ranks(monkeypatch: pytest.MonkeyPatch, asked: dict[str, object], gpus: int, ranks: int) -> None:
+def test_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, section: dict[str, object], gpus: int, ranks: int
+) -> None:
     monkeypatch.setattr(devices, "count_gpus", lambda: gpus)
-    assert devices.choose_ranks(Launch.model_validate(asked)) == ranks
+    assert devices.choose_ranks(Launch.model_validate(section)) == ranks
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch, asked: dict[str, object], gpus: 
         (2, 1, "launch.backend: nccl needs a GPU for each of the 2 ranks, and there is 1; start 1 rank, or use gloo"),
     ],
 )
-def test_nccl_needs_a_gpu_a_rank(monkeypatch: pytest.MonkeyPatch, ranks: int, gpus: int, message: str) -> None:
+def test_nccl_needs_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch, ranks: int, gpus: int, message: str) -> None:
     monkeypatch.setattr(devices, "count_gpus", lambda: gpus)
     with pytest.raises(ConfigError) as caught:
         devices.check_ranks(ranks, Launch(backend="nccl"))

@@ -41,16 +41,16 @@ def _end(kind: EndKind, time: float = 0.0, text: str = "") -> End:
         (ValueError("boom"), EndKind.TRACEBACK, 1),
         (RuntimeError(GLOO), EndKind.PEER_FAILED, 1),
         (ConnectionResetError("Connection reset by peer"), EndKind.PEER_FAILED, 1),
-        (ValueError("Connection closed by peer"), EndKind.TRACEBACK, 1),  # no network raises this kind
+        (ValueError("Connection closed by peer"), EndKind.TRACEBACK, 1),  # no network raises this type
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_exceptions_are_told_apart(error: BaseException, kind: EndKind, code: int) -> None:
+def test_the_kind_of_end_of_an_exception(error: BaseException, kind: EndKind, code: int) -> None:
     end = end_of_exception(error, 0.0, None)
     assert (end.kind, end.code) == (kind, code)
 
 
-def test_exception_raised_from_a_peers_end_is_one() -> None:
+def test_an_exception_caused_by_a_broken_connection_is_a_peer_failure() -> None:
     error = ValueError("step 4 failed")
     error.__cause__ = RuntimeError(GLOO)
     assert end_of_exception(error, 0.0, None).kind is EndKind.PEER_FAILED
@@ -68,7 +68,7 @@ def test_exception_raised_from_a_peers_end_is_one() -> None:
         (-99, EndKind.KILLED, "was killed by signal 99"),
     ],
 )
-def test_processes_that_end_without_a_word(exitcode: int, kind: EndKind, text: str) -> None:
+def test_the_end_of_a_process_without_a_report(exitcode: int, kind: EndKind, text: str) -> None:
     end = end_of_process(exitcode, 0.0)
     assert (end.kind, end.text) == (kind, text)
 
@@ -94,13 +94,13 @@ def test_first_cause_by_kind_then_by_time(ends: list[End], cause: int | None) ->
     assert first_cause(ends) == cause
 
 
-def test_message_of_all_ranks_names_none() -> None:
+def test_a_message_of_all_ranks_names_no_rank() -> None:
     ends = [end_of_exception(ConfigError("lr is 0"), 0.0, None)] * 2
     assert describe(0, ends, 600.0) == "lr is 0"
     assert describe(0, [ends[0], end_of_return(0, 0.0)], 600.0) == "rank 0: lr is 0"
 
 
-def test_who_was_ended_let_the_others_wait_and_who_came_late_only_if_nobody_was() -> None:
+def test_ranks_that_were_ended_kept_others_waiting_and_late_ones_only_if_none_was_ended() -> None:
     waited, early, late = _end(EndKind.TIMED_OUT, 1), _end(EndKind.PEER_FAILED, 1.1), _end(EndKind.PEER_FAILED, 9)
     ended = _end(EndKind.ENDED, 9)
     assert describe(0, [waited, early, late], 600.0).startswith("rank 2 did not answer within 600 s (launch.timeout)")
@@ -109,8 +109,8 @@ def test_who_was_ended_let_the_others_wait_and_who_came_late_only_if_nobody_was(
     assert describe(0, [waited, *[ended] * 11], 600.0).startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not")
 
 
-def test_what_a_failed_entry_held_is_let_go_at_once() -> None:
-    """Not whenever garbage is collected: a data loader's workers then have nobody left to tell them to end."""
+def test_objects_of_a_failed_entry_are_freed_at_once() -> None:
+    """Garbage collection would be too late: a data loader's workers would no longer be ended."""
     held: list[weakref.ref[set[int]]] = []
 
     def entry() -> int:
@@ -150,12 +150,12 @@ def test_long_tracebacks_lose_their_middle() -> None:
         (Kills(None, None), Kills(None, None), "out of memory, perhaps (the kernel's log, dmesg, would show it)"),
     ],
 )
-def test_sigkill_is_told_by_what_the_kernel_has_counted(before: Kills, now: Kills, expected: str) -> None:
+def test_the_cause_of_sigkill_follows_from_the_kernels_counts(before: Kills, now: Kills, expected: str) -> None:
     ends = [End(EndKind.ENDED, 1, "", 1.0), End(EndKind.KILLED, 1, "was killed by SIGKILL", 0.0)]
     assert describe(1, ends, 600.0, why_killed(before, now, "Do less.")) == f"rank 1 was killed by SIGKILL: {expected}"
 
 
-def test_what_a_failure_was_raised_from_goes_to_the_log_alone() -> None:
+def test_the_cause_of_a_failure_is_only_in_the_log() -> None:
     def fail() -> int:
         try:
             raise ValueError("no such image")

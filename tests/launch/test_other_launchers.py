@@ -1,4 +1,4 @@
-"""The same program, unchanged, started by others."""
+"""The same program runs unchanged under other launchers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _run(command: list[str], **variables: str) -> str:
 
 
 @pytest.mark.parametrize("command", LAUNCHERS.values(), ids=LAUNCHERS.keys())
-def test_two_ranks_whoever_starts_them(command: list[str]) -> None:
+def test_two_ranks_under_each_launcher(command: list[str]) -> None:
     out = _run(command)
     assert sorted(out.splitlines()) == [f"rank {rank} of 2, local {rank} of 2: 2" for rank in range(2)]
 
 
-def test_two_ranks_as_deepspeed_starts_them() -> None:
-    """Its launcher sets LOCAL_SIZE, and inserts --local_rank=N behind the program."""
+def test_two_ranks_with_deepspeeds_variables() -> None:
+    """DeepSpeed's launcher sets LOCAL_SIZE, and inserts --local_rank=N after the program."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -1,4 +1,4 @@
-"""A log that can't be written costs its lines: the terminal comes first, and hears of it once."""
+"""A log that can't be written loses its lines: the terminal shows all output, and reports the loss once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _run(program: str, log: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "/no/such/folder/rank-0.log"])
-def test_the_first_rank_goes_on_without_its_log(log: str) -> None:
+def test_the_first_rank_continues_without_its_log(log: str) -> None:
     done = _run(_DOUBLED, log)
     assert done.returncode == 0
     assert done.stdout.splitlines() == ["line 0", "line 1", "line 2", "end"]
@@ -38,13 +38,13 @@ def test_the_first_rank_goes_on_without_its_log(log: str) -> None:
 
 
 @pytest.mark.parametrize("log", ["/dev/full", "/no/such/folder/rank-1.log"])
-def test_another_rank_goes_on_without_its_log(log: str) -> None:
+def test_another_rank_continues_without_its_log(log: str) -> None:
     done = _run(_REDIRECTED, log)
     assert (done.returncode, done.stdout) == (0, "")
     assert f"{log} can't be written" in done.stderr
 
 
-def test_a_log_that_can_be_written_is(tmp_path: Path) -> None:
+def test_a_log_gets_all_lines(tmp_path: Path) -> None:
     done = _run(_DOUBLED, str(tmp_path / "log"))
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "log").read_text().splitlines() == ["line 0", "line 1", "line 2"]
@@ -64,7 +64,7 @@ log = Path({log!r})
 
 
 @pytest.mark.parametrize("begin", ["with streams.doubled(log):", "streams.redirect(log)\nif True:"])
-def test_a_log_that_is_deleted_is_made_again(begin: str, tmp_path: Path) -> None:
+def test_a_deleted_log_is_created_again(begin: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     done = _run(_REOPENED.replace("{begin}", begin), str(log))
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,9 +1,9 @@
-"""The code rules that no linter has, and the list of what still breaks them.
+"""The code rules that no linter has, and the allow-lists of remaining breaches.
 
     src/lockstep --parsed once--> RULES, each yields (file, count) --> compared with tests/layers/allowed/PACKAGE.txt
 
-An allow-list has one entry a line, `rule file count`, and a file for each package. It may only shrink:
-`python tests/layers/law.py` writes it anew, and refuses while a rule is broken more often than it allows.
+There is an allow-list for each package, with an entry per line, `rule file count`. It may only shrink:
+`python tests/layers/law.py` rewrites it, and refuses while a rule is broken more often than it allows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FRAGMENT_WORDS = frozenset(
         "whoever", "whom", "whose", "why", "with", "within", "without", "you",
     }
 )  # fmt: skip
-"""First words of a docstring that doesn't say what the thing does or is."""
+"""First words of a docstring that doesn't state what the thing does or is."""
 
 VAGUE_NAMES = frozenset({"asked", "found", "one", "said", "told"})
 
@@ -83,7 +83,7 @@ def modules() -> tuple[Module, ...]:
     return tuple(parsed)
 
 
-# --- rules: where each is broken, as text that names the spot -------------------------------------------------------
+# --- rules: each yields the places where it is broken ---------------------------------------------------------------
 
 
 def raw_collectives(module: Module) -> Iterator[str]:
@@ -134,7 +134,7 @@ def docstring_openings(module: Module) -> Iterator[str]:
 
 
 def docstring_sections(module: Module) -> Iterator[str]:
-    """Yield each `Args:` (and the like) that isn't alone on its line with indented contents below."""
+    """Yield each section, such as `Args:`, that isn't alone on its line with indented contents below."""
     for line, docstring in _docstrings(module.tree):
         lines = docstring.splitlines()
         for text, below in zip(lines, [*lines[1:], ""], strict=True):
@@ -144,7 +144,7 @@ def docstring_sections(module: Module) -> Iterator[str]:
 
 
 def vague_locals(module: Module) -> Iterator[str]:
-    """Yield each variable or argument whose name doesn't say what it holds."""
+    """Yield each variable or argument whose name doesn't show what it holds."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_NAMES:
             yield f"{node.lineno}: {node.id}"
@@ -198,7 +198,7 @@ Counts = dict[tuple[str, str], int]
 
 
 def offenses(rule: str) -> dict[str, list[str]]:
-    """Return the spots that break `rule`, by file."""
+    """Return the places that break `rule`, by file."""
     return {module.path: spots for module in modules() if (spots := list(RULES[rule](module)))}
 
 
@@ -207,14 +207,14 @@ def allowed() -> Counts:
     counts: Counts = {}
     for file in sorted(ALLOWED.glob("*.txt")):
         for line in file.read_text().splitlines():
-            if line[0] not in "<=>":  # what a merge leaves in a conflict, until the list is written anew
+            if line[0] not in "<=>":  # a merge conflict, until the list is rewritten
                 rule, path, count = line.split()
                 counts[rule, path] = int(count)
     return counts
 
 
 def rewrite() -> int:
-    """Write the allow-list anew, for files that moved or were mended. Return 1 if a rule is broken more often."""
+    """Rewrite the allow-lists for files that were moved or fixed. Return 1 if a rule is broken more often."""
     before = allowed()
     now = {(rule, path): len(spots) for rule in RULES for path, spots in offenses(rule).items()}
     limits, totals = Counter[str](), Counter[str]()

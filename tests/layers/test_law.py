@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING that a machine can check hold, apart from what the shrinking allow-list names."""
+"""The rules of CONTRIBUTING that a machine can check hold, apart from the entries of the shrinking allow-lists."""
 
 import ast
 
@@ -20,7 +20,7 @@ def test_no_file_breaks_the_rule_more_often_than_allowed(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_the_allow_list_has_no_entry_that_is_no_longer_needed(rule: str) -> None:
     counts = {path: len(spots) for path, spots in offenses(rule).items()}
-    stale = {path for (of, path), limit in allowed().items() if of == rule and counts.get(path, 0) < limit}
+    stale = {path for (name, path), limit in allowed().items() if name == rule and counts.get(path, 0) < limit}
     assert not stale, f"{rule} is broken less often than the allow-list has it; {REWRITE}: {sorted(stale)}"
 
 
@@ -36,12 +36,12 @@ BREAKERS = {
 
 
 @pytest.mark.parametrize("rule", BREAKERS)
-def test_each_rule_notices_what_breaks_it(rule: str) -> None:
+def test_each_rule_detects_a_breach(rule: str) -> None:
     text = BREAKERS[rule]
     assert list(RULES[rule](Module("models/new.py", len(text.splitlines()), ast.parse(text))))
 
 
-def test_a_collective_is_noticed_under_each_way_to_import_it() -> None:
+def test_a_collective_is_detected_however_it_is_imported() -> None:
     for text in (
         "import torch\ntorch.distributed.barrier()",
         "from torch import distributed\ndistributed.barrier()",

@@ -1,4 +1,4 @@
-"""Only the strategies' records compare with names of strategies: what differs is a fact of a record."""
+"""Only the strategies' records compare with names of strategies: differences are facts of a record."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 from lockstep.strategies.registry import BUILTIN
 
 SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
-NAMES = {strategy.name for strategy in BUILTIN} | {variant.name for one in BUILTIN for variant in one.variants}
-ALLOWED = {
-    "interop/answers.py": "other tools' words for strategies",
-    "interop/importing.py": "other tools' words for strategies",
-    "interop/rules.py": "other tools' words for strategies, and for the section of an arithmetic",
-    "interop/strategy_rules.py": "other tools' words for strategies",
-    "interop/deepspeed.py": "a DeepSpeed config is one of its own strategy",
+NAMES = {strategy.name for strategy in BUILTIN} | {
+    variant.name for strategy in BUILTIN for variant in strategy.variants
 }
-"""Files that still have comparisons, or speak of another thing by the same word; the list only shrinks."""
+ALLOWED = {
+    "interop/answers.py": "other tools' names of strategies",
+    "interop/importing.py": "other tools' names of strategies",
+    "interop/rules.py": "other tools' names of strategies, and for the section of an arithmetic",
+    "interop/strategy_rules.py": "other tools' names of strategies",
+    "interop/deepspeed.py": "a DeepSpeed config belongs to its strategy",
+}
+"""Files that still have comparisons, or use the same word for something else; the list only shrinks."""
 
 
 def comparisons(tree: ast.AST) -> Iterator[int]:
@@ -50,17 +52,17 @@ def _files() -> Iterator[tuple[str, list[int]]]:
 
 
 def test_no_file_compares_with_the_name_of_a_strategy() -> None:
-    found = {path: lines for path, lines in _files() if lines and path not in ALLOWED}
-    assert found == {}, "state what differs in the strategy's record (lockstep/strategies), and ask the record"
+    comparing = {path: lines for path, lines in _files() if lines and path not in ALLOWED}
+    assert comparing == {}, "state the difference in the strategy's record (lockstep/strategies), and read the record"
 
 
-def test_the_allow_list_shrinks() -> None:
+def test_the_allow_list_has_no_stale_file() -> None:
     clean = {path for path, lines in _files() if not lines}
-    there = {path for path, _ in _files()}
-    assert not {path for path in ALLOWED if path in clean or path not in there}
+    present = {path for path, _ in _files()}
+    assert not {path for path in ALLOWED if path in clean or path not in present}
 
 
-def test_each_kind_of_comparison_is_noticed() -> None:
+def test_each_kind_of_comparison_is_detected() -> None:
     for text in (
         "x == 'ddp'",
         "x != 'zero2'",

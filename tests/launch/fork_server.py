@@ -1,6 +1,6 @@
-"""A process that has imported torch and forks a launcher for each request: torch's import is paid for once.
+"""Forks a launcher for each request from a process that has imported torch, so that it is imported once.
 
-test --- {"scenario": ..., "arguments": ..., "out": ..., "err": ...} ---> nursery ---> a launcher, in its own session
+test --- {"scenario": ..., "arguments": ..., "out": ..., "err": ...} ---> fork server ---> launcher in a new session
      <-- {"pid": ...} ... {"pid": ..., "code": ...} --------------------
 """
 
@@ -17,8 +17,8 @@ def main() -> None:
 
     from lockstep.core.stopping import die_with_parent
 
-    die_with_parent(os.getppid())  # a test run that is killed leaves nothing behind
-    nursery = os.getpid()
+    die_with_parent(os.getppid())  # a test run that is killed leaves no process
+    fork_server = os.getpid()
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -28,7 +28,7 @@ def main() -> None:
             continue
         pid = os.fork()
         if pid == 0:
-            die_with_parent(nursery)
+            die_with_parent(fork_server)
             _be_launcher(request)
         print(json.dumps({"pid": pid}), flush=True)
 
