@@ -17,7 +17,7 @@ from kit.commands import Done, run_lockstep
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.core.control_groups import MemoryLimit
-from lockstep.core.out_of_memory import bytes_asked, error_location, mark, ran_out
+from lockstep.core.out_of_memory import error_location, note_location, out_of_memory_cause, requested_bytes
 from lockstep.training.out_of_memory import advice, memory_factors
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
@@ -174,21 +174,21 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_named_so(tmp_path: Path) -> 
 def test_the_words_of_every_allocator_are_known(error: Exception, asked: int | None) -> None:
     wrapper = RuntimeError("stage 1 failed")
     wrapper.__cause__ = error
-    assert ran_out(error) is error
-    assert ran_out(wrapper) is error
-    assert bytes_asked(error) == asked
+    assert out_of_memory_cause(error) is error
+    assert out_of_memory_cause(wrapper) is error
+    assert requested_bytes(error) == asked
 
 
 @pytest.mark.parametrize("error", [ValueError("out of memory"), OSError(28, "No space left"), RuntimeError("shapes")])
 def test_other_errors_are_left_alone(error: Exception) -> None:
-    assert ran_out(error) is None
+    assert out_of_memory_cause(error) is None
 
 
 def test_the_innermost_place_counts() -> None:
     inner, outer = MemoryError(), RuntimeError("a stage failed")
     outer.__cause__ = inner
-    mark(inner, "forward", "in stage 2's forward pass")
-    mark(outer, "backward", "in the schedule")
+    note_location(inner, "forward", "in stage 2's forward pass")
+    note_location(outer, "backward", "in the schedule")
     place = error_location(outer)
     assert place == "in stage 2's forward pass"
     assert place.phase == "forward"

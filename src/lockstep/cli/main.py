@@ -19,7 +19,7 @@ from typing import NoReturn, TextIO
 
 from lockstep.core.errors import ConfigError, Failure, Stopped, message_of
 from lockstep.core.json_output import json_only
-from lockstep.core.out_of_memory import bytes_asked, ran_out
+from lockstep.core.out_of_memory import out_of_memory_cause, requested_bytes
 from lockstep.core.stopping import stop_at_once
 from lockstep.core.terminal import echo
 from lockstep.launch.outcome import report_to_torchrun
@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say("stopped")
         return Stopped.exit_code
     except (MemoryError, RuntimeError) as error:
-        if not ran_out(error):
+        if not out_of_memory_cause(error):
             raise
-        requested = bytes_asked(error)
+        requested = requested_bytes(error)
         _say("out of memory" + (f": {requested:,} bytes were requested" if requested else ""))
         return 1
     except BrokenPipeError:  # the reader of our output, such as `head`, has left

@@ -32,7 +32,7 @@ from typing import Any
 
 from lockstep.core.closest import hint
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.out_of_memory import ran_out
+from lockstep.core.out_of_memory import out_of_memory_cause
 
 KINDS = (
     "launchers", "models", "monitors", "objectives", "optimizers", "sources", "storage", "strategies", "transforms",
@@ -188,7 +188,7 @@ def _call(name: str, function: Any, arguments: Mapping[str, Any]) -> object:
     try:
         return function(**arguments)
     except Exception as error:
-        if ran_out(error):
+        if out_of_memory_cause(error):
             raise
         call = ", ".join(f"{argument}={value!r}" for argument, value in arguments.items())
         raise ConfigError(f"{name}({call}) raised {_describe(error)}") from error

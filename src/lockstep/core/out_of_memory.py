@@ -1,7 +1,7 @@
 """Recognizes out-of-memory errors: how much was requested, and where in a run.
 
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 6442450944 bytes ...")
-        --> ran_out: this error    --> bytes_asked: 6442450944    --> error_location: "the backward pass ..."
+        out_of_memory_cause --> this error; requested_bytes --> 6442450944; error_location --> "in the backward ..."
 
 Recognizes the messages of torch, CUDA, numpy and Python without importing any of them.
 """
@@ -19,7 +19,7 @@ Phase = Literal["forward", "backward", "update", "data", "evaluation", "checkpoi
 _MEANS_MEMORY = re.compile(
     r"out of memory|(can't|cannot|unable to) allocate|not enough memory|std::bad_alloc|_ALLOC_FAILED", re.IGNORECASE
 )
-_ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?(bytes|[KMGTP]iB)", re.IGNORECASE)
+_REQUESTED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?(bytes|[KMGTP]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50}
 
 
@@ -37,7 +37,7 @@ class ErrorLocation(str):
         return self.phase, str(self)
 
 
-def mark(error: BaseException, phase: Phase, text: str) -> None:
+def note_location(error: BaseException, phase: Phase, text: str) -> None:
     """Add a note to `error` on where it was raised, such as "in the forward pass of update 3"."""
     error.add_note(ErrorLocation(phase, text))
 
@@ -48,14 +48,14 @@ def error_location(error: BaseException) -> ErrorLocation | None:
     return next((note for note in notes if isinstance(note, ErrorLocation)), None)
 
 
-def ran_out(error: BaseException) -> BaseException | None:
+def out_of_memory_cause(error: BaseException) -> BaseException | None:
     """Return the out-of-memory error among the error and those it was raised from; None if there is none."""
     return next((link for link in causes(error) if _means_memory(link)), None)
 
 
-def bytes_asked(error: BaseException) -> int | None:
+def requested_bytes(error: BaseException) -> int | None:
     """Return the bytes of the failed allocation; None if the error doesn't state them."""
-    match = _ASKED.search(str(error))
+    match = _REQUESTED.search(str(error))
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 

@@ -20,7 +20,7 @@ from lockstep.core.closest import closest_match
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import is_connected, missing, needs_hub
-from lockstep.core.out_of_memory import ran_out
+from lockstep.core.out_of_memory import out_of_memory_cause
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".text": "text"}
 
@@ -44,7 +44,7 @@ def load_rows(name: str, configuration: str | None, split: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # the library raises many types
-        if ran_out(error):
+        if out_of_memory_cause(error):
             raise
         if path.exists():
             raise ConfigError(f"dataset {name}, split {split}, can't be read: {error}") from error

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.core.errors import Failure, RunFailed
-from lockstep.core.out_of_memory import mark, ran_out
+from lockstep.core.out_of_memory import note_location, out_of_memory_cause
 from lockstep.data.order import Indices
 
 T = TypeVar("T")
@@ -77,6 +77,6 @@ def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception 
 
 
 def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:
-    if ran_out(error):
-        mark(error, "data", f"while samples {named(indices)} were read")
+    if out_of_memory_cause(error):
+        note_location(error, "data", f"while samples {named(indices)} were read")
         raise error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.out_of_memory import mark
+from lockstep.core.out_of_memory import note_location
 from lockstep.engine.input_names import inputs_misfit
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class EagerEngine:
         except Exception as error:
             if _ONE_VALUE in str(error):
                 raise _one_sample(micro_batches[index].samples) from error
-            mark(error, phase, f"in the {phase} pass of micro-batch {index + 1} of {last + 1}, update {batch.step + 1}")
+            where = f"micro-batch {index + 1} of {last + 1}, update {batch.step + 1}"
+            note_location(error, phase, f"in the {phase} pass of {where}")
             raise
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.core.errors import Failure
-from lockstep.core.out_of_memory import mark
+from lockstep.core.out_of_memory import note_location
 from lockstep.distributed.collectives import receive, send
 from lockstep.engine.eager import muted_filler, sum_over, sums_of_outputs
 from lockstep.engine.schedule_runner import ScheduleRunner, StageOfSchedule
@@ -94,7 +94,7 @@ class PipelineEngine:
         except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, Failure):
                 raise error.__cause__ from None
-            mark(error, "backward", f"in the pipeline's schedule of update {batch.step + 1}")
+            note_location(error, "backward", f"in the pipeline's schedule of update {batch.step + 1}")
             raise
         finally:
             self._batch = None
@@ -130,7 +130,7 @@ class PipelineEngine:
                 return self._seeded_loss(output, micro_batch) if stage == self._stages.count - 1 else output
         except Exception as error:
             micro = f"micro-batch {number + 1} of {len(batch.micro_batches)}, update {batch.step + 1}"
-            mark(error, "forward", f"in stage {stage + 1}'s forward pass of {micro}")
+            note_location(error, "forward", f"in stage {stage + 1}'s forward pass of {micro}")
             raise
 
     def run_alone(self, stage: int, batch: Batch) -> object:

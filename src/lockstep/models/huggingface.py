@@ -42,7 +42,7 @@ from lockstep.config.schema import HuggingFaceModel
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.hub import missing, needs_hub
-from lockstep.core.out_of_memory import ran_out
+from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.records import DataFacts
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.config_keys import check_keys, override, taken
@@ -361,7 +361,7 @@ def _refusals_as_config_errors(section: HuggingFaceModel) -> Iterator[None]:
             raise _problem("pretrained", f"can't be loaded: {' '.join(str(error).split())[:300]}") from error
         raise missing("model", section.pretrained, error) from error
     except Exception as error:
-        if isinstance(error, ConfigError) or ran_out(error):
+        if isinstance(error, ConfigError) or out_of_memory_cause(error):
             raise
         raise _explained(section, error) from error
 

@@ -24,7 +24,7 @@ from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.errors import RunFailed
 from lockstep.core.local_paths import local_path
-from lockstep.core.out_of_memory import mark
+from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import RunFolderTaken
@@ -266,7 +266,7 @@ class Checkpoints(VoteParticipant):
             finished = (lambda: report_saves(self.outcomes())) if report_saves is not None else lambda: None
             self._wait_for_copies = saver.start(state, metadata, finished)
         except Exception as error:
-            mark(error, "checkpoint", f"in the save after update {step}")
+            note_location(error, "checkpoint", f"in the save after update {step}")
             raise
         self._saved_at = step
         self._trigger.restart()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.core.out_of_memory import mark
+from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
 from lockstep.distributed.user_collectives import print_once
@@ -54,7 +54,7 @@ class Evaluator:
             with recording(MetricLog()):  # what user code logs here is not part of the training's curves
                 local_sums = self.engine.evaluate(batches)
         except Exception as error:
-            mark(error, "evaluation", f"in the evaluation on {name}")
+            note_location(error, "evaluation", f"in the evaluation on {name}")
             raise
         names = sorted(local_sums)
         stacked = torch.stack([local_sums[key].to(device) for key in names])

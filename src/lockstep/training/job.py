@@ -20,7 +20,7 @@ from lockstep.config.known_runs import recorded
 from lockstep.config.schema import Config
 from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.hub import needs_hub
-from lockstep.core.out_of_memory import ran_out
+from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import Request, RestartReport, RunInfo, StepReport
 from lockstep.data.hub import names_hub
@@ -235,7 +235,7 @@ def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
         try:
             yield folder
         except Exception as error:
-            is_message = ran_out(error) or (isinstance(error, Failure) and error.__cause__ is not None)
+            is_message = out_of_memory_cause(error) or (isinstance(error, Failure) and error.__cause__ is not None)
             is_held = lock_holder(folder) == holder  # it may have been deleted, or belong to another run now
             if is_message and is_held and job.folder is None and names_a_rank(os.environ):
                 append(log_path(folder / LOGS, world.rank), "".join(traceback.format_exception(error)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import OutOfMemory
 from lockstep.core.formatting import size
-from lockstep.core.out_of_memory import bytes_asked, error_location, ran_out
+from lockstep.core.out_of_memory import error_location, out_of_memory_cause, requested_bytes
 from lockstep.strategies.registry import AUTO, find_strategy
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ def memory_factors(config: Config, ranks: int) -> MemoryFactors:
 
 def explain(error: BaseException, factors: MemoryFactors, device: torch.device) -> OutOfMemory | None:
     """Return the failure to raise instead of `error`; None if it isn't an out-of-memory error."""
-    cause = ran_out(error)
+    cause = out_of_memory_cause(error)
     if cause is None:
         return None
     from lockstep.distributed.memory import memory_limit_of
 
-    place, requested, limit = error_location(error), bytes_asked(cause), memory_limit_of(device)
+    place, requested, limit = error_location(error), requested_bytes(cause), memory_limit_of(device)
     phase = None if place is None else place.phase
     where = f" {place}" if place is not None else " while the model and its training state were set up"
     need = f"{size(requested)} were requested, and " if requested is not None else ""

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import PeerFailed, RunFailed, Stopped
-from lockstep.core.out_of_memory import mark
+from lockstep.core.out_of_memory import note_location
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
@@ -162,7 +162,7 @@ class Session:
         try:
             step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), keep)
         except Exception as error:
-            mark(error, "update", f"in the optimizer's step of update {batch.step + 1}")
+            note_location(error, "update", f"in the optimizer's step of update {batch.step + 1}")
             raise
         components.scaler.update(keep)
         tokens = components.readback.tokens()
