@@ -180,9 +180,24 @@ class AddsScale(lockstep.Transform):
         return model
 
 
+class Forgets(lockstep.Transform):
+    name = "forgets"
+
+    def apply(self, model: Any) -> Any:
+        model.train()
+
+
+class Nameless(lockstep.Transform):
+    def apply(self, model: Any) -> Any:
+        return model
+
+
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
+        ({"transforms": [Forgets()]}, r"forgets: apply returned None; return the module"),
+        ({"transforms": [Nameless()]}, r"transforms: \[0\] is of type Nameless, which lacks name; add it"),
+        ({"schedule": lambda step: 1.0}, r"schedule: can't be called with \(step, steps\): too many"),
         ({"monitors": [Sees()]}, r"monitors: \[0\] is of type Sees, which lacks .*start; subclass lockstep\.Monitor"),
         ({"monitors": [Sees]}, r"monitors: \[0\] is the class Sees; pass an object of it: Sees\("),
         ({"monitors": Sees()}, r"monitors: is of type Sees; pass a list of lockstep\.Monitor objects"),
@@ -199,3 +214,75 @@ def test_objects_that_do_not_implement_their_protocol_are_refused(
     named = {"monitors": [{"target": f"{__file__}:Sees"}]}
     with pytest.raises(lockstep.ConfigError, match=r"monitors\[0\]\.target: .*:Sees is of type Sees, which lacks"):
         lockstep.train(_config(tmp_path / "named", **named))
+
+
+class Logs(lockstep.Monitor):
+    """A monitor that returns nothing from `see`."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def see(self, report: lockstep.StepReport) -> None:  # type: ignore[override]
+        self.steps.append(report.step)
+
+
+class Misanswers(Logs):
+    def see(self, report: lockstep.StepReport) -> Any:
+        super().see(report)
+        return "save"
+
+
+def test_a_monitor_may_return_none_and_one_that_returns_something_else_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs, misanswers = Logs(), Misanswers()
+    assert lockstep.train(_config(tmp_path / "run"), monitors=[logs, misanswers]).summary["steps"] == 4
+    assert logs.steps == [1, 2, 3, 4]
+    assert misanswers.steps == [1]
+    assert "Misanswers.see returned 'save'; return a list of lockstep.Request, or None" in caplog.text
+
+
+def test_a_store_without_all_methods_cannot_be_made(tmp_path: Path) -> None:
+    class Half(lockstep.ObjectStore):
+        place = "half"
+
+        def names(self, prefix: str) -> list[str]:
+            return []
+
+    with pytest.raises(TypeError, match=r"Half.*delete.*read.*size.*write"):
+        Half()  # type: ignore[abstract]
+
+
+def test_a_store_whose_client_raises_its_own_errors_costs_a_save_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = _from(STORAGE, "Memory")()
+    write = memory.write
+
+    def refuses_the_first(name: str, data: memoryview) -> None:
+        if name.startswith("step-00000002"):
+            raise RuntimeError("the bucket is closed")
+        write(name, data)
+
+    memory.write = refuses_the_first
+    lockstep.train(_config(tmp_path / "run", checkpoint={"every": "2 steps"}), storage=memory)
+    assert "step 2: NOT saved: OSError: RuntimeError: the bucket is closed" in capsys.readouterr().out
+    assert "step-00000004/manifest.json" in memory.objects
+
+
+def test_a_loss_that_is_not_summed_is_refused(tmp_path: Path) -> None:
+    class Losses:
+        def count(self, batch: lockstep.Batch) -> int:
+            return len(batch.targets)
+
+        def loss_sum(self, outputs: Any, batch: lockstep.Batch) -> Any:
+            return outputs.float().square()
+
+    with pytest.raises(lockstep.ConfigError, match=r"loss_sum returned a tensor of shape \[.*\]; return its sum"):
+        lockstep.train(_config(tmp_path / "run"), objective=Losses())
+
+
+def test_a_target_without_a_name_gets_a_hint(tmp_path: Path) -> None:
+    for target, guess in (("own.py", "own.py:NAME"), ("torch.nn.Linear", "torch.nn:Linear")):
+        with pytest.raises(lockstep.ConfigError, match=f"did you mean {guess}"):
+            lockstep.train(_config(tmp_path / "run", monitors=[{"target": target}]))

@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config.schema import Optim, ParameterRule
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.optim import fused, stepping
-from lockstep.optim.groups import parameter_groups
+from lockstep.optim.groups import parameter_groups, user_groups
 from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
 
 OPTIMS = {
@@ -387,3 +387,30 @@ def test_a_model_on_two_devices_is_refused():
     model[2].to("meta")
     with pytest.raises(ConfigError, match="are on cpu and meta; a rank trains on one device"):
         build(model, OPTIMS["adamw"])
+
+
+class _Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+
+class _Hides(_Lion):
+    """Its base's defaults, behind `**kwargs`."""
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [_Lion, _Hides])
+def test_the_defaults_of_a_users_class_do_not_contradict_the_config(kind):
+    def settled(optim, **arguments):
+        groups = user_groups(parameter_groups(make_model().named_parameters(), optim), optim)
+        return adapt_optimizer(kind(groups, **arguments), optim)
+
+    optimizer, used = settled(Optim(name="custom", target="m:N", weight_decay=0.3, lr=0.002))
+    assert (used.lr, used.weight_decay) == (0.002, 0.3)
+    assert {group["weight_decay"] for group in optimizer.groups} == {0.3, 0.0}
+    with pytest.raises(
+        ConfigError, match=r"optim\.weight_decay: 0\.3 in the config, but the optimizer has weight_decay"
+    ):
+        settled(Optim(name="custom", target="m:N", weight_decay=0.3), weight_decay=0.1)

@@ -9,8 +9,8 @@ superseded-step-00000360/...                moved aside
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
@@ -19,6 +19,8 @@ from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, Storage, read_sma
 if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _PUBLISHED, _MARKER = "step-", ".mark-"
 
 
@@ -32,7 +34,7 @@ class ObjectStorage:
     """
 
     def __init__(self, store: ObjectStore, run: str | None = None) -> None:
-        self._store = store
+        self._store = _OSErrorStore(store)
         self._run = run
         self._owned = False
 
@@ -179,3 +181,27 @@ class StoredObject:
         into[:] = data
 
     def close(self) -> None: ...
+
+
+class _OSErrorStore:
+    """A user's store, whose exceptions become OSErrors: a client has its own, and a save must survive them."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.place = store.place
+        self.names = _raising_os_errors(store.names)
+        self.size = _raising_os_errors(store.size)
+        self.read = _raising_os_errors(store.read)
+        self.write = _raising_os_errors(store.write)
+        self.delete = _raising_os_errors(store.delete)
+
+
+def _raising_os_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return method(*args, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    return call

@@ -99,11 +99,14 @@ def unimplemented(thing: object, protocol: type) -> str | None:
     """Return why an object does not implement a protocol, as the end of a sentence about it; None if it does."""
     if inspect.isclass(thing):
         return f"is the class {thing.__name__}; pass an object of it: {thing.__name__}(...)"
-    if isinstance(thing, protocol):
+    wanted = {*dir(protocol), *protocol.__annotations__}
+    missing = sorted(name for name in wanted.difference(dir(thing)) if not name.startswith("_"))
+    inherits = protocol in type(thing).__mro__
+    if isinstance(thing, protocol) and not (inherits and missing):
         return None
-    missing = sorted(name for name in dir(protocol) if not name.startswith("_") and name not in dir(thing))
     lacks = f", which lacks {', '.join(missing)}" if missing else ""
-    return f"is of type {type(thing).__name__}{lacks}; subclass lockstep.{protocol.__name__}"
+    remedy = f"add {'it' if len(missing) == 1 else 'them'}" if inherits else f"subclass lockstep.{protocol.__name__}"
+    return f"is of type {type(thing).__name__}{lacks}; {remedy}"
 
 
 def import_target(target: str) -> object:
@@ -169,8 +172,12 @@ def _entry_point(kind: str, name: str, builtin: tuple[str, ...]) -> object:
             raise ConfigError(f"{name}: importing {target} raised {_describe(error)}") from error
     known = [*builtin, *sorted(registered(kind))]
     names = f" (there are {', '.join(known)})" if known else ""
+    module, dot, last = name.rpartition(".")
+    guess = hint(name, known)
+    if dot:
+        guess = f"; did you mean {name}:NAME?" if last == "py" else f"; did you mean {module}:{last}?"
     raise ConfigError(
-        f"{name!r} is not registered in lockstep.{kind}{names}{hint(name, known)}; {_FORM}, or install a package that "
+        f"{name!r} is not registered in lockstep.{kind}{names}{guess}; {_FORM}, or install a package that "
         f'declares it under [project.entry-points."lockstep.{kind}"]'
     )
 

@@ -9,6 +9,7 @@ A package implements protocols; `training/assemble` and `training/parallelize` a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -37,16 +38,20 @@ class Source(Protocol):
     """A dataset whose samples can be fetched in any order."""
 
     @property
+    @abstractmethod
     def facts(self) -> DataFacts: ...
 
     @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """A text that changes whenever the samples do; a run that resumes compares it."""
 
     @property
     def draws(self) -> bool:
         """True if fetching draws random numbers (augmentation), which are then keyed for each micro-batch."""
+        return False
 
+    @abstractmethod
     def fetch(self, indices: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Batch:
         """Return the samples at `indices` [samples], collated, on the CPU, with `samples` and `tokens` filled in."""
 
@@ -62,9 +67,11 @@ class Objective(Protocol):
     `metric_sums` and `metrics`, as in `EvaluatedObjective`.
     """
 
+    @abstractmethod
     def count(self, batch: Batch) -> float:
         """Return the number of targets in the batch, known before the forward: the loss is divided by it."""
 
+    @abstractmethod
     def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the sum, not the mean, of the targets' losses: fp32, 0-dim, for outputs of any precision."""
 
@@ -224,7 +231,9 @@ class Transform(Protocol):
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         """Return why it can't be applied to this model on this device; None if it can."""
+        return None
 
+    @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
         """Return the changed model, which may be the same object."""
 
@@ -266,20 +275,26 @@ class ObjectStore(Protocol):
     """A store of checkpoints as named objects (`step-00000480/manifest.json`): a bucket, a database, memory."""
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """The address that messages show."""
 
+    @abstractmethod
     def names(self, prefix: str) -> list[str]:
         """Return the names of all objects that begin with `prefix`. Raises OSError."""
 
+    @abstractmethod
     def size(self, name: str) -> int:
         """Return the number of bytes of an object. Raises OSError, also if there is none."""
 
+    @abstractmethod
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset` on. Raises OSError."""
 
+    @abstractmethod
     def write(self, name: str, data: memoryview) -> None:
         """Store or replace an object, durably when it returns. Raises OSError. Called in any thread."""
 
+    @abstractmethod
     def delete(self, name: str) -> None:
         """Delete an object, if there is one. Raises OSError."""

@@ -7,6 +7,7 @@ All ranks call these together. Outside a run there is one rank: this process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -35,8 +36,9 @@ def broadcast(value: T) -> T:
 
 
 def print_once(*values: object) -> None:
-    """Print on the first rank only."""
-    if _axes[-1].rank == 0:
+    """Print on the first rank only; outside a run, in the process that its launcher named rank 0 (`RANK`)."""
+    rank = _axes[-1].rank if len(_axes) > 1 else int(os.environ.get("RANK") or 0)
+    if rank == 0:
         print(*values, flush=True)
 
 

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lockstep.core.protocols import Monitor
 from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport, Verdict
@@ -108,7 +108,7 @@ class Monitors:
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
         requests: set[Request] = set(self._show_last())
-        self._for_all(lambda monitor: requests.update(monitor.evaluated(report)))
+        self._for_all(lambda monitor: requests.update(_requests(monitor, "evaluated", monitor.evaluated(report))))
         return requests
 
     def saved(self, report: SaveReport) -> None:
@@ -124,7 +124,7 @@ class Monitors:
 
     def _show(self, report: StepReport) -> Iterable[Request]:
         requests: set[Request] = set()
-        _for_each(self._others, lambda monitor: requests.update(monitor.see(report)))
+        _for_each(self._others, lambda monitor: requests.update(_requests(monitor, "see", monitor.see(report))))
         if not report.kept or report.step >= self._next_step or report.seconds >= self._next_seconds:
             requests.update(self._show_last())
         if (ended := self._epoch.after(report)) is not None:
@@ -156,6 +156,22 @@ def _for_each(monitors: list[_M], act: Callable[[_M], object]) -> None:
         except Exception as error:
             monitors.remove(monitor)
             _log.warning("%s failed and is left out from now on: %r", type(monitor).__name__, error, exc_info=True)
+
+
+def _requests(monitor: Monitor, method: str, answer: object) -> Sequence[Request]:
+    """Return the requests of a monitor's answer, which may be None.
+
+    Raises:
+        TypeError: It is anything else.
+    """
+    if answer is None:
+        return ()
+    requests: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
+    if not all(isinstance(request, Request) for request in requests):
+        raise TypeError(
+            f"{type(monitor).__name__}.{method} returned {answer!r}; return a list of lockstep.Request, or None"
+        )
+    return requests
 
 
 class _Epochs:

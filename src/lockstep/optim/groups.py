@@ -102,10 +102,19 @@ def _user_value(optimizer: torch.optim.Optimizer, optim: Optim, name: str) -> fl
     if name not in optimizer.defaults:
         return None
     own, configured = float(optimizer.defaults[name]), float(getattr(optim, name))
-    parameter = inspect.signature(type(optimizer).__init__).parameters.get(name)
-    if parameter is not None and not callable(parameter.default) and parameter.default == own:
+    if _class_default(type(optimizer), name) == own:
         return None
     if name in optim.model_fields_set and own != configured:
         why = f"{configured:g} in the config, but the optimizer has {name} {own:g}; remove one of them"
         raise ConfigError(Problem("", f"optim.{name}", why))
     return own
+
+
+def _class_default(kind: type, name: str) -> object:
+    """Return the default of an argument of a class, or of the nearest base that names it, below `**kwargs`."""
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            parameter = inspect.signature(vars(base)["__init__"]).parameters.get(name)
+            if parameter is not None:
+                return parameter.default
+    return None

@@ -7,11 +7,20 @@ partitions  the mesh axes along which a model or its sequences are partitioned: 
 registry    all records, registered ones included, and what combines with what
 """
 
-from lockstep.strategies.record import Cell, StateSharding, Strategy, Traffic, Update, Variant, gradients_all_reduced
+from lockstep.strategies.record import (
+    Cell,
+    MeshKind,
+    StateSharding,
+    Strategy,
+    Traffic,
+    Update,
+    Variant,
+    gradients_all_reduced,
+)
 from lockstep.strategies.registry import register_strategy
 from lockstep.strategies.section import Section
 
 __all__ = [
-    "Cell", "Section", "StateSharding", "Strategy", "Traffic", "Update", "Variant", "gradients_all_reduced",
+    "Cell", "MeshKind", "Section", "StateSharding", "Strategy", "Traffic", "Update", "Variant", "gradients_all_reduced",
     "register_strategy",
 ]  # fmt: skip

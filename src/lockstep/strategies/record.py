@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from lockstep.config.schema import Parallel
     from lockstep.strategies.section import Section
 
@@ -258,10 +261,9 @@ class Strategy:
         try:
             return self.options.model_validate(written)
         except ValidationError as error:
-            keys = [
-                (".".join(map(str, ("parallel", self.section, *each["loc"]))), each["msg"]) for each in error.errors()
-            ]
-            raise ConfigError([Problem("", key, message) for key, message in keys]) from error
+            raise ConfigError(
+                [_problem(("parallel", self.section), self.options, each) for each in error.errors()]
+            ) from error
 
     def variant(self, parallel: Parallel) -> Variant:
         """Return the variant that the options select."""
@@ -270,6 +272,14 @@ class Strategy:
             if all(getattr(options, name) == value for name, value in variant.options.items()):
                 return variant
         return self.variants[0]
+
+
+def _problem(section: tuple[str, ...], options: type[Section], error: ErrorDetails) -> Problem:
+    """Return pydantic's error about an option, as it reads for a key of the config."""
+    key = ".".join(map(str, (*section, *error["loc"])))
+    if error["type"] != "extra_forbidden":
+        return Problem("", key, error["msg"])
+    return Problem("", key, f"unknown key; {did_you_mean(str(error['loc'][-1]), options.model_fields)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

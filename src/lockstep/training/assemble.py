@@ -211,8 +211,8 @@ def _refuse_for_tensor_parallel(config: Config, given: UserObjects, objective: E
     """Raise ConfigError if a user's object can't work on parts of matrices."""
     if given.optimizer is not None or config.optim.target is not None:
         why = (
-            "an optimizer that was handed over may look at a parameter's shape, and with parallel.tensor it gets "
-            "parts; name one in optim.name, or leave parallel.tensor out"
+            "an optimizer of your own may look at a parameter's shape, and with parallel.tensor it gets "
+            "parts; set optim.name to one of Lockstep's, or leave parallel.tensor out"
         )
         raise ConfigError(Problem("", "parallel.tensor", why))
     if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, TargetLoss | ClassifierLoss):
@@ -292,14 +292,15 @@ class ConfiguredOptimizer:
             return build_optimizer(self._optim, groups)
         try:
             made = self._make(user_groups(groups, self._optim))
-        except ValueError as error:
-            if _NO_GROUPS not in str(error):
-                raise
-            why = (
-                f"{error}, and a run sets the learning rate and weight decay of each group; use an optimizer that "
-                "takes groups and whose step() needs no closure, such as torch.optim.AdamW"
-            )
-            raise ConfigError(Problem("", "optimizer", why)) from error
+        except (TypeError, ValueError) as error:
+            key = "optim.arguments" if self._optim.target else "optimizer"
+            reason = f"{self._optim.target or 'the function'} raised {type(error).__name__}: {error}"
+            if _NO_GROUPS in str(error):
+                reason = (
+                    f"{error}, and a run sets the learning rate and weight decay of each group; use an optimizer that "
+                    "takes groups and whose step() needs no closure, such as torch.optim.AdamW"
+                )
+            raise ConfigError(Problem("", key, reason)) from error
         optimizer, self.used = adapt_optimizer(made, self._optim)
         return optimizer
 
@@ -307,7 +308,7 @@ class ConfiguredOptimizer:
         """Return an optimizer that may see the parameters flattened."""
         if self.is_custom:
             raise ConfigError(
-                "an optimizer that was handed over may look at a parameter's shape, and DeepSpeed gives it flat parts; "
-                "name one in optim.name, or take parallel.strategy: fsdp, or ddp"
+                "an optimizer of your own may look at a parameter's shape, and DeepSpeed passes it flat parts; "
+                "set optim.name to one of Lockstep's, or parallel.strategy to fsdp or ddp"
             )
         return build_elementwise(self._optim, parameter_groups(parameters, self._optim, self._groups))

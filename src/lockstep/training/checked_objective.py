@@ -70,6 +70,9 @@ class CheckedObjective:
 
     def _checked(self, outputs: object, batch: Batch) -> Tensor:
         loss = self._objective.loss_sum(outputs, batch)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            reason = f"loss_sum returned a tensor of shape {list(loss.shape)}; return its sum over valid targets, 0-dim"
+            raise ConfigError(Problem("", self._key, reason))
         if not torch.is_grad_enabled() or not batch.samples or not _is_number(loss):
             return loss
         halves = _halves(outputs, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -136,6 +137,13 @@ def _schedule(given: object) -> str | None:
         return f"is an object of {_kind(given)}, whose state would not be saved; {wanted}"
     if isinstance(given, type) and issubclass(given, torch.optim.lr_scheduler.LRScheduler):
         return f"is the class {given.__name__}; {wanted}"
+    if callable(given):
+        try:
+            inspect.signature(given).bind(0, 1)
+        except TypeError as error:
+            return f"can't be called with (step, steps): {error}; {wanted}"
+        except ValueError:  # some builtins have no signature
+            pass
     if given is None or callable(given):
         return None
     return _named(given, "schedule: {kind: cosine}") or f"is of type {_kind(given)}; {wanted}"

@@ -13,23 +13,28 @@ from lockstep.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch.nn import Module
 
     from lockstep.core.protocols import Transform
 
 
-def apply_transforms(model: nn.Module, transforms: Sequence[Transform], device: torch.device) -> nn.Module:
+def apply_transforms(model: Module, transforms: Sequence[Transform], device: torch.device) -> Module:
     """Return the model after the transforms, one after the other.
 
     Raises:
         ConfigError: One of them can't be applied to this model on this device, or changes the names of its tensors.
     """
+    from torch.nn import Module
+
     names = model.state_dict(keep_vars=True).keys()
     for transform in transforms:
         reason = transform.refuses(model, device)
         if reason is not None:
             raise ConfigError(f"{transform.name}: {reason}")
-        model = transform.apply(model)
+        changed = transform.apply(model)
+        if not isinstance(changed, Module):
+            raise ConfigError(f"{transform.name}: apply returned {changed!r:.80}; return the module")
+        model = changed
         after = model.state_dict(keep_vars=True).keys()
         if after != names:
             added, lost = (", ".join(sorted(changed)[:3]) or "none" for changed in (after - names, names - after))
