@@ -49,7 +49,7 @@ WRONG = {
     "optimizer without groups": (
         lambda: {"optimizer": lambda groups: torch.optim.LBFGS(groups)},
         "optimizer: LBFGS doesn't support per-parameter options (parameter groups), and a run sets the learning rate "
-        "and weight decay of each group; take an optimizer that takes groups and whose step() needs no closure, such "
+        "and weight decay of each group; use an optimizer that takes groups and whose step() needs no closure, such "
         "as torch.optim.AdamW",
     ),
     "optimizer by name": (
