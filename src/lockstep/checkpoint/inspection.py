@@ -121,11 +121,7 @@ def age(manifest: Manifest, now: float) -> float | None:
 
 
 def recorded_section(checkpoints: Sequence[ListedCheckpoint]) -> Checkpoint:
-    """Return the section `checkpoint` of the config that the newest manifest records.
-
-    Raises:
-        ConfigError: This version does not accept it.
-    """
+    """Return the section `checkpoint` of the config that the newest manifest records. Raises ConfigError."""
     newest = next((entry for entry in reversed(checkpoints) if entry.manifest is not None), None)
     if newest is None or newest.manifest is None:
         return Checkpoint()

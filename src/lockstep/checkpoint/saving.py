@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +29,7 @@ from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.checkpoint.write_plan import plan_writes
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
-from lockstep.distributed.shard_boxes import LocalShards, local_shards
+from lockstep.distributed.shard_boxes import LocalShards, TensorInfo, local_shards
 
 if TYPE_CHECKING:
     import torch
@@ -299,7 +300,7 @@ class Saver:
             ranks=self._axis.size,
             written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             files={shard_file(rank): record.file for rank, record in enumerate(records)},
-            tensors=_merge_tensors([record.tensors for record in records]),
+            tensors=_merge_tensors(records),
             state=dict(metadata.state),
             metrics=dict(metadata.metrics),
             config=dict(self.run_metadata.config),
@@ -329,36 +330,31 @@ def _is_disk_full(failure: str | None) -> bool:
 def _record(layout: FileLayout, image: memoryview, hasher: BlockHasher) -> RankRecord:
     header = len(layout.header)
     file = FileEntry(size=layout.size, header=header, header_hash=hasher.hash_block("", 0, image[:header]))
-    tensors = [
-        {
-            span.item.name: TensorEntry(
-                dtype=span.item.info.dtype,
-                shape=span.item.info.shape,
-                parts=(
-                    PartEntry(
-                        file=layout.file,
-                        at=span.start,
-                        offsets=span.item.box.offsets,
-                        sizes=span.item.box.sizes,
-                        blocks=tuple(hasher.hash_blocks(span.item.name, image[span.start : span.end])),
-                    ),
-                ),
-            )
-        }
-        for span in layout.items
-    ]
-    return RankRecord(file=file, tensors=_merge_tensors(tensors))
-
-
-def _merge_tensors(entries: Sequence[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Return each tensor with the parts that all entries of its name have, in their order."""
+    infos: dict[str, TensorInfo] = {}
     parts: dict[str, list[PartEntry]] = {}
-    merged: dict[str, TensorEntry] = {}
-    for tensors in entries:
-        for name, entry in tensors.items():
-            merged.setdefault(name, entry)
-            parts.setdefault(name, []).extend(entry.parts)
-    return {name: entry.model_copy(update={"parts": tuple(parts[name])}) for name, entry in merged.items()}
+    for span in layout.items:
+        name, box = span.item.name, span.item.box
+        blocks = tuple(hasher.hash_blocks(name, image[span.start : span.end]))
+        part = PartEntry(file=layout.file, at=span.start, offsets=box.offsets, sizes=box.sizes, blocks=blocks)
+        infos[name] = span.item.info
+        parts.setdefault(name, []).append(part)
+    tensors = {
+        name: TensorEntry(dtype=info.dtype, shape=info.shape, parts=tuple(parts[name])) for name, info in infos.items()
+    }
+    return RankRecord(file=file, tensors=tensors)
+
+
+def _merge_tensors(records: Sequence[RankRecord]) -> dict[str, TensorEntry]:
+    """Return each tensor with the parts that all ranks have written, in the order of ranks."""
+    entries: dict[str, list[TensorEntry]] = {}
+    for record in records:
+        for name, entry in record.tensors.items():
+            entries.setdefault(name, []).append(entry)
+    merged = {}
+    for name, (first, *others) in entries.items():
+        parts = chain(first.parts, *(entry.parts for entry in others))
+        merged[name] = first.model_copy(update={"parts": tuple(parts)}) if others else first
+    return merged
 
 
 def _record_file(rank: int) -> str:
