@@ -21,7 +21,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
     "drills/README.md": "drills.md",
-    "tests/outsiders/table.md": "models-tried.md",
+    "tests/compatibility/table.md": "models-tried.md",
 }
 ELSEWHERE = {"README.md": "index.md", "src/lockstep/core/protocols.py": "api.md"}
 _LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")

@@ -1,4 +1,4 @@
-"""What a user's own file outside the package looks like; tests copy it somewhere else."""
+"""A user's file outside the package; tests copy it to another folder."""
 
 from torch import nn, randn
 from torch.utils.data import Dataset

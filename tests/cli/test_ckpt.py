@@ -1,4 +1,4 @@
-"""`lockstep ckpt`: what people and scripts are told of checkpoints, and what they can't do to them by mistake."""
+"""`lockstep ckpt`: output for users and scripts, and protection against mistakes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Ask = Callable[..., Answer]
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    """lockstep ckpt ..., in this process."""
+    """Run `lockstep ckpt` in this process."""
 
     def ask(*words: object) -> Answer:
         capsys.readouterr()  # of a run that the test has made
@@ -64,7 +64,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 
 
 def _save(folder: Path, step: int, tensors: dict[str, Tensor] | None = None, **of: Any) -> Path:
-    """One checkpoint of one rank; returns where it lies."""
+    """Write a checkpoint of one rank; return its folder."""
     axis, storage = Meeting(1).axis(0), LocalStorage(folder)
     run = of.get("run", storage.run or "run")
     saver = Saver(storage, axis, torch.device("cpu"), RunMetadata(run, of.get("config", {}), {}))
@@ -95,7 +95,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """Copy the run, to damage it."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -106,12 +106,12 @@ def _names(run: Path) -> list[str]:
 # --- ls -----------------------------------------------------------------------------------------------------------
 
 
-def test_ls_says_what_there_is_and_why_it_stays(ask: Ask, run: Path) -> None:
+def test_ls_lists_checkpoints_and_why_each_is_kept(ask: Ask, run: Path) -> None:
     found = ask("ls", run, "--json")
     assert found.code == 0
     place, head, *rows = found.lines[:-1]
     assert place == str(run / "checkpoints")
-    assert head.split() == ["step", "samples", "written", "size", "stays", "as", "metrics"]
+    assert head.split() == ["step", "samples", "written", "size", "kept", "as", "metrics"]
     assert [row.split()[:2] for row in rows] == [["4", "40"], ["6", "66"], ["8", "80"]]
     assert all(" s ago  " in row or " min " in row for row in rows)
     assert "kept for good" in rows[0]
@@ -133,7 +133,7 @@ def test_ls_reads_manifests_alone(ask: Ask, run: Path) -> None:
     assert ask("ls", run, "--json").json == before
 
 
-def test_ls_marks_what_is_damaged_and_what_was_put_aside(ask: Ask, run: Path) -> None:
+def test_ls_marks_damaged_checkpoints_and_those_moved_aside(ask: Ask, run: Path) -> None:
     checkpoints = run / "checkpoints"
     shutil.copytree(checkpoints / "step-00000004", checkpoints / "superseded-step-00000010")
     shutil.copytree(checkpoints / "step-00000004", checkpoints / "broken-step-00000010-2")
@@ -142,9 +142,9 @@ def test_ls_marks_what_is_damaged_and_what_was_put_aside(ask: Ask, run: Path) ->
     found = ask("ls", run, "--json")
     assert found.code == 0
     assert "step-00000006 is damaged: manifest.json: its hash does not match its contents" in found.lines
-    assert [line.rpartition(",")[0] for line in found.lines if line.startswith("put aside: ")] == [
-        "put aside: broken-step-00000010-2",
-        "put aside: superseded-step-00000010",
+    assert [line.rpartition(",")[0] for line in found.lines if line.startswith("moved aside: ")] == [
+        "moved aside: broken-step-00000010-2",
+        "moved aside: superseded-step-00000010",
     ]
     assert [one["stays"] for one in found.json["checkpoints"]] == [["newest"], ["damaged"], ["newest", "best"]]
     assert found.json["checkpoints"][1] == {
@@ -157,21 +157,21 @@ def test_ls_marks_what_is_damaged_and_what_was_put_aside(ask: Ask, run: Path) ->
     assert found.json["aside"][1]["size"] > found.json["checkpoints"][0]["size"]
 
 
-def test_ls_of_a_run_that_has_saved_nothing(ask: Ask, tmp_path: Path) -> None:
+def test_ls_of_a_run_without_checkpoints(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "run.lock").touch()
     text = "model: {kind: image-classifier}\ndata: {train: {kind: digits}}\nbatch: {global_size: 8}\nrun: {epochs: 1}\n"
     (tmp_path / "config.yaml").write_text(f"{text}checkpoint: {{keep_every: 1 epoch}}\n")
     found = ask("ls", tmp_path, "--json")
     assert (found.code, found.lines[0]) == (0, f"there is no checkpoint in {tmp_path / 'checkpoints'}")
     assert found.json["checkpoints"] == []
-    assert ask("prune", tmp_path).lines == ["deleted none (0 B); 0 stay"]
+    assert ask("prune", tmp_path).lines == ["deleted none (0 B); 0 are kept"]
 
 
-def test_what_may_go_is_said(ask: Ask, tmp_path: Path) -> None:
+def test_deletable_checkpoints_are_marked(ask: Ask, tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _save(tmp_path, step)
     rows = ask("ls", tmp_path).lines[2:]
-    assert ["(may go)" in row for row in rows] == [True, False, False, False]
+    assert ["(deletable)" in row for row in rows] == [True, False, False, False]
 
 
 # --- which are meant ----------------------------------------------------------------------------------------------
@@ -182,7 +182,9 @@ def test_a_run_and_its_folder_of_checkpoints_are_the_same(ask: Ask, run: Path) -
     assert {**ask("ls", run / "checkpoints", "--json").json, "run": str(run)} == there
 
 
-def test_checkpoints_lie_where_the_config_says(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_found_in_the_folder_of_the_config(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     lockstep.train(small.config(checkpoint={"folder": "elsewhere"}, run={"steps": 2, "folder": "run"}))
     assert not Path("run/checkpoints").exists()
@@ -209,12 +211,12 @@ def test_checkpoints_lie_where_the_config_says(ask: Ask, tmp_path: Path, monkeyp
         ),
         (
             "ls run/checkpoints/step-00000004",
-            "ls lists the checkpoints of a run, and run/checkpoints/step-00000004 is one of them; give run/checkpoints",
+            "ls lists the checkpoints of a run, but run/checkpoints/step-00000004 is one checkpoint; use run/",
         ),
         (
             "prune run/checkpoints/step-00000004",
-            "prune deletes some of the checkpoints of a run, and run/checkpoints/step-00000004 is one of them; "
-            "give run/checkpoints",
+            "prune deletes some of the checkpoints of a run, but run/checkpoints/step-00000004 is one checkpoint; "
+            "use run/checkpoints",
         ),
         ("diff run", "diff compares two: lockstep ckpt diff A B, or lockstep ckpt diff RUN --steps N M"),
         (
@@ -227,13 +229,15 @@ def test_checkpoints_lie_where_the_config_says(ask: Ask, tmp_path: Path, monkeyp
         ("prune run --keep-last 0", "--keep-last: '0' is not a whole number above 0"),
         (
             "prune run --keep-every 5min",
-            "--keep-every: it counts steps, samples, tokens or epochs; minutes aren't in a checkpoint",
+            "--keep-every: use steps, samples, tokens or epochs; a checkpoint doesn't record minutes",
         ),
         ("prune run --keep-every often", "--keep-every: 'often' is not an interval; write a number of steps (100)"),
         ("verify run --step 4 --all", "--all: not allowed with argument --step"),
     ],
 )
-def test_a_slip_is_answered(ask: Ask, run: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str) -> None:
+def test_wrong_arguments_are_explained(
+    ask: Ask, run: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
     monkeypatch.chdir(run.parent)
     Path("empty").mkdir()
     Path("empty/run.lock").touch()
@@ -244,14 +248,14 @@ def test_a_slip_is_answered(ask: Ask, run: Path, monkeypatch: pytest.MonkeyPatch
     assert _names(run) == before
 
 
-def test_a_config_that_was_broken_says_where(ask: Ask, run: Path) -> None:
+def test_a_broken_config_is_reported_with_its_position(ask: Ask, run: Path) -> None:
     (run / "config.yaml").write_text("run: {steps: many}\n")
     found = ask("ls", run)
     assert found.code == 2
     assert f"{run}/config.yaml:1:14: run.steps: 'many' is not a whole number" in found.error
 
 
-def test_help_names_every_way(ask: Ask) -> None:
+def test_help_lists_every_command(ask: Ask) -> None:
     text = "\n".join(ask("--help").lines)
     for way in ("ls", "show", "verify", "diff", "prune", "audit", "import"):
         assert f"\n  {way} " in text
@@ -262,7 +266,7 @@ def test_help_names_every_way(ask: Ask) -> None:
 # --- show ---------------------------------------------------------------------------------------------------------
 
 
-def test_show_tells_what_one_holds(ask: Ask, run: Path) -> None:
+def test_show_prints_the_contents_of_a_manifest(ask: Ask, run: Path) -> None:
     found = ask("show", run, "--json")
     text = "\n".join(found.lines[:-1])
     told = found.json
@@ -306,11 +310,11 @@ def test_verify_reads_every_byte(ask: Ask, tmp_path: Path) -> None:
     tensors = {"model.a": torch.randn(5, 3), "model.b": torch.arange(4)}
     saved(tmp_path, rank_states(tensors, 2, 0))
     for file in sorted((tmp_path / "step-00000007").iterdir()):
-        whole = file.read_bytes()
-        for at in range(len(whole)):
+        contents = file.read_bytes()
+        for at in range(len(contents)):
             _flip(file, at)
             assert ask("verify", tmp_path).code == 3, (file.name, at)
-            file.write_bytes(whole)
+            file.write_bytes(contents)
     assert ask("verify", tmp_path).code == 0
 
 
@@ -360,7 +364,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named(ask: Ask, tmp_path: Path, damage: str) -> None:
+def test_damage_is_reported_with_file_and_position(ask: Ask, tmp_path: Path, damage: str) -> None:
     _save(tmp_path, 1, {"model.a": torch.arange(6.0) + 1})
     folder = _save(tmp_path, 2)
     do, message = DAMAGES[damage]
@@ -376,10 +380,10 @@ def test_damage_is_named(ask: Ask, tmp_path: Path, damage: str) -> None:
     assert ask("diff", tmp_path, "--steps", 1, 2).code == 3
 
 
-def test_verify_reads_what_the_run_has_left(ask: Ask, run: Path) -> None:
-    whole = ask("verify", run, "--json")
-    assert re.fullmatch(r"model/model\.safetensors  whole: .* in .*", whole.lines[1])
-    assert [one["fault"] for one in whole.json["weights"]] == [None]
+def test_verify_reads_published_weights(ask: Ask, run: Path) -> None:
+    result = ask("verify", run, "--json")
+    assert re.fullmatch(r"model/model\.safetensors  intact: .* in .*", result.lines[1])
+    assert [one["fault"] for one in result.json["weights"]] == [None]
     assert ask("verify", run, "--step", 4, "--json").json["weights"] == []
     file = run / "model" / "model.safetensors"
     _flip(file, -1)
@@ -391,7 +395,7 @@ def test_verify_reads_what_the_run_has_left(ask: Ask, run: Path) -> None:
     assert "model.safetensors is damaged: it is gone" in ask("verify", run).error
 
 
-def test_verify_all_goes_on_after_a_fault(ask: Ask, tmp_path: Path) -> None:
+def test_verify_all_continues_after_a_fault(ask: Ask, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         _save(tmp_path, step)
     _flip(tmp_path / "step-00000001/rank-00000.safetensors", -1)
@@ -401,13 +405,13 @@ def test_verify_all_goes_on_after_a_fault(ask: Ask, tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in found.lines[:-1]] == [
         "step-00000001  damaged",
         "step-00000002  damaged",
-        "step-00000003  whole",
+        "step-00000003  intact",
     ]
     assert [one["fault"] is None for one in found.json["checkpoints"]] == [False, False, True]
     assert found.error.startswith(f"lockstep: 2 of 3 checkpoints in {tmp_path} are damaged:\n  step-00000001: rank-")
 
 
-def test_what_was_put_aside_can_be_verified(ask: Ask, tmp_path: Path) -> None:
+def test_a_checkpoint_moved_aside_can_be_verified(ask: Ask, tmp_path: Path) -> None:
     _save(tmp_path, 1).rename(tmp_path / "superseded-step-00000001-2")
     assert ask("verify", tmp_path / "superseded-step-00000001-2").code == 0
     assert ask("show", tmp_path / "superseded-step-00000001-2").code == 0
@@ -417,8 +421,8 @@ def test_what_was_put_aside_can_be_verified(ask: Ask, tmp_path: Path) -> None:
 # --- diff ---------------------------------------------------------------------------------------------------------
 
 
-def test_equal_ones_are_equal(ask: Ask, tmp_path: Path) -> None:
-    """However many ranks have written them."""
+def test_equal_checkpoints_compare_as_equal(ask: Ask, tmp_path: Path) -> None:
+    """The number of ranks that wrote them doesn't matter."""
     tensors = {"model.a": torch.randn(5, 3), "model.nan": torch.tensor([float("nan"), 1.0])}
     saved(tmp_path / "one", [state_of(tensors)])
     save(LocalStorage(tmp_path / "other"), rank_states(tensors, 3, 0), 7, run="another")
@@ -427,7 +431,7 @@ def test_equal_ones_are_equal(ask: Ask, tmp_path: Path) -> None:
     assert found.json["equal"] is True
 
 
-def test_diff_says_what_differs(ask: Ask, tmp_path: Path) -> None:
+def test_diff_prints_the_differences(ask: Ask, tmp_path: Path) -> None:
     a = _save(
         tmp_path / "a",
         7,
@@ -461,14 +465,14 @@ def test_diff_says_what_differs(ask: Ask, tmp_path: Path) -> None:
         "  model.d",
         "1 tensor only in B:",
         "  model.e",
-        "2 tensors of another shape or dtype:",
+        "2 tensors with another shape or dtype:",
         "  model.b: float32 [2] in A, float16 [2] in B",
         "  model.c: float32 [3] in A, float32 [3, 1] in B",
-        "1 tensor of other values (0 are the same):",
-        "  model.a: 2 of 3 elements, by 1 at most (0.25 of the value)",
+        "1 tensor with other values (0 are identical):",
+        "  model.a: 2 of 3 elements, by at most 1 (0.25 of the value)",
         "2 values of the config:",
         "  optim.lr: 0.1 in A, 0.2 in B",
-        "  run.seed: nothing in A, 7 in B",
+        "  run.seed: missing in A, 7 in B",
         "1 value of the state:",
         "  best: 0.5 in A, 0.25 in B",
     ]
@@ -500,7 +504,7 @@ def test_many_differences_are_not_all_shown(ask: Ask, tmp_path: Path) -> None:
     a = _save(tmp_path, 1, {f"model.{index:02d}": torch.zeros(1) for index in range(20)})
     b = _save(tmp_path, 2, {f"model.{index:02d}": torch.ones(1) for index in range(20)})
     lines = ask("diff", a, b).lines
-    assert lines[2] == "20 tensors of other values (0 are the same):"
+    assert lines[2] == "20 tensors with other values (0 are identical):"
     assert lines[-1] == "  and 8 more"
 
 
@@ -517,7 +521,7 @@ NAN, INF = float("nan"), float("inf")
         ([-1.0], [1.0], (1, 2.0, 2.0, 0)),
     ],
 )
-def test_how_far_apart(one: list[float], other: list[float], expected: tuple[Any, ...] | None) -> None:
+def test_the_size_of_a_difference(one: list[float], other: list[float], expected: tuple[Any, ...] | None) -> None:
     found = tensor_difference("a", torch.tensor(one), torch.tensor(other))
     if expected is None:
         assert found is None
@@ -553,8 +557,8 @@ def test_large_tensors_are_compared_in_parts() -> None:
     assert (found.elements, found.differing, found.absolute, found.relative) == (2**20 + 5, 2, 3.0, 1.0)
 
 
-def test_a_run_that_was_cut_is_the_one_that_was_not(ask: Ask, tmp_path: Path) -> None:
-    """Other attempts, another time, and another place don't count."""
+def test_an_interrupted_run_equals_an_uninterrupted_one(ask: Ask, tmp_path: Path) -> None:
+    """Attempts, time and folder aren't compared."""
 
     def train(folder: Path, until: int) -> None:
         with lockstep.session(small.config(run={"steps": 9, "folder": str(folder)})) as session:
@@ -576,7 +580,7 @@ def test_a_run_that_was_cut_is_the_one_that_was_not(ask: Ask, tmp_path: Path) ->
 # --- prune --------------------------------------------------------------------------------------------------------
 
 
-def test_prune_keeps_what_the_config_says(ask: Ask, run: Path) -> None:
+def test_prune_keeps_checkpoints_by_the_config(ask: Ask, run: Path) -> None:
     added = _save(run / "checkpoints", 5)
     _save(run / "checkpoints", 7)
     sizes = [(one / "rank-00000.safetensors").stat().st_size for one in (added, added.with_name("step-00000006"))]
@@ -593,13 +597,13 @@ def test_prune_keeps_what_the_config_says(ask: Ask, run: Path) -> None:
     assert _names(run) == ["step-00000004", "step-00000007", "step-00000008"]
 
 
-def test_flags_take_the_place_of_the_config(ask: Ask, run: Path) -> None:
+def test_flags_override_the_config(ask: Ask, run: Path) -> None:
     found = ask("prune", run, "--keep-last", 1, "--keep-every", "6 steps")
     assert found.code == 0
     assert _names(run) == ["step-00000006", "step-00000008"]
     assert found.lines[0].startswith("deleted step-00000004, ")
     assert found.lines[1].startswith("deleted 1 (")
-    assert found.lines[1].endswith("); 2 stay; step-00000008 is whole")
+    assert found.lines[1].endswith("); 2 are kept; step-00000008 is intact")
 
 
 def test_a_dry_run_deletes_nothing(ask: Ask, run: Path) -> None:
@@ -614,7 +618,7 @@ def test_a_dry_run_deletes_nothing(ask: Ask, run: Path) -> None:
     assert _names(run) == before
 
 
-def test_without_a_run_the_newest_manifest_says_what_stays(ask: Ask, tmp_path: Path) -> None:
+def test_without_a_run_the_newest_manifest_sets_the_retention(ask: Ask, tmp_path: Path) -> None:
     for step in range(1, 6):
         metrics = {"held-out.loss": abs(step - 2.0)}
         _save(tmp_path, step, metrics=metrics, config={"checkpoint": {"keep_last": 2, "best": "held-out.loss"}})
@@ -640,7 +644,7 @@ def test_epochs_are_those_of_the_ledger(ask: Ask, tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_is_under_way_is_left_alone(ask: Ask, run: Path) -> None:
+def test_prune_refuses_a_run_in_progress(ask: Ask, run: Path) -> None:
     before = _names(run)
     with open(run / "run.lock", "w") as lock:
         lock.write("process 7 on here\n")
@@ -658,8 +662,8 @@ def test_a_run_that_is_under_way_is_left_alone(ask: Ask, run: Path) -> None:
     assert ask("prune", run, "--keep-last", 1).code == 0
 
 
-def test_a_folder_that_somebody_saves_to_is_left_alone(ask: Ask, tmp_path: Path) -> None:
-    """A loop of one's own, without a run's folder."""
+def test_prune_refuses_a_folder_that_a_process_saves_to(ask: Ask, tmp_path: Path) -> None:
+    """A custom loop saves without a run's folder."""
     for step in (1, 2):
         _save(tmp_path, step)
     _save(tmp_path, 3).rename(tmp_path / "broken-step-00000003")
@@ -686,7 +690,7 @@ def test_a_folder_that_somebody_saves_to_is_left_alone(ask: Ask, tmp_path: Path)
     assert ask("prune", tmp_path, "--keep-last", 1, "--aside", "--json").json["deleted"] == ["step-00000001"]
 
 
-def test_a_lock_that_is_none_is_no_traceback(ask: Ask, run: Path) -> None:
+def test_a_malformed_lock_causes_no_traceback(ask: Ask, run: Path) -> None:
     (run / "run.lock").unlink()
     assert ask("prune", run).code == 0
     (run / "run.lock").mkdir()
@@ -695,7 +699,7 @@ def test_a_lock_that_is_none_is_no_traceback(ask: Ask, run: Path) -> None:
 
 
 class _Vanishing(LocalStorage):
-    """A run that is under way deletes a checkpoint once it was listed."""
+    """A run in progress deletes a checkpoint after it was listed."""
 
     def names(self) -> list[str]:
         found = super().names()
@@ -703,7 +707,7 @@ class _Vanishing(LocalStorage):
         return found
 
 
-def test_what_a_run_deletes_meanwhile_is_not_damaged(tmp_path: Path) -> None:
+def test_a_checkpoint_deleted_after_listing_is_not_reported_as_damaged(tmp_path: Path) -> None:
     for look in (list_checkpoints, verify_all):
         for step in (1, 2):
             shutil.rmtree(tmp_path / f"step-{step:08d}", ignore_errors=True)
@@ -711,8 +715,8 @@ def test_what_a_run_deletes_meanwhile_is_not_damaged(tmp_path: Path) -> None:
         assert [one.name for one in look(_Vanishing(tmp_path))] == ["step-00000002"]
 
 
-def test_the_newest_that_verifies_stays(ask: Ask, tmp_path: Path) -> None:
-    """The three newest are damaged, each in its own way: then what was superfluous is the only hope."""
+def test_the_newest_checkpoint_that_verifies_is_kept(ask: Ask, tmp_path: Path) -> None:
+    """The three newest are damaged, each in another way, so a superfluous one is needed."""
     for step in range(1, 6):
         _save(tmp_path, step)
     _flip(tmp_path / "step-00000005/rank-00000.safetensors", -1)
@@ -737,17 +741,17 @@ def test_if_none_verifies_none_is_deleted(ask: Ask, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_what_somebody_reads_stays(ask: Ask, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_being_read_is_kept(ask: Ask, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         _save(tmp_path, step)
     with LocalStorage(tmp_path).read_lock("step-00000001"):
         found = ask("prune", tmp_path, "--keep-last", 1, "--json")
     assert (found.json["deleted"], found.json["read"]) == (["step-00000002"], ["step-00000001"])
-    assert "step-00000001 needn't stay, but is being read" in found.lines
+    assert "step-00000001 could be deleted, but is being read" in found.lines
     assert (tmp_path / "step-00000001").is_dir()
 
 
-def test_what_was_put_aside_goes_if_asked(ask: Ask, tmp_path: Path) -> None:
+def test_checkpoints_moved_aside_are_deleted_on_request(ask: Ask, tmp_path: Path) -> None:
     _save(tmp_path, 1)
     _save(tmp_path, 2).rename(tmp_path / "broken-step-00000002")
     _save(tmp_path, 3).rename(tmp_path / "superseded-step-00000003-2")
@@ -763,7 +767,7 @@ def test_what_was_put_aside_goes_if_asked(ask: Ask, tmp_path: Path) -> None:
 # --- audit --------------------------------------------------------------------------------------------------------
 
 
-def test_audit_proves_a_run(ask: Ask, run: Path) -> None:
+def test_audit_of_a_complete_run(ask: Ask, run: Path) -> None:
     found = ask("audit", run, "--json")
     assert (found.code, found.error) == (0, "")
     assert found.lines[1].split()[:4] == ["1", "1", "0", "80"]
@@ -779,7 +783,7 @@ def test_audit_proves_a_run(ask: Ask, run: Path) -> None:
 
 
 def _with_ledger(checkpoint: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """As if the run had gone so."""
+    """Rewrite the ledger of a checkpoint with a valid manifest."""
     manifest = read_manifest(LocalStorage(checkpoint.parent), checkpoint.name)
     body = manifest.model_dump(mode="json")
     change(body["state"]["ledger"])
@@ -789,12 +793,16 @@ def _with_ledger(checkpoint: Path, change: Callable[[list[dict[str, Any]]], None
 @pytest.mark.parametrize(
     ("change", "lists", "message"),
     [
-        ({"first": 13}, {"gaps": [[0, 13]]}, "no update had the samples at 0 to 13; other samples than the order says"),
-        ({"digest": 5}, {"mismatches": [[0, 80]]}, "other samples than the order says were used at 0 to 80"),
-        ({"last": 93}, {"repeats": [[80, 93]]}, "more than one update had those at 80 to 93; other samples than"),
+        (
+            {"first": 13},
+            {"gaps": [[0, 13]]},
+            "no update used the samples at 0 to 13; samples that the order doesn't have there",
+        ),
+        ({"digest": 5}, {"mismatches": [[0, 80]]}, "samples that the order doesn't have there were used at 0 to 80"),
+        ({"last": 93}, {"repeats": [[80, 93]]}, "more than one update used those at 80 to 93; samples that"),
     ],
 )
-def test_audit_says_what_is_wrong(
+def test_audit_reports_what_is_wrong(
     ask: Ask, run: Path, change: dict[str, int], lists: dict[str, Any], message: str
 ) -> None:
     checkpoint = run / "checkpoints/step-00000008"
@@ -808,7 +816,7 @@ def test_audit_says_what_is_wrong(
         assert found.json[name] == spans
 
 
-def test_audit_of_what_proves_nothing(ask: Ask, run: Path) -> None:
+def test_audit_needs_a_ledger(ask: Ask, run: Path) -> None:
     checkpoint = run / "checkpoints/step-00000008"
     _with_ledger(checkpoint, lambda ledger: ledger.clear())
     found = ask("audit", run)
@@ -847,7 +855,7 @@ def test_import_makes_a_file_of_weights(ask: Ask, tmp_path: Path) -> None:
     [["ls"], ["show", "--tensors"], ["verify", "--all"], ["prune", "--keep-last", "1"], ["audit"]],
     ids=lambda words: words[0],
 )
-def test_looking_needs_no_torch(run: Path, words: list[str]) -> None:
+def test_reading_commands_do_not_import_torch(run: Path, words: list[str]) -> None:
     program = (
         "import sys\n"
         "from lockstep.cli.main import main\n"

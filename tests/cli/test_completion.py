@@ -1,4 +1,4 @@
-"""What a shell offers at Tab: by the shells themselves, and what it costs."""
+"""Completion in shells: what they offer, and its cost."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_a_flag_is_offered_once() -> None:
         ("recipes ", False),
     ],
 )
-def test_where_files_are_asked(line: str, files: bool) -> None:
+def test_files_are_offered_for_paths(line: str, files: bool) -> None:
     *before, current = line.split(" ")
     assert complete.answer(before, current).files == files
 
 
-def test_a_keypress_imports_next_to_nothing() -> None:
+def test_a_keypress_imports_light_modules_only() -> None:
     program = "import sys; sys.argv = ['x', 'bash', 'train', '--optim.']\nimport runpy\n"
     program += "runpy.run_module('lockstep.cli.complete', run_name='__main__')\n"
     program += "print({'torch', 'pydantic', 'yaml', 'argparse', 'numpy', 'lockstep.config'} & set(sys.modules))"
@@ -130,7 +130,7 @@ HOSTILE = (
 
 
 def _bash(path: str, folder: Path, cases: list[list[str]]) -> list[list[str]]:
-    """COMPREPLY for each list of COMP_WORDS, the last of which is completed."""
+    """Return COMPREPLY for each list of COMP_WORDS, whose last word is completed."""
     lines = ["source script.bash"]
     for words in cases:
         lines.append(f"COMP_WORDS=({shlex.join(['lockstep', *words])}); COMP_CWORD={len(words)}")

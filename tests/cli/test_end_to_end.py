@@ -1,4 +1,4 @@
-"""The command as people use it: whole runs in processes of their own."""
+"""The command line: complete runs in separate processes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 def call(*words: object, cwd: Path, launcher: list[str]) -> subprocess.CompletedProcess[str]:
-    """Started by Python, with nothing imported."""
+    """Start the command without imports in this process."""
     command = [*launcher, *map(str, words)]
     return subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=180)
 
 
 def said(done: subprocess.CompletedProcess[str] | Done) -> Any:
-    """What a command that succeeded has on stdout: JSON alone."""
+    """Return the JSON on stdout of a command that succeeded."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -50,7 +50,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run of two ranks, and what it has printed as JSON."""
+    """A run of two ranks, and its JSON output."""
     pytest.importorskip("sklearn")
     folder = tmp_path_factory.mktemp("digits")
     words = ["--run.steps", "12", "--monitor.every", "5", "--evaluation.every", "6", "--run.folder", "run"]
@@ -90,7 +90,7 @@ def test_the_metrics(digits: tuple[Path, dict[str, Any]]) -> None:
     assert evaluations[-1]["accuracy"] == summary["evaluation"]["accuracy"]
 
 
-def test_a_finished_run_says_so(digits: tuple[Path, dict[str, Any]]) -> None:
+def test_a_finished_run_is_not_trained_again(digits: tuple[Path, dict[str, Any]]) -> None:
     run, summary = digits
     done = run_lockstep("train", run, "--json", cwd=run.parent)
     assert "is finished" in done.stderr
@@ -98,20 +98,20 @@ def test_a_finished_run_says_so(digits: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_evaluating_the_run_gives_its_own_last_evaluation(digits: tuple[Path, dict[str, Any]], ranks: int) -> None:
+def test_eval_reproduces_the_last_evaluation_of_the_run(digits: tuple[Path, dict[str, Any]], ranks: int) -> None:
     run, summary = digits
     found = said(run_lockstep("eval", run, "--json", "--ranks", ranks, cwd=run.parent))
     assert found["evaluation"] == pytest.approx(summary["evaluation"], rel=1e-6)
 
 
-def test_a_classifier_generates_nothing(digits: tuple[Path, dict[str, Any]]) -> None:
+def test_generate_refuses_a_classifier(digits: tuple[Path, dict[str, Any]]) -> None:
     run, _ = digits
     done = run_lockstep("generate", run, "def ", cwd=run.parent)
     assert done.returncode == 2
     assert "can't generate text" in done.stderr
 
 
-def test_a_language_model_goes_on_with_a_text(tmp_path: Path) -> None:
+def test_generate_continues_a_text(tmp_path: Path) -> None:
     words = ["--model.layers", "1", "--model.width", "32", "--data.train.length", "32", "--run.steps", "3"]
     words += [
         "--batch.global_size",
@@ -145,7 +145,7 @@ def test_a_wrong_config_starts_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_only_a_rank_can_see_is_exit_code_2_too(tmp_path: Path) -> None:
+def test_a_config_error_on_a_rank_has_exit_code_2(tmp_path: Path) -> None:
     words = ["--parallel.strategy", "single", "--run.folder", "run"]
     done = run_lockstep("train", "digits", "--ranks", "2", *words, *QUIET, cwd=tmp_path)
     assert done.returncode == 2
@@ -178,7 +178,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_users_own_model_and_dataset(own: Path) -> None:
+def test_a_custom_model_and_dataset(own: Path) -> None:
     summary = said(run_lockstep("train", "own.json", "--ranks", "2", "--json", "--run.folder", "cli", cwd=own))
     assert (summary["steps"], summary["samples"], summary["ranks"]) == (4, 32, 2)
     assert summary["parameters"] == 4 * 5 + 5 + 5 * 3 + 3
@@ -194,7 +194,7 @@ def test_torchrun(own: Path) -> None:
 
 
 def test_an_inserted_local_rank(own: Path) -> None:
-    """As `python -m torch.distributed.launch` and `deepspeed` start ranks: the flag stands before the verb."""
+    """`python -m torch.distributed.launch` and `deepspeed` insert the flag before the verb."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for flag in ("--local-rank=0", "--local_rank=0"):
         words = [*LOCKSTEP, flag, "train", "own.json", "--json", "--run.folder", flag.strip("-=0")]
@@ -227,7 +227,7 @@ IN_A_TERMINAL = (
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_terminal_that_is_closed_stops_the_run_which_saves(own: Path, ranks: int) -> None:
+def test_closing_the_terminal_saves_and_stops_the_run(own: Path, ranks: int) -> None:
     folder = own / f"closed-{ranks}"
     words = ["train", "own.json", "--ranks", ranks, "--run.steps", 100_000_000, "--run.folder", folder]
     master, terminal = pty.openpty()
@@ -243,7 +243,7 @@ def test_a_terminal_that_is_closed_stops_the_run_which_saves(own: Path, ranks: i
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_what_can_t_be_printed_is_no_traceback(own: Path, unbuffered: str) -> None:
+def test_unprintable_output_causes_no_traceback(own: Path, unbuffered: str) -> None:
     environment = {**_environment(), "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -370,7 +370,7 @@ def test_from_a_step(own: Path) -> None:
     assert "resumes from step 2 " in back.stdout + back.stderr
 
 
-def test_a_run_that_is_further_is_left_as_it_is(own: Path) -> None:
+def test_a_run_beyond_its_steps_is_not_changed(own: Path) -> None:
     words = ["--run.steps", "4", *QUIET]
     assert run_lockstep("train", "own.json", "--run.folder", "further", *words, cwd=own).returncode == 0
     before = {path: path.read_bytes() for path in (own / "further").rglob("*") if path.is_file()}
@@ -388,7 +388,7 @@ def test_a_run_that_is_further_is_left_as_it_is(own: Path) -> None:
     assert (own / "further" / "summary.json").is_file()
 
 
-def test_a_fork_begins_a_new_run(own: Path) -> None:
+def test_a_fork_starts_a_new_run(own: Path) -> None:
     words = ["--run.steps", "2", "--checkpoint.every", "1 step", "--checkpoint.keep_last", "9", *QUIET]
     assert run_lockstep("train", "own.json", "--run.folder", "origin", *words, cwd=own).returncode == 0
     shutil.copytree(own / "origin", own / "other")
@@ -408,7 +408,7 @@ def test_a_fork_begins_a_new_run(own: Path) -> None:
     assert run_lockstep("train", "origin", "--from", "1", "--fork", "empty", cwd=own).returncode == 0
 
 
-def test_a_run_that_is_refused_leaves_no_folder(own: Path) -> None:
+def test_a_refused_run_creates_no_folder(own: Path) -> None:
     refused = run_lockstep(
         "train", "own.json", "--run.folder", "nothere", "--model.init_from", "nothere.pt", *QUIET, cwd=own
     )

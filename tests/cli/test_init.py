@@ -1,4 +1,4 @@
-"""Every config that `lockstep init` writes is checked and trained as it is; nothing is overwritten."""
+"""Every config that `lockstep init` writes passes the check and trains; nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", STARTS)
-def test_what_is_written_is_checked_and_trained(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_every_template_passes_the_check_and_trains(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     words: list[object] = []
     if STARTS[kind].model is not None:
         pretrained = request.getfixturevalue("pretrained")
@@ -61,7 +61,7 @@ def test_what_is_written_is_checked_and_trained(kind: str, tmp_path: Path, reque
         (folder / "corpus.txt").write_text("the cat sat on the mat. " * 500)
     commands = [line.strip().split() for line in written.stdout.partition("next:")[2].splitlines() if line.strip()]
     assert commands[0] == ["cd", "mine"]
-    for _, *command in commands[1:]:  # as it tells people to go on
+    for _, *command in commands[1:]:  # the commands that it prints
         further = QUICK if command[0] == "train" else ()
         done = run_lockstep(*command, *further, cwd=folder)
         assert done.returncode == 0, (command, done.stderr)
@@ -78,7 +78,7 @@ def test_nothing_is_overwritten(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("precious")
     assert main(["init", "own"]) == 2
-    assert "own.py exists already and nothing was overwritten" in capsys.readouterr().err
+    assert "own.py exists already, and nothing was overwritten" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["own.py"]
     assert (tmp_path / "own.py").read_text() == "precious"
 
@@ -91,7 +91,7 @@ def test_nothing_is_overwritten(
         (["own", "--model", "gpt2"], "init own has no --model"),
     ],
 )
-def test_without_a_terminal_flags_say_it_all(
+def test_without_a_terminal_flags_replace_questions(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -101,7 +101,7 @@ def test_without_a_terminal_flags_say_it_all(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_init_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
@@ -113,7 +113,7 @@ def test_on_a_terminal_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "name: './re: views.jsonl' " in text
 
 
-def test_files_are_named_as_seen_from_the_folder_where_training_starts(
+def test_files_are_relative_to_the_folder_where_training_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

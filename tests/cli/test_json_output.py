@@ -1,4 +1,4 @@
-"""With --json, stdout is the JSON document alone, whatever else is printed, by whichever process and from wherever."""
+"""With --json, stdout holds only the JSON document, whatever any process prints."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_stdout_is_json_alone(folder: Path, words: tuple[object, ...]) -> None:
     _is_alone(run_lockstep(*words, "--json", cwd=folder))
 
 
-def test_a_finished_run_is_told_on_stderr(folder: Path) -> None:
+def test_a_finished_run_is_reported_on_stderr(folder: Path) -> None:
     done = run_lockstep("train", "noisy.yaml", "--json", cwd=folder)
     _is_alone(done)
     assert "is finished" in done.stderr
 
 
-def test_of_what_fails_there_is_nothing_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_prints_nothing_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "no-such-recipe", "--json"]) == 2
     found = capfd.readouterr()
     assert found.out == ""

@@ -1,4 +1,4 @@
-"""Runs killed at random moments end as the undisturbed run: `drills/kill_drill.py`, as small as it goes."""
+"""Runs killed at random times end like an uninterrupted run: a small `drills/kill_drill.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES = 1438 + 17 * 64  # of 40 updates: the first epoch ends with a smaller o
 
 @pytest.fixture(scope="module")
 def drills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, tuple[subprocess.Popen[str], Path]]]:
-    """Both at once: most of the time is start-up."""
+    """Run both at once, because most of the time is start-up."""
     pytest.importorskip("sklearn")
     words = [sys.executable, str(DRILL), "runs", "--recipe=digits", "--kills=2", "--steps=40", "--then="]
     places = {ranks: tmp_path_factory.mktemp(f"drill-{ranks}") for ranks in RANKS}
@@ -35,7 +35,7 @@ def drills(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, tuple
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_killed_runs_end_as_the_undisturbed_one(
+def test_killed_runs_end_like_an_uninterrupted_one(
     drills: dict[int, tuple[subprocess.Popen[str], Path]], ranks: int
 ) -> None:
     drill, place = drills[ranks]

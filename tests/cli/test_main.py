@@ -1,4 +1,4 @@
-"""The door: verbs, exit codes, and what is not imported."""
+"""The entry point: verbs, exit codes, and what is not imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _modules_after(arguments: list[str]) -> tuple[int, set[str]]:
-    """Exit code, and which of the heavy modules the command imported."""
+    """Return the exit code and the heavy modules that the command imported."""
     program = (
         "import sys, json\n"
         "from lockstep.cli.main import main\n"
@@ -46,7 +46,7 @@ def test_a_config_is_checked_for_a_number_of_ranks(capsys: pytest.CaptureFixture
     assert "data x context = 1 x 2 = 2, but there are 3 ranks" in capsys.readouterr().err
 
 
-def test_a_wrong_config_is_answered_without_torch() -> None:
+def test_a_wrong_config_is_refused_without_importing_torch() -> None:
     assert _modules_after(["train", "digits", "--optim.lr", "abc"]) == (2, {"pydantic"})
 
 
@@ -79,7 +79,7 @@ def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "y", "--temperature", "-1"], "lockstep: --temperature: '-1' is not a number of 0 or more\n"),
     ],
 )
-def test_a_slip_is_answered(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_explained(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(message)
 
@@ -113,7 +113,7 @@ class _Verb:
         ),
     ],
 )
-def test_every_end_has_its_exit_code(
+def test_exit_codes(
     end: BaseException | int, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lockstep.cli.version", _Verb(end))
@@ -137,7 +137,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         ["version", "--local-rank", "1"],
     ],
 )
-def test_launchers_may_insert_the_local_rank(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_rank_from_the_launcher_is_accepted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(arguments) == 0
 
@@ -167,7 +167,7 @@ def test_a_local_rank_that_contradicts_is_refused(
     assert capsys.readouterr().err == f"lockstep: {message}\n"
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_causes_no_traceback() -> None:
     program = f"{sys.executable} -m lockstep config schema | head -n 1"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert (done.stdout, done.stderr) == ("{\n", "")

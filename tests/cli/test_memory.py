@@ -1,4 +1,4 @@
-"""lockstep memory: what each way to save memory saves, and costs."""
+"""`lockstep memory`: what each way to save memory saves and costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.measuring.command import ModeMeasurement, table_row
 SMALL = ["--model.layers", "4", "--model.width", "32", "--data.train.length", "64", "--batch.global_size", "4"]
 
 
-def test_modes_are_measured_beside_none(capfd: pytest.CaptureFixture[str]) -> None:
+def test_modes_are_compared_with_none(capfd: pytest.CaptureFixture[str]) -> None:
     modes = "full+loss-chunk,offload"
     asked = ["memory", "stdlib-lm", "--ranks", "1", "--modes", modes, "--steps", "1", "--json", *SMALL]
     assert main(asked) == 0
@@ -31,7 +31,7 @@ def test_modes_are_measured_beside_none(capfd: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("peak", "shown"), [(300, "300 B"), (18_432, "18.0 KiB"), (300_000, "293 KiB"), (5_600_000_000, "5.22 GiB")]
 )
-def test_sizes_read_in_units_of_theirs(peak: int, shown: str) -> None:
+def test_sizes_are_shown_in_fitting_units(peak: int, shown: str) -> None:
     row = ModeMeasurement("none", peak, 0, 4.4)
     assert table_row(row, row) == f"| none | {shown} | 1.00 | 4.4 | 1.00 |"
 
@@ -44,6 +44,6 @@ def test_sizes_read_in_units_of_theirs(peak: int, shown: str) -> None:
         (["--steps", "0"], "'0' is not a whole number above 0"),
     ],
 )
-def test_what_is_asked_wrongly_is_said(asked: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_explained(asked: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", "stdlib-lm", *asked]) == 2
     assert said in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Words of other tools and near misses on the command line, and exactly what is printed of each."""
+"""Words of other tools and near misses on the command line, with the exact message for each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.cli.main import main
 
-TRACKERS = "metrics.jsonl and TensorBoard are written; other trackers are not there yet"
-SAID: dict[str, tuple[str, str]] = {
+TRACKERS = "metrics.jsonl and TensorBoard are written; other trackers are not supported yet"
+MESSAGES: dict[str, tuple[str, str]] = {
     "a size without a unit": (
         "plan stdlib-lm --memory 80",
         "--memory: '80' would be 80 bytes; write 80GiB, or 80B for bytes",
@@ -24,16 +24,16 @@ SAID: dict[str, tuple[str, str]] = {
     "a tracker": ("train --wandb", f"--wandb: {TRACKERS}"),
     "a tracker's project": ("train --wandb-project x", f"--wandb-project: {TRACKERS}"),
     "a tracker as a key": ("train monitor.wandb=true", f"--monitor.wandb: {TRACKERS}"),
-    "an average": ("train --ema 0.99", "--ema: an average of weights is not there yet"),
+    "an average": ("train --ema 0.99", "--ema: averaging of weights is not supported yet"),
     "a launcher": (
         "launch train.py",
-        "there is no verb 'launch'; lockstep train --ranks N starts N ranks, and torchrun starts a script of yours",
+        "there is no verb 'launch'; lockstep train --ranks N starts N ranks, and torchrun starts your script",
     ),
     "another's verb": ("predict x", "there is no verb 'predict'; lockstep generate RUN continues a text"),
     "a near verb": ("trian", "there is no verb 'trian'; did you mean train?"),
     "a strategy's name": (
         "train --ddp",
-        "--ddp: write `parallel.strategy: ddp` and what is special about it under `parallel.ddp`",
+        "--ddp: write `parallel.strategy: ddp`, and its options under `parallel.ddp`",
     ),
     "a stage": (
         "train --zero 3",
@@ -53,7 +53,7 @@ SAID: dict[str, tuple[str, str]] = {
         "--warmup: Lockstep's key is schedule.warmup_steps: write `schedule.warmup_steps: 10`",
     ),
     "a name, which is the folder's": (
-        "train --run_name x", "--run_name: a run is its folder: write run.folder: runs/x",
+        "train --run_name x", "--run_name: a run's name is its folder; write run.folder: runs/x",
     ),
     "an interval of saves": (
         "train --checkpoint_every 5",
@@ -68,7 +68,7 @@ SAID: dict[str, tuple[str, str]] = {
         "--model: 'gpt2' is not a mapping; a name or folder goes into model: {kind: huggingface, task: causal-lm, "
         "pretrained: gpt2}",
     ),
-    "patience": ("train --patience 3", "--patience: a run ends by its length; stopping early is not there yet"),
+    "patience": ("train --patience 3", "--patience: a run ends by its length; early stopping is not supported yet"),
     "TOML": (
         "train {folder}/a.toml",
         "a.toml: is TOML, and a config is YAML or JSON: sections, with lines `key: value`",
@@ -94,18 +94,18 @@ SAID: dict[str, tuple[str, str]] = {
     ),
     "two flags": (
         "config check stdlib-lm --schedule.warmup_steps 5 --schedule.warmup_ratio 0.1",
-        "schedule: warmup_steps and warmup_ratio say the same thing twice; keep one",
+        "schedule: warmup_steps and warmup_ratio",
     ),
     "a class that the model lacks": (
-        "plan stdlib-lm --ranks 2 --parallel.strategy fsdp --parallel.fsdp.wrap [Blok]",
-        "parallel.fsdp.wrap: the model has no module of class Blok; did you mean Block?",
+        "plan stdlib-lm --ranks 2 --parallel.strategy fsdp --parallel.fsdp.wrap [Blocc]",
+        "parallel.fsdp.wrap: the model has no module of class Blocc; did you mean Block?",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SAID)
-def test_what_is_printed(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words, message = SAID[case]
+@pytest.mark.parametrize("case", MESSAGES)
+def test_the_message(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, message = MESSAGES[case]
     (tmp_path / "a.toml").write_text("[optim]\nlr = 1e-3\n")
     assert main(words.format(folder=tmp_path).split()) == 2
     printed = capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_what_is_printed(case: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "recipes/" not in printed
 
 
-def test_a_variable_is_named_where_it_contradicts(
+def test_a_contradicting_environment_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_MODEL__WIDTH", "100")
@@ -122,8 +122,8 @@ def test_a_variable_is_named_where_it_contradicts(
 
 
 @pytest.mark.parametrize("verb", ["plan", "train"])
-def test_without_torch_a_sentence_says_so(verb: str) -> None:
+def test_a_missing_torch_is_reported_in_one_line(verb: str) -> None:
     code = "import sys; sys.modules['torch'] = None; from lockstep.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, verb, "stdlib-lm"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "lockstep: torch is needed for this, and is not installed here: pip install torch\n"
+    assert done.stderr == "lockstep: torch is required and not installed: pip install torch\n"

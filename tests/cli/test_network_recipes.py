@@ -1,5 +1,4 @@
-"""Recipes whose model and data come from the network: what they say without one, and what they do, their own settings
-kept, with a tiny model of the same class and text that is always there."""
+"""Recipes that need a network: their message without one, and runs with a tiny model and local text."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def call(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_tiny_model_runs_under_the_recipes_own_settings(recipe: str, tmp_path: Path) -> None:
+def test_a_tiny_model_trains_with_the_settings_of_the_recipe(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     words = ["train", recipe, TINY[recipe], "--ranks", "2", "--run.steps", "1", "--json", "--run.folder", "run", *CPU]
     summary = said(run_lockstep(*words, cwd=tmp_path))
@@ -48,12 +47,12 @@ def test_a_tiny_model_runs_under_the_recipes_own_settings(recipe: str, tmp_path:
     _left_weights_for_transformers(summary, tmp_path / "run", CLASSES[recipe])
     _showed_a_sample(tmp_path / "run", mine.evaluation.prompt)
     assert run_lockstep("ckpt", "verify", "run", cwd=tmp_path).returncode == 0
-    again = said(run_lockstep("eval", "run", "--json", "--ranks", "1", cwd=tmp_path))  # in bf16, so not to the bit
+    again = said(run_lockstep("eval", "run", "--json", "--ranks", "1", cwd=tmp_path))  # in bf16, so not bitwise equal
     assert again["evaluation"]["loss"] == pytest.approx(summary["evaluation"]["loss"], rel=1e-3)
 
 
 def said(done: Done) -> Any:
-    """What a command that succeeded has on stdout: JSON alone."""
+    """Return the JSON on stdout of a command that succeeded."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -97,7 +96,7 @@ def test_without_a_network_it_fails_at_once(recipe: str, tmp_path: Path) -> None
     assert f"lockstep data fetch {recipe}" in load([resolve_recipe(recipe).path], environ={}).config.description
 
 
-def test_an_overlay_says_nothing_of_how_to_train() -> None:
+def test_an_overlay_contains_no_training_settings() -> None:
     for name in set(TINY.values()):
         _, overlay = resolve_all(["digits", name])
         assert set(yaml.safe_load(overlay.path.read_text())) == {"model", "data", "run"}

@@ -1,4 +1,4 @@
-"""Somebody else's run: its code runs only for who says so, and its keys are named."""
+"""Another user's run: its code runs only with the user's permission, and its keys are named."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path) -> Path:
-    """The mark that the file's code leaves is gone. The run is this user's own."""
+    """Remove the mark that the file's code leaves. The run belongs to this user."""
     (finished.parent / "executed").unlink(missing_ok=True)
     return finished
 
 
 @pytest.fixture
 def stranger(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same run, to a user who has started none here."""
+    """The same run for a user who didn't start it here."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return run
 
@@ -100,7 +100,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "train": ("train", "*", "run.steps=3"),
     "train --fork": ("train", "*", "--fork", "fork", "run.steps=3"),
     "train, its config named": ("train", "*/config.yaml", "run.folder=elsewhere"),
-    "train, its config laid over a recipe": ("train", "digits", "*/config.yaml", "run.folder=elsewhere"),
+    "train, its config merged over a recipe": ("train", "digits", "*/config.yaml", "run.folder=elsewhere"),
     "plan": ("plan", "*"),
     "plan, its config named": ("plan", "*/config.yaml"),
     "verify": ("verify", "*", "--ranks", "1"),
@@ -129,7 +129,7 @@ def _run(words: tuple[str, ...], run: Path, cwd: Path, *more: str) -> Done:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_code_of_somebody_elses_run_is_named_and_does_not_run(stranger: Path, tmp_path: Path, verb: str) -> None:
+def test_code_of_another_users_run_is_named_and_not_executed(stranger: Path, tmp_path: Path, verb: str) -> None:
     done = _run(VERBS[verb], stranger, tmp_path)
     file = stranger.parent / "foreign.py"
     assert done.returncode == 2
@@ -146,19 +146,20 @@ def test_code_of_somebody_elses_run_is_named_and_does_not_run(stranger: Path, tm
         f"  data.evaluation.same.target: {file}:points",
         f"  data.evaluation.same.collate: {file}:collate",
     ]
-    assert last == "--trust-run lets it, if you trust whoever made the run (in Python: trust_run=True)"
+    assert last.startswith("--trust-run ")
+    assert last.endswith("(in Python: trust_run=True)")
     assert not (stranger.parent / "executed").exists()
     assert {entry.name for entry in tmp_path.iterdir()} <= {"state"}
 
 
-def test_who_only_looks_is_not_asked(stranger: Path, tmp_path: Path) -> None:
+def test_reading_commands_need_no_trust(stranger: Path, tmp_path: Path) -> None:
     for verb, words in LOOKS.items():
         done = _run(words, stranger, tmp_path)
         assert done.returncode == 0, (verb, done.stderr)
     assert not (stranger.parent / "executed").exists()
 
 
-def test_python_is_asked_too(stranger: Path, tmp_path: Path) -> None:
+def test_the_python_api_needs_trust_too(stranger: Path, tmp_path: Path) -> None:
     def evaluated(config: str, *, trust_run: bool) -> None:
         with lockstep.session(config, trust_run=trust_run) as session:
             session.evaluate()
@@ -174,25 +175,25 @@ def test_python_is_asked_too(stranger: Path, tmp_path: Path) -> None:
     assert (stranger.parent / "executed").exists()
 
 
-def test_a_run_of_ones_own_needs_no_trust(run: Path, tmp_path: Path) -> None:
+def test_the_users_own_run_needs_no_trust(run: Path, tmp_path: Path) -> None:
     for verb in ("eval", "plan", "train --fork"):
         done = _run(VERBS[verb], run, tmp_path)
         assert done.returncode == 0, (verb, done.stderr)
-    again = _run(("train", "fork", "run.steps=4"), run, tmp_path)  # the fork is one's own, too, wherever it lies
+    again = _run(("train", "fork", "run.steps=4"), run, tmp_path)  # the fork belongs to the user, too, in any folder
     (tmp_path / "fork").rename(tmp_path / "moved")
     moved = _run(("eval", "moved"), run, tmp_path)
     assert (again.returncode, moved.returncode) == (0, 0), again.stderr + moved.stderr
 
 
-def test_trusted_it_runs(stranger: Path, tmp_path: Path) -> None:
+def test_a_trusted_run_is_executed(stranger: Path, tmp_path: Path) -> None:
     done = _run(VERBS["eval"], stranger, tmp_path, "--trust-run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("same: loss ")
     assert (stranger.parent / "executed").exists()
 
 
-def test_links_and_copies_and_changes_make_it_nobodys(run: Path, tmp_path: Path) -> None:
-    """Known is what was started, and nothing that looks like it."""
+def test_a_linked_copied_or_changed_run_is_not_trusted(run: Path, tmp_path: Path) -> None:
+    """Only the run that was started is trusted, not one that looks like it."""
     (tmp_path / "link").symlink_to(run)
     assert _run(("plan", "link"), run, tmp_path).returncode == 0
     (tmp_path / "config.yaml").symlink_to(run / "config.yaml")
@@ -213,8 +214,8 @@ def test_links_and_copies_and_changes_make_it_nobodys(run: Path, tmp_path: Path)
     assert "have not started here" in _run(("plan", "copy"), run, tmp_path).stderr
 
 
-def test_code_that_lies_elsewhere_now_is_not_what_was_started(tmp_path: Path) -> None:
-    """A stranger may send back a run of one's own, with another file under the name that its config has."""
+def test_code_at_another_path_is_not_trusted(tmp_path: Path) -> None:
+    """A stranger may return the user's run with another file under the name in its config."""
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     for folder in (mine, theirs):
         folder.mkdir()
@@ -232,8 +233,8 @@ def test_code_that_lies_elsewhere_now_is_not_what_was_started(tmp_path: Path) ->
     assert f"foreign.py:Net (it was {mine}/foreign.py when you started the run" in str(caught.value)
 
 
-def test_a_config_of_ones_own_is_trusted(tmp_path: Path) -> None:
-    """Also under the name that a run's has, beside checkpoints that it keeps there."""
+def test_the_users_own_config_is_trusted(tmp_path: Path) -> None:
+    """The same holds under the name of a run's config, in a folder with checkpoints."""
     (tmp_path / "foreign.py").write_text(FOREIGN)
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(json.dumps(RELATIVE))
@@ -243,7 +244,7 @@ def test_a_config_of_ones_own_is_trusted(tmp_path: Path) -> None:
             approved(load(["config.yaml"], of_runs=[Path("config.yaml")]), trusted=False)
 
 
-def test_what_the_user_says_himself_is_trusted(tmp_path: Path) -> None:
+def test_code_named_on_the_command_line_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "run.lock").touch()
     (tmp_path / "config.yaml").write_text(
         json.dumps(RELATIVE | {"objective": {}, "model": {"kind": "image-classifier"}})
@@ -259,7 +260,7 @@ def test_tensors_are_exported_without_trust(run: Path, tmp_path: Path) -> None:
     assert len(LocalStorage(run / "checkpoints").names()) == 1
 
 
-def test_a_model_of_ones_own_is_no_folder_for_transformers(run: Path) -> None:
+def test_a_custom_model_is_not_loaded_by_transformers(run: Path) -> None:
     done = run_lockstep("export", run, "--format", "hf", "--trust-run")
     assert done.returncode == 2
     assert "--format hf is for models of the transformers library, and this is a Net" in done.stderr
@@ -278,7 +279,7 @@ def _named(**sections: Any) -> tuple[str, ...]:
     return code_named_by(validate({**config, **sections}).config)
 
 
-def test_what_names_code() -> None:
+def test_keys_that_name_code() -> None:
     custom = {"kind": "custom", "target": "a:B"}
     assert _named() == ()
     assert _named(model=custom) == ("model.target: a:B",)
@@ -292,7 +293,7 @@ def test_what_names_code() -> None:
 
 
 def test_variables_that_can_run_code() -> None:
-    """A loader's or a compiler's name in the environment is code too."""
+    """A loader or a compiler that the environment names is code, too."""
     [named] = _named(launch={"environment": {"OMP_NUM_THREADS": "2", "LD_PRELOAD": "evil.so"}})
     assert named == "launch.environment.LD_PRELOAD: evil.so (a variable can make a process run code)"
 
@@ -314,7 +315,7 @@ def test_keys_by_which_transformers_loads_code(architecture: dict[str, Any], nam
     assert [one.split(": ")[0] for one in _named(model=model)] == ([named] if named else [])
 
 
-def test_names_cannot_write_on_the_terminal() -> None:
+def test_names_with_control_characters_are_escaped() -> None:
     [named] = _named(model={"kind": "custom", "target": "a:B\x1b[2J"})
     assert named == r"model.target: a:B\x1b[2J"
 

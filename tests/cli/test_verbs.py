@@ -1,4 +1,4 @@
-"""Each verb passes its arguments on; config and recipes print what they should."""
+"""Each verb passes its arguments on; `config` and `recipes` print their results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from kit.commands import run_lockstep
 
+from lockstep.cli.arguments import size, split
 from lockstep.cli.main import main
-from lockstep.cli.words import size, split
 from lockstep.config.loading import validate
 from lockstep.config.override import Override
 from lockstep.plan.stated_facts import facts_of_config
@@ -23,7 +23,7 @@ Calls = list[tuple[Any, ...]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Replaces the functions that do the verbs' work; every call is kept."""
+    """Replace the functions that the verbs call, and record every call."""
     calls: Calls = []
 
     def stand_in(module: str, name: str, answer: Any) -> None:
@@ -60,7 +60,9 @@ UNTRUSTED = {"trust_remote_code": False, "trust_run": False}
         ("-h", ["-h"], []),
     ],
 )
-def test_words_are_parted(words: str, own: list[str], overrides: list[tuple[str, str | None]]) -> None:
+def test_arguments_and_overrides_are_separated(
+    words: str, own: list[str], overrides: list[tuple[str, str | None]]
+) -> None:
     flags = {"--ranks": True, "--json": False, "--help": False}
     assert split(words.split(), flags) == (own, [Override(key, text) for key, text in overrides])
 
@@ -110,7 +112,7 @@ def test_the_defaults_of_generate(command: Calls) -> None:
     assert command[0][3] == {"tokens": 256, "temperature": 0.8, "top_k": None, "seed": 42, **UNTRUSTED}
 
 
-def test_data_prepare_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_prepare_passes_its_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: dict[str, Any] = {}
 
     def prepare(inputs: list[str], output: Path, **options: Any) -> dict[str, Any]:
@@ -128,21 +130,21 @@ def test_data_prepare_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == "out: train, 1,234 tokens of 2 documents\n"
 
 
-def test_data_fetch_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_fetch_passes_its_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     room = SimpleNamespace(fetch=lambda config: iter([f"model {config.model.pretrained}"]))
     monkeypatch.setitem(sys.modules, "lockstep.data.hub", room)
     assert main(["data", "fetch", "bert-imdb"]) == 0
     assert capsys.readouterr().out == "model bert-base-uncased\n"
 
 
-def test_recipes_takes_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["stdlib-lm", "A", "byte-level"]
     assert any(line.startswith("bert-imdb ") and "lockstep data fetch bert-imdb" in line for line in lines)
 
 
-def test_config_show_tells_value_and_origin(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_show_prints_value_and_origin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "digits", "--optim.lr", "0.5"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line]
     assert ["optim.lr", "0.5", "--optim.lr"] in rows
@@ -196,7 +198,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("words", "said"), CUTS)
-def test_plan_knows_what_a_model_can_be_cut_into(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_plan_checks_how_a_model_can_be_partitioned(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     done = run_lockstep("plan", "stdlib-lm", "--model.layers", "4", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -215,7 +217,7 @@ FROM_THE_HUB = {
 }  # fmt: skip
 
 
-def test_a_plan_needs_no_data_where_the_config_states_the_sizes(
+def test_a_plan_needs_no_data_if_the_config_has_the_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.core.hub._answers", lambda endpoint: pytest.fail("asked the hub"))
@@ -241,6 +243,6 @@ def test_a_plan_needs_no_data_where_the_config_states_the_sizes(
         ({"model": {"kind": "transformer", "vocabulary": 300}}, (400, 128)),
     ],
 )
-def test_what_a_config_alone_tells(change: dict[str, Any], facts: tuple[int, int] | None) -> None:
+def test_facts_from_the_config_only(change: dict[str, Any], facts: tuple[int, int] | None) -> None:
     found = facts_of_config(validate({**FROM_THE_HUB, **change}).config)
     assert (None if found is None else (found.samples, found.tokens_per_sample)) == facts

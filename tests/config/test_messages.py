@@ -112,8 +112,8 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "`memory.activation_checkpointing.mode: full`\n"
         "/run.yaml:5:1: activation_checkpointing: Lockstep's key is memory.activation_checkpointing.mode; true "
         "or false, full or selective\n"
-        "/run.yaml:8:1: gradient_checkpointing_kwargs: activation checkpointing is never reentrant here, and keeps "
-        "the random draws",
+        "/run.yaml:8:1: gradient_checkpointing_kwargs: activation checkpointing is never reentrant in "
+        "Lockstep, and restores random numbers",
     ),
     "a switch of another tool that is off": (
         GOOD + "fp16: no\n",

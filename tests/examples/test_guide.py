@@ -1,4 +1,4 @@
-"""The guide's script, configs and launch scripts, as they lie in examples/guide, made tiny."""
+"""The guide's script, configs and launch scripts in examples/guide, with tiny models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_llama(folder: Path, width: int = 32, vocabulary: int = 256) -> None:
-    """As its library would leave it, without the seconds that the library takes to be imported."""
+    """Write what the library would write, without its import time."""
     folder.mkdir()
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocabulary, "hidden_size": width,
@@ -111,26 +111,26 @@ def test_train_py_is_short() -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp.yaml", "fsdp.yaml"])
-def test_the_yaml_files_are_whole_configs(name: str) -> None:
+def test_the_yaml_files_are_complete_configs(name: str) -> None:
     assert load([GUIDE / "configs" / name], environ={}).config.run.steps == 500
 
 
-def test_the_deepspeed_json_asks_for_nothing_that_is_lost() -> None:
+def test_every_key_of_the_deepspeed_json_has_a_counterpart() -> None:
     values = lockstep.import_config(GUIDE / "configs" / "deepspeed.json")
     assert values["batch"] == {"global_size": 32, "micro_size": 4}
     assert values["parallel"]["deepspeed"]["zero_stage"] == 2  # type: ignore[index]
     assert values["run"] == {"steps": 500}
 
 
-def test_on_one_node_whoever_launches(place: Path, tmp_path: Path) -> None:
-    """train.py under torchrun, and the command alone, are the same run."""
+def test_launchers_on_one_node_give_the_same_run(place: Path, tmp_path: Path) -> None:
+    """`train.py` under torchrun and the command give the same run."""
     script = done(start(place, "one_node.sh", "ddp", tmp_path / "script"), tmp_path / "script")
     own = done(start(place, "own_launcher.sh", "ddp", tmp_path / "own"), tmp_path / "own")
     assert script["evaluation"] == own["evaluation"]
 
 
 def test_on_many_nodes(place: Path, tmp_path: Path) -> None:
-    """Two nodes with a rank each, both this machine."""
+    """Run two nodes with one rank each on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         head = f"127.0.0.1:{probe.getsockname()[1]}"
     variables = {"NODES": "2", "RANKS": "1", "HEAD": head}
@@ -146,8 +146,8 @@ def test_deepspeed_runs_from_its_json(place: Path, tmp_path: Path) -> None:
     assert (found.batch.global_size, found.batch.micro_size) == (8, 2)
 
 
-def test_the_own_launcher_takes_the_json_too(place: Path, tmp_path: Path) -> None:
-    """What `lockstep train` is given in the end."""
+def test_the_custom_launcher_accepts_the_json(place: Path, tmp_path: Path) -> None:
+    """Check the arguments that `lockstep train` gets."""
     command(
         tmp_path,
         "lockstep",
@@ -163,8 +163,8 @@ if [[ $1 == train ]]; then shift; set -- config check "${{@:1:2}}" "${{@:5}}"; f
     assert (process.returncode, said.splitlines()[-1]) == (0, "ok"), said
 
 
-def test_the_own_launcher_s_mode_is_the_strategy(place: Path, tmp_path: Path) -> None:
-    """Of a config that says none; a mode that there isn't is named."""
+def test_the_custom_launcher_s_mode_selects_the_strategy(place: Path, tmp_path: Path) -> None:
+    """The config has no strategy; an unknown mode is named."""
     command(tmp_path, "lockstep", 'echo "$@"')
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     said, _ = start(place, "own_launcher.sh", "fsdp", tmp_path / "out", PATH=path).communicate(timeout=60)
@@ -174,8 +174,8 @@ def test_the_own_launcher_s_mode_is_the_strategy(place: Path, tmp_path: Path) ->
     assert (wrong.returncode, "no mode foo; which mode: ddp, fsdp or deepspeed" in said) == (2, True), said
 
 
-def test_slurm_tells_each_node_where_to_meet(place: Path, tmp_path: Path) -> None:
-    """What srun would start on each node; Slurm itself is played."""
+def test_slurm_passes_the_rendezvous_endpoint_to_each_node(place: Path, tmp_path: Path) -> None:
+    """Run what srun would start on each node; Slurm is simulated."""
     command(tmp_path, "scontrol", "echo node0; echo node1")
     command(tmp_path, "srun", 'shift; exec "$@"')
     command(tmp_path, "torchrun", 'echo "$@"')
@@ -190,7 +190,7 @@ def test_slurm_tells_each_node_where_to_meet(place: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (GUIDE / "scripts").glob("*.sh")))
-def test_scripts_stop_at_what_is_missing(script: str, place: Path) -> None:
+def test_scripts_stop_at_missing_parts(script: str, place: Path) -> None:
     text = (GUIDE / "scripts" / script).read_text()
     assert "set -euo pipefail" in text
     environment = {"PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
@@ -199,7 +199,7 @@ def test_scripts_stop_at_what_is_missing(script: str, place: Path) -> None:
     assert "which mode" in run.stderr or "to be started by sbatch" in run.stderr
 
 
-def test_torchrun_s_report_ends_with_the_sentence(place: Path, tmp_path: Path) -> None:
+def test_torchrun_s_report_ends_with_the_message(place: Path, tmp_path: Path) -> None:
     alone = {"MODEL_NAME": "gpt2", "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     process = start(place, "one_node.sh", "ddp", tmp_path / "out", **alone)
     said, _ = process.communicate(timeout=140)
@@ -210,7 +210,7 @@ def test_torchrun_s_report_ends_with_the_sentence(place: Path, tmp_path: Path) -
     assert cause.strip().startswith(f"traceback : {sentence}")
 
 
-def test_a_mistake_in_the_config_is_said_without_a_traceback(place: Path, tmp_path: Path) -> None:
+def test_a_config_error_is_reported_without_a_traceback(place: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.yaml").write_text("batch: {global_sise: 3}\nrun: {steps: 1}\n")
     words = ["--mode", "ddp", "--config", str(tmp_path / "wrong.yaml"), "--model_name", str(place / "model")]
     run = subprocess.run([sys.executable, str(GUIDE / "train.py"), *words], capture_output=True, text=True, timeout=60)
@@ -319,7 +319,7 @@ def files(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", NAMED)
-def test_no_key_of_a_guide_s_file_is_lost(
+def test_every_key_of_a_guide_s_file_has_a_counterpart(
     mode: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -341,7 +341,7 @@ def test_no_key_of_a_guide_s_file_is_lost(
         assert values["schedule"] == {"kind": "linear", "warmup_type": "log"}
 
 
-def test_a_guide_s_deepspeed_json_is_taken_beside_a_config_that_says_the_same(files: Path) -> None:
+def test_a_guide_s_deepspeed_json_agrees_with_its_config(files: Path) -> None:
     whole = {
         "model": {"kind": "transformer"}, "data": {"train": {"kind": "stdlib-text"}}, "run": {"steps": STEPS},
         "optim": {"betas": [0.9, 0.98], "eps": 1e-7, "clip_norm": 0.5},
@@ -359,7 +359,7 @@ def test_a_guide_s_deepspeed_json_is_taken_beside_a_config_that_says_the_same(fi
 
 @pytest.mark.drill
 def test_a_guide_s_three_files_train_one_after_the_other_in_one_folder(place: Path, files: Path) -> None:
-    """By train.py, under torchrun, as the guide has it."""
+    """Run `train.py` under torchrun, as in the guide."""
     for mode, name in NAMED.items():
         words = ["--mode", mode, "--config", name, "--model_name", str(place / "model"), "--output_dir", f"out/{mode}"]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(GUIDE / "train.py")]

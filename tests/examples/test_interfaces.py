@@ -42,7 +42,7 @@ def test_an_example_is_short(file: Path) -> None:
     assert len(file.read_text().splitlines()) < 40
 
 
-def test_a_monitor_hears_of_updates_restarts_and_the_end_and_its_requests_are_followed(tmp_path: Path) -> None:
+def test_a_monitor_sees_updates_restarts_and_the_end_and_can_request(tmp_path: Path) -> None:
     messages: list[str] = []
     monitor = _from(MONITOR, "Messages")(messages.append, below=100.0)
     lockstep.train(_config(tmp_path / "run", evaluation={"at_end": False}), monitors=[monitor])
@@ -66,8 +66,10 @@ def test_a_monitor_by_name_and_one_that_raises(
     )
     assert "run: done" in capsys.readouterr().out
     assert "Broken failed" in caplog.text
-    with pytest.raises(lockstep.ConfigError, match=r"monitors\[0\]\.target: .*has no Mesages; did you mean Messages\?"):
-        lockstep.train(_config(tmp_path / "other", monitors=[{"target": f"{MONITOR}:Mesages"}]))
+    with pytest.raises(
+        lockstep.ConfigError, match=r"monitors\[0\]\.target: .*has no Messagess; did you mean Messages\?"
+    ):
+        lockstep.train(_config(tmp_path / "other", monitors=[{"target": f"{MONITOR}:Messagess"}]))
 
 
 def test_a_transform_changes_what_is_trained_and_is_part_of_the_run(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_a_run_trains_and_resumes_from_a_storage_in_memory(tmp_path: Path) -> No
         assert checkpoints.resumed_from == 6
 
 
-def test_verbs_see_checkpoints_in_a_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs_find_checkpoints_in_a_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory, target = _from(STORAGE, "MEMORY"), {"target": f"{STORAGE}:MEMORY"}
     memory.objects.clear()
     checkpoint = {"storage": target, "every": "2 steps", "keep_last": 2}
@@ -148,7 +150,7 @@ memory = own_storage:MEMORY
 """
 
 
-def test_an_installed_package_registers_them(
+def test_an_installed_package_registers_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = tmp_path / "own-1.0.dist-info"

@@ -55,13 +55,13 @@ def in_root() -> list[float]:
     return losses(config())
 
 
-def test_the_example_trains_alike_on_one_process_and_on_two_ranks(in_examples: None) -> None:
+def test_the_example_trains_the_same_on_one_process_and_two_ranks(in_examples: None) -> None:
     single = losses(config())
     assert len(single) == 5
     assert in_world(2, in_root) == [pytest.approx(single, rel=1e-5)] * 2
 
 
-def test_objects_train_as_their_names_do(in_examples: None) -> None:
+def test_objects_and_names_train_the_same(in_examples: None) -> None:
     parts = importlib.import_module("examples.own_parts")
     named = losses(config())
     asked = config()
@@ -74,7 +74,7 @@ def test_objects_train_as_their_names_do(in_examples: None) -> None:
     assert losses(asked, **objects) == named
 
 
-def test_an_installed_package_registers_them(
+def test_an_installed_package_registers_its_parts(
     in_examples: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = losses(config())

@@ -1,4 +1,4 @@
-"""The strategy of examples/own_strategy.py, which is defined outside of the package, is one like the others."""
+"""The strategy of examples/own_strategy.py, defined outside the package, works like the others."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _forgotten() -> Any:
     registry._strategies.update(known)
 
 
-def test_it_trains_as_the_single_process() -> None:
+def test_the_strategy_matches_the_single_process() -> None:
     asked = small.config(
         parallel={"strategy": TARGET, "flat": {"average": True}}, batch={"global_size": 13, "micro_size": 3}
     )
     assert differences(recorded(asked, ranks=2), recorded(small.config())) == []
 
 
-def test_plan_table_and_traffic_know_it() -> None:
+def test_plan_table_and_traffic_include_the_strategy() -> None:
     config = validate(small.config(parallel={"strategy": TARGET})).config
     weight = ParameterFacts("weight", (8, 8), 4, True)
     plan = make_plan(config, 2, DataFacts(40, None), [weight])

@@ -354,10 +354,10 @@ def test_what_it_cant_do_is_refused() -> None:
 
 
 def _asked_of_padding() -> str:
-    from outsiders import cells
+    from compatibility import cells
 
     asked, _ = cells.config_of("llama-left", "context")
-    asked["data"]["train"]["collate"] = "outsiders.families:causal_left_asked"
+    asked["data"]["train"]["collate"] = "compatibility.families:causal_left_predicted"
     with small.in_group(), lockstep.session(asked) as session:
         try:
             for _ in session:

@@ -1,4 +1,4 @@
-"""The verb `ckpt`: lockstep ckpt ls | show | verify | diff | prune | audit | import
+"""The verb `ckpt`: lockstep ckpt ls | show | verify | diff | prune | audit | import.
 
 Each takes the folder of a run, of checkpoints, or of one checkpoint. Only `diff` and `import` load torch.
 """
@@ -12,7 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.words import Command, Parser, add_json, add_trust, approved_config, count, path, run_command, whole
+from lockstep.cli.arguments import (
+    Command,
+    Parser,
+    add_json,
+    add_trust,
+    approved_config,
+    count,
+    path,
+    run_command,
+    whole,
+)
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo, plain_line
@@ -24,21 +34,21 @@ if TYPE_CHECKING:
     from lockstep.training.locations import CheckpointLocation
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run one of the commands."""
     try:
-        return run_command("ckpt", COMMANDS, words)
+        return run_command("ckpt", COMMANDS, arguments)
     except OSError as error:
-        if error.filename is None:  # of our own output
+        if error.filename is None:  # of this program's output
             raise
         raise RunFailed(f"can't use {error.filename}: {error.strerror or error}") from error
 
 
-# --- looking ------------------------------------------------------------------------------------------------------
+# --- ls, show -----------------------------------------------------------------------------------------------------
 
 
-def _ls(words: Sequence[str]) -> int:
-    args = _parser("ls", "Lists checkpoints, reading nothing but their manifests.").parse_args(words)
+def _ls(arguments: Sequence[str]) -> int:
+    args = _parser("ls", "Lists checkpoints. Only their manifests are read.").parse_args(arguments)
 
     from lockstep.checkpoint.inspection import keep_reasons, list_checkpoints
     from lockstep.cli import ckpt_text
@@ -52,11 +62,11 @@ def _ls(words: Sequence[str]) -> int:
     return 0
 
 
-def _show(words: Sequence[str]) -> int:
+def _show(arguments: Sequence[str]) -> int:
     parser = _parser("show", "Shows what a checkpoint contains, from its manifest.")
     _add_step(parser)
     parser.add_argument("--tensors", action="store_true", help="list each tensor: name, dtype, shape, size")
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
 
     from lockstep.checkpoint.inspection import as_verification_error
     from lockstep.checkpoint.reading import read_manifest
@@ -73,19 +83,19 @@ def _show(words: Sequence[str]) -> int:
     return 0
 
 
-# --- trusting -----------------------------------------------------------------------------------------------------
+# --- verify, audit ------------------------------------------------------------------------------------------------
 
 
-def _verify(words: Sequence[str]) -> int:
+def _verify(arguments: Sequence[str]) -> int:
     parser = _parser(
         "verify",
-        "Reads and hashes every byte of a checkpoint, and of the weights that the run has left. Exit code 3: "
-        "one is damaged.",
+        "Reads and hashes every byte of a checkpoint, and of the weights that the run has published. Exit code "
+        "3: one is damaged.",
     )
     which = parser.add_mutually_exclusive_group()
     _add_step(which)
-    which.add_argument("--all", action="store_true", help="every checkpoint there is")
-    args = parser.parse_args(words)
+    which.add_argument("--all", action="store_true", help="every checkpoint")
+    args = parser.parse_args(arguments)
 
     from lockstep.checkpoint.inspection import verify, verify_all, verify_weights
     from lockstep.cli import ckpt_text
@@ -109,20 +119,20 @@ def _verify(words: Sequence[str]) -> int:
         verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, published))}
         emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
-        messages = [ckpt_text.distrusted(place.place, faults, len(results))] if faults else []
+        messages = [ckpt_text.damaged(place.place, faults, len(results))] if faults else []
         messages += [f"{run}/{result.name} is damaged: {result.fault}" for result in damaged]
         raise VerificationError("\n".join(messages))
     return 0
 
 
-def _audit(words: Sequence[str]) -> int:
+def _audit(arguments: Sequence[str]) -> int:
     summary = (
-        "Proves from a checkpoint's ledger that the run was trained on every sample of its order, once.\n"
+        "Checks, by a checkpoint's ledger, that the run was trained on every sample of its order once.\n"
         "Exit code 3: it was not, or the checkpoint is damaged."
     )
     parser = _parser("audit", summary)
     _add_step(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
 
     from lockstep.checkpoint.inspection import as_verification_error
     from lockstep.checkpoint.reading import read_manifest
@@ -146,21 +156,21 @@ def _audit(words: Sequence[str]) -> int:
     return 0
 
 
-# --- comparing ----------------------------------------------------------------------------------------------------
+# --- diff ---------------------------------------------------------------------------------------------------------
 
 
-def _diff(words: Sequence[str]) -> int:
+def _diff(arguments: Sequence[str]) -> int:
     summary = (
-        "Shows how two checkpoints differ: tensors, config and state. Their folders, and how long and in how many\n"
-        "attempts they were made, aren't compared. Exit code 0: they are equal; 1: they differ; 3: one is damaged."
+        "Shows how two checkpoints differ: tensors, config and state. Folders, duration and number of attempts aren't\n"
+        "compared. Exit code 0: they are equal; 1: they differ; 3: one is damaged."
     )
     parser = Parser("ckpt diff", summary, usage="A B | RUN --steps N M [--json]")
     parser.add_argument(
-        "checkpoints", nargs="+", type=path, metavar="PATH", help="two checkpoints (of a run, its newest)"
+        "checkpoints", nargs="+", type=path, metavar="PATH", help="two checkpoints, or runs for their newest"
     )
     parser.add_argument("--steps", nargs=2, type=count, metavar=("N", "M"), help="two steps of one run")
     add_json(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     if len(args.checkpoints) != (2 if args.steps is None else 1):
         raise ConfigError("diff compares two: lockstep ckpt diff A B, or lockstep ckpt diff RUN --steps N M")
 
@@ -180,13 +190,13 @@ def _diff(words: Sequence[str]) -> int:
     return 0 if comparison.equal else 1
 
 
-# --- changing -----------------------------------------------------------------------------------------------------
+# --- prune, import ------------------------------------------------------------------------------------------------
 
 
-def _prune(words: Sequence[str]) -> int:
+def _prune(arguments: Sequence[str]) -> int:
     summary = (
-        "Deletes what the run's config wouldn't keep: all but checkpoint.keep_last, keep_every and best. The newest\n"
-        "that verifies is kept, and so are those being read. Exit code 3: none verifies, so none was deleted."
+        "Deletes all checkpoints but those of checkpoint.keep_last, keep_every and best. The newest that verifies is\n"
+        "kept, and so are those being read. Exit code 3: none verifies, so none was deleted."
     )
     parser = _parser("prune", summary)
     parser.add_argument("--keep-last", type=whole, metavar="N", help="instead of checkpoint.keep_last")
@@ -195,7 +205,7 @@ def _prune(words: Sequence[str]) -> int:
         "--aside", action="store_true", help="also delete what was moved aside (broken-*, superseded-*)"
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
 
     from lockstep.checkpoint.inspection import prune, prune_moved_aside
     from lockstep.cli import ckpt_text
@@ -213,52 +223,55 @@ def _prune(words: Sequence[str]) -> int:
     return 0
 
 
-def _import(words: Sequence[str]) -> int:
+def _import(arguments: Sequence[str]) -> int:
     summary = (
-        "Converts weights that other programs have saved to a file for `model.init_from`. Nothing in it is executed;\n"
-        "what isn't weights is left out, and listed. Of a DeepSpeed checkpoint (ZeRO 0, 1, 2, 3), the fp32 values of\n"
-        "all ranks are put together; name the folder that `save_checkpoint` was given, or a tag's in it.\n"
-        "With --config, Adam's moments and steps too: FOLDER becomes a run for `lockstep train FOLDER`, which begins\n"
-        "at its first sample and at the beginning of its schedule."
+        "Converts weights of other programs to a file for `model.init_from`. Nothing in the source is executed; other\n"
+        "contents are skipped and listed. From a DeepSpeed checkpoint (ZeRO 0, 1, 2, 3), the fp32 values of all ranks\n"
+        "are assembled; name the folder that `save_checkpoint` was given, or that of a tag in it.\n"
+        "With --config, Adam's moments and steps are imported, too: FOLDER becomes a run for `lockstep train FOLDER`,\n"
+        "which starts with its first sample and at the beginning of its schedule."
     )
     usage = "FILE FOLDER [--force] [--json] | FILE FOLDER --config RECIPE [overrides] [--json]"
     parser = Parser("ckpt import", summary, usage=usage)
     parser.add_argument(
-        "file", type=path, metavar="FILE", help="of torch, Lightning or safetensors, or a folder of them or DeepSpeed's"
+        "file",
+        type=path,
+        metavar="FILE",
+        help="of torch, Lightning or safetensors, or a folder of them or of DeepSpeed",
     )
     parser.add_argument("folder", type=path, metavar="FOLDER", help="to write to")
     parser.add_argument("--force", action="store_true", help="replace what is there")
-    parser.add_argument("--config", metavar="RECIPE", help="of the run to make: a recipe, or a file")
+    parser.add_argument("--config", metavar="RECIPE", help="config of the run to make: a recipe or a file")
     add_json(parser)
     add_trust(parser)
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     if args.config is not None:
         return _import_run(args, overrides)
     if overrides:
-        raise ConfigError(f"{overrides[0].place} is for a config, and none is given; --config RECIPE names one")
+        raise ConfigError(f"{overrides[0].place} overrides a config; add --config RECIPE")
 
     from lockstep.interop.weights import import_weights
 
-    made = import_weights(args.file, args.folder, force=args.force)
-    echo(made)
+    imported = import_weights(args.file, args.folder, force=args.force)
+    echo(imported)
     if args.json:
-        emit({"file": str(made.file), "tensors": made.tensors, "skipped": list(made.skipped)})
+        emit({"file": str(imported.file), "tensors": imported.tensors, "skipped": list(imported.skipped)})
     return 0
 
 
 def _import_run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
     if args.force:
-        raise ConfigError("--force replaces a file of weights; a run is made in a new folder")
+        raise ConfigError("--force is for files of weights; a run needs a new folder")
     loaded, name = approved_config([args.config], overrides, trusted=args.trust_run)
 
     from lockstep.interop.runs import import_run
     from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
-    made = import_run(args.file, args.folder, loaded.config, name, trust_remote_code=args.trust_remote_code)
-    echo(made)
+    imported = import_run(args.file, args.folder, loaded.config, name, trust_remote_code=args.trust_remote_code)
+    echo(imported)
     if args.json:
-        emit({"run": str(made.run), "of": str(made.source), "steps": made.steps})
+        emit({"run": str(imported.run), "of": str(imported.source), "steps": imported.steps})
     return 0
 
 
@@ -268,11 +281,11 @@ COMMANDS = {
     "verify": Command("read and hash every byte", _verify, "RUN [--step N | --all] [--json]"),
     "diff": Command("show how two checkpoints differ", _diff, "A B, or RUN --steps N M [--json]"),
     "prune": Command(
-        "delete the checkpoints that needn't be kept",
+        "delete checkpoints that the config doesn't keep",
         _prune,
         "RUN [--keep-last N] [--keep-every INTERVAL] [--aside] [--dry-run] [--json]",
     ),
-    "audit": Command("prove that the run was trained on every sample once", _audit, "RUN [--step N] [--json]"),
+    "audit": Command("check that the run was trained on every sample once", _audit, "RUN [--step N] [--json]"),
     "import": Command(
         "convert weights of other programs to a file for model.init_from",
         _import,
@@ -296,7 +309,7 @@ def _add_step(parser: argparse._ActionsContainer) -> None:
 
 
 def _every(text: str) -> Every:
-    """Return an interval, as `checkpoint.keep_every` has it."""
+    """Return an interval in the format of `checkpoint.keep_every`."""
     from lockstep.config.every import Every
 
     try:
@@ -304,7 +317,7 @@ def _every(text: str) -> Every:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if interval.unit == "minutes":
-        raise argparse.ArgumentTypeError("it counts steps, samples, tokens or epochs; minutes aren't in a checkpoint")
+        raise argparse.ArgumentTypeError("use steps, samples, tokens or epochs; a checkpoint doesn't record minutes")
     return interval
 
 
@@ -313,12 +326,12 @@ def _all_of(path: Path, does: str) -> CheckpointLocation:
 
     place = find(path)
     if place.name is not None:
-        raise ConfigError(f"{does} the checkpoints of a run, and {path} is one of them; give {path.parent}")
+        raise ConfigError(f"{does} the checkpoints of a run, but {path} is one checkpoint; use {path.parent}")
     return place
 
 
 def _section(place: CheckpointLocation) -> Checkpoint:
-    """Return which checkpoints are kept: by the run's config, or else by that in its newest checkpoint."""
+    """Return the retention rules: of the run's config, else of the config in its newest checkpoint."""
     from lockstep.checkpoint.inspection import list_checkpoints, recorded_section
 
     return place.config.checkpoint if place.config is not None else recorded_section(list_checkpoints(place.storage))

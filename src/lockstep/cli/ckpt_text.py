@@ -1,4 +1,4 @@
-"""What the sub-verbs of `ckpt` say: lines for people, and objects for scripts."""
+"""Output of the commands of `ckpt`: lines of text, and objects for scripts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.comparison import Comparison, TensorDifference
     from lockstep.training.audit import Audit, Span
 
-_LONGEST = 100  # characters of a value
-_MOST = 12  # lines of one kind
+_MAX_VALUE = 100  # characters
+_MAX_LINES = 12  # of one kind
 
 Lines = list[str]
 Object = dict[str, Any]
@@ -29,96 +29,84 @@ Object = dict[str, Any]
 
 
 def listed(
-    folder: str, found: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Mapping[str, int]
+    folder: str, entries: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Mapping[str, int]
 ) -> Lines:
-    """A table; what is damaged, and what was put aside, in lines of their own."""
-    if not found and not aside:
+    """Return a table, then a line for each checkpoint that is damaged or was moved aside."""
+    if not entries and not aside:
         return [f"there is no checkpoint in {folder}"]
-    rows = [_row(one.manifest, why[one.step]) for one in found if one.manifest is not None]
+    rows = [("step", "samples", "written", "size", "kept as", "metrics")]
+    for entry in entries:
+        if (manifest := entry.manifest) is not None:
+            numbers = (f"{manifest.step:,}", f"{manifest.samples:,}", _ago(manifest), formatting.size(manifest.size))
+            rows.append((*numbers, ", ".join(why[entry.step]) or "(deletable)", _metrics(manifest.metrics)))
     return [
         folder,
-        *(_table([("step", "samples", "written", "size", "stays as", "metrics"), *rows], ">>>><<") if rows else ()),
-        *(f"{one.name} is damaged: {one.damage}" for one in found if one.damage is not None),
-        *(f"put aside: {name}, {formatting.size(size)}" for name, size in aside.items()),
+        *(_table(rows, ">>>><<") if len(rows) > 1 else ()),
+        *(f"{entry.name} is damaged: {entry.damage}" for entry in entries if entry.damage is not None),
+        *(f"moved aside: {name}, {formatting.size(size)}" for name, size in aside.items()),
     ]
 
 
 def listed_json(
-    folder: str, found: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Mapping[str, int]
+    folder: str, entries: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Mapping[str, int]
 ) -> Object:
-    """`size` in bytes."""
-    return {
-        "folder": folder,
-        "checkpoints": [
-            {
-                "name": one.name,
-                "damaged": one.damage,
-                "stays": list(why[one.step]),
-                **(_progress(one.manifest) if one.manifest is not None else {"step": one.step}),
-            }
-            for one in found
-        ],
-        "aside": [{"name": name, "size": size} for name, size in aside.items()],
-    }
-
-
-def _row(manifest: Manifest, why: Sequence[str]) -> tuple[str, ...]:
-    return (
-        f"{manifest.step:,}",
-        f"{manifest.samples:,}",
-        _ago(manifest),
-        formatting.size(manifest.size),
-        ", ".join(why) or "(may go)",
-        _metrics(manifest.metrics),
-    )
+    """Return the same as an object; sizes are in bytes."""
+    checkpoints = [
+        {
+            "name": entry.name,
+            "damaged": entry.damage,
+            "stays": list(why[entry.step]),
+            **(_progress(entry.manifest) if entry.manifest is not None else {"step": entry.step}),
+        }
+        for entry in entries
+    ]
+    moved = [{"name": name, "size": size} for name, size in aside.items()]
+    return {"folder": folder, "checkpoints": checkpoints, "aside": moved}
 
 
 def _progress(manifest: Manifest) -> Object:
-    return {
-        "step": manifest.step,
-        "samples": manifest.samples,
-        "tokens": manifest.tokens,
-        "written": manifest.written,
-        "size": manifest.size,
-        "ranks": manifest.ranks,
-        "metrics": manifest.metrics,
-    }
+    names = ("step", "samples", "tokens", "written", "size", "ranks", "metrics")
+    return {name: getattr(manifest, name) for name in names}
 
 
 # --- show ---------------------------------------------------------------------------------------------------------
 
 
 def shown(place: str, manifest: Manifest, *, tensors: bool) -> Lines:
-    """All that the manifest says but hashes; each tensor only if asked for."""
+    """Return the contents of a manifest without hashes, and each tensor only on request."""
     state = {key: value for key, value in manifest.state.items() if key != "ledger"}
+    facts = {
+        "run": manifest.run,
+        "step": f"{manifest.step:,}",
+        "samples": f"{manifest.samples:,}",
+        "tokens": f"{manifest.tokens:,}",
+        "written": f"{manifest.written} ({_ago(manifest)})",
+        "ranks": str(manifest.ranks),
+        "size": f"{formatting.size(manifest.size)} in {_number(len(manifest.files), 'file')}",
+        "metrics": _metrics(manifest.metrics) or "none at this step",
+        "versions": _versions(manifest.environment) or "unknown",
+    }
+    config = yaml.safe_dump(dict(manifest.config), sort_keys=False, allow_unicode=True, width=120)
+    rows = [
+        (name, entry.dtype, str(list(entry.shape)), formatting.size(entry.size))
+        for name, entry in manifest.tensors.items()
+    ]
     return [
         place,
-        *_pairs(
-            {
-                "run": manifest.run,
-                "step": f"{manifest.step:,}",
-                "samples": f"{manifest.samples:,}",
-                "tokens": f"{manifest.tokens:,}",
-                "written": f"{manifest.written} ({_ago(manifest)})",
-                "ranks": str(manifest.ranks),
-                "size": f"{formatting.size(manifest.size)} in {_number(len(manifest.files), 'file')}",
-                "metrics": _metrics(manifest.metrics) or "none at this step",
-                "versions": _versions(manifest.environment) or "not known",
-            }
-        ),
-        "config, where it isn't the default:",
-        *_indented(_yaml(manifest.config)),
+        *_pairs(facts),
+        "config, without defaults:",
+        *_indented(config.splitlines()),
         "state:",
         *_indented(_pairs({key: _short(yaml_like(value)) for key, value in _flat(state, "")})),
         *_ledger(manifest.state.get("ledger") or ()),
-        f"tensors: {_tensors_in_total(manifest)}",
-        *(_indented(_tensor_table(manifest)) if tensors else ()),
+        f"tensors: {_total_tensors(manifest)}",
+        *(_indented(_table(rows, "<<<>")) if tensors else ()),
     ]
 
 
 def shown_json(name: str, manifest: Manifest, *, tensors: bool) -> Object:
-    """`tensors` only if asked for."""
-    found = {
+    """Return the same as an object; `tensors` only on request."""
+    result = {
         "name": name,
         "run_id": manifest.run,
         **_progress(manifest),
@@ -130,11 +118,11 @@ def shown_json(name: str, manifest: Manifest, *, tensors: bool) -> Object:
         "tensor_bytes": sum(entry.size for entry in manifest.tensors.values()),
     }
     if tensors:
-        found["tensors"] = {
+        result["tensors"] = {
             tensor: {"dtype": entry.dtype, "shape": list(entry.shape), "size": entry.size}
             for tensor, entry in manifest.tensors.items()
         }
-    return found
+    return result
 
 
 def _versions(environment: Mapping[str, Any]) -> str:
@@ -142,18 +130,14 @@ def _versions(environment: Mapping[str, Any]) -> str:
     return ", ".join(f"{package} {version}" for package, version in packages.items() if version is not None)
 
 
-def _yaml(config: Mapping[str, Any]) -> Lines:
-    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=120).splitlines()
-
-
 def _ledger(segments: Sequence[Mapping[str, Any]]) -> Lines:
-    """A line each, without the order of the samples, which is long."""
-    told = (", ".join(f"{key} {value}" for key, value in one.items() if key != "order") for one in segments)
-    return [f"ledger: {_number(len(segments), 'segment')}", *_indented(told)]
+    """Return a line for each segment, without the order of the samples, which is long."""
+    lines = (", ".join(f"{key} {value}" for key, value in segment.items() if key != "order") for segment in segments)
+    return [f"ledger: {_number(len(segments), 'segment')}", *_indented(lines)]
 
 
-def _tensors_in_total(manifest: Manifest) -> str:
-    """By what comes before the first dot: model, optimizer."""
+def _total_tensors(manifest: Manifest) -> str:
+    """Return number and bytes by the first part of the names: model, optimizer."""
     sizes: dict[str, list[int]] = {}
     for name, entry in manifest.tensors.items():
         sizes.setdefault(name.partition(".")[0], []).append(entry.size)
@@ -161,167 +145,155 @@ def _tensors_in_total(manifest: Manifest) -> str:
     return f"{len(manifest.tensors)}: {parts}" if parts else "none"
 
 
-def _tensor_table(manifest: Manifest) -> Lines:
-    rows = [
-        (name, entry.dtype, str(list(entry.shape)), formatting.size(entry.size))
-        for name, entry in manifest.tensors.items()
-    ]
-    return _table(rows, "<<<>")
-
-
 # --- verify -------------------------------------------------------------------------------------------------------
 
 
-def verified(one: VerificationResult) -> str:
-    if one.fault is not None:
-        return f"{one.name}  damaged: {one.fault}"
-    return f"{one.name}  whole: {formatting.size(one.size)} in {formatting.duration(one.seconds)}"
+def verified(result: VerificationResult) -> str:
+    if result.fault is not None:
+        return f"{result.name}  damaged: {result.fault}"
+    return f"{result.name}  intact: {formatting.size(result.size)} in {formatting.duration(result.seconds)}"
 
 
-def distrusted(folder: str, faults: Sequence[VerificationResult], number: int) -> str:
-    """Of so many that were read."""
+def damaged(folder: str, faults: Sequence[VerificationResult], number: int) -> str:
+    """Return the error for the damaged ones among `number` checkpoints."""
     if number == 1:
         return f"{folder}/{faults[0].name} is damaged: {faults[0].fault}"
-    shown = "".join(f"\n  {one.name}: {one.fault}" for one in faults)
-    return f"{len(faults)} of {number} checkpoints in {folder} are damaged:{shown}"
+    lines = "".join(f"\n  {result.name}: {result.fault}" for result in faults)
+    return f"{len(faults)} of {number} checkpoints in {folder} are damaged:{lines}"
 
 
 # --- audit --------------------------------------------------------------------------------------------------------
 
 
-def audited(step: int, found: Audit) -> Lines:
-    segments = zip(found.segments, found.expected, strict=True)
-    rows = [
-        (
-            f"{one.attempt}",
-            f"{one.ranks}",
-            f"{one.first:,}",
-            f"{one.last:,}",
-            "the samples that belong there" if one.digest == expected else "OTHER SAMPLES",
-        )
-        for one, expected in segments
-    ]
+def audited(step: int, audit: Audit) -> Lines:
+    rows = [("attempt", "ranks", "from", "to", "used")]
+    for segment, expected in zip(audit.segments, audit.expected, strict=True):
+        used = "the expected samples" if segment.digest == expected else "OTHER SAMPLES"
+        rows.append((f"{segment.attempt}", f"{segment.ranks}", f"{segment.first:,}", f"{segment.last:,}", used))
     return [
-        *_table([("attempt", "ranks", "from", "to", "had"), *rows], ">>>><"),
-        *(f"from sample {at:,} on: {what}" for at, what in found.changes),
-        f"step {step:,}, {found.samples:,} samples: "
-        + ("complete, each sample of the order once" if found.complete else f"NOT complete: {incomplete(found)}"),
+        *_table(rows, ">>>><"),
+        *(f"from sample {position:,}: {what}" for position, what in audit.changes),
+        f"step {step:,}, {audit.samples:,} samples: "
+        + ("complete, each sample of the order once" if audit.complete else f"NOT complete: {incomplete(audit)}"),
     ]
 
 
-def incomplete(found: Audit) -> str:
-    """What is wrong, in a sentence."""
+def incomplete(audit: Audit) -> str:
+    """Return what is wrong, in a sentence."""
     faults = (
-        ("no update had the samples at", found.gaps),
-        ("more than one update had those at", found.repeats),
-        ("other samples than the order says were used at", found.mismatches),
+        ("no update used the samples at", audit.gaps),
+        ("more than one update used those at", audit.repeats),
+        ("samples that the order doesn't have there were used at", audit.mismatches),
     )
-    return "; ".join(f"{what} {_spans(spans)}" for what, spans in faults if spans)
+    return "; ".join(
+        f"{what} {', '.join(f'{first:,} to {last:,}' for first, last in spans)}" for what, spans in faults if spans
+    )
 
 
-def audited_json(found: Audit) -> Object:
+def audited_json(audit: Audit) -> Object:
+    def lists(spans: Iterable[Span]) -> list[list[int]]:
+        return [list(span) for span in spans]
+
+    segments = zip(audit.segments, audit.expected, strict=True)
     return {
-        "samples": found.samples,
-        "complete": found.complete,
-        "gaps": [list(span) for span in found.gaps],
-        "repeats": [list(span) for span in found.repeats],
-        "mismatches": [list(span) for span in found.mismatches],
-        "changes": [{"at": at, "what": what} for at, what in found.changes],
-        "segments": [
-            {**asdict(one), "expected": expected} for one, expected in zip(found.segments, found.expected, strict=True)
-        ],
+        "samples": audit.samples,
+        "complete": audit.complete,
+        "gaps": lists(audit.gaps),
+        "repeats": lists(audit.repeats),
+        "mismatches": lists(audit.mismatches),
+        "changes": [{"at": position, "what": what} for position, what in audit.changes],
+        "segments": [{**asdict(segment), "expected": expected} for segment, expected in segments],
     }
-
-
-def _spans(spans: Iterable[Span]) -> str:
-    return ", ".join(f"{first:,} to {last:,}" for first, last in spans)
 
 
 # --- diff ---------------------------------------------------------------------------------------------------------
 
 
-def compared(names: Sequence[str], found: Comparison) -> Lines:
-    """The first of each kind of difference."""
-    if found.equal:
-        return [f"equal: {_number(found.same, 'tensor')}, config and state"]
+def compared(names: Sequence[str], comparison: Comparison) -> Lines:
+    """Return the first differences of each kind."""
+    if comparison.equal:
+        return [f"equal: {_number(comparison.same, 'tensor')}, config and state"]
     lines = [f"A  {names[0]}", f"B  {names[1]}"]
-    for side, alone in zip("AB", found.alone, strict=True):
+    for side, alone in zip("AB", comparison.alone, strict=True):
         lines += _first(f"{_number(len(alone), 'tensor')} only in {side}", alone)
-    kinds = [f"{name}: {one} in A, {other} in B" for name, one, other in found.kinds]
-    lines += _first(f"{_number(len(kinds), 'tensor')} of another shape or dtype", kinds)
-    values = [_apart(one) for one in found.values]
-    lines += _first(f"{_number(len(values), 'tensor')} of other values ({found.same} are the same)", values)
-    for what, differences in (("config", found.config), ("state", found.state)):
-        said = [f"{key}: {_said(one)} in A, {_said(other)} in B" for key, (one, other) in differences.items()]
-        lines += _first(f"{_number(len(said), 'value')} of the {what}", said)
+    kinds = [f"{name}: {first} in A, {second} in B" for name, first, second in comparison.kinds]
+    lines += _first(f"{_number(len(kinds), 'tensor')} with another shape or dtype", kinds)
+    values = list(map(_difference, comparison.values))
+    lines += _first(f"{_number(len(values), 'tensor')} with other values ({comparison.same} are identical)", values)
+    for what, differences in (("config", comparison.config), ("state", comparison.state)):
+        items = [f"{key}: {_value(first)} in A, {_value(second)} in B" for key, (first, second) in differences.items()]
+        lines += _first(f"{_number(len(items), 'value')} of the {what}", items)
     return lines
 
 
-def compared_json(found: Comparison) -> Object:
+def compared_json(comparison: Comparison) -> Object:
+    kinds = {
+        name: [{"dtype": kind.dtype, "shape": list(kind.shape)} for kind in pair] for name, *pair in comparison.kinds
+    }
+    values = {
+        tensor.name: {key: value for key, value in asdict(tensor).items() if key != "name"}
+        for tensor in comparison.values
+    }
     return {
-        "equal": found.equal,
-        "only_in": [list(names) for names in found.alone],
-        "kinds": {name: [_kind(one), _kind(other)] for name, one, other in found.kinds},
-        "values": {
-            one.name: {key: value for key, value in asdict(one).items() if key != "name"} for one in found.values
-        },
-        "same": found.same,
-        "config": {key: list(pair) for key, pair in found.config.items()},
-        "state": {key: list(pair) for key, pair in found.state.items()},
+        "equal": comparison.equal,
+        "only_in": [list(names) for names in comparison.alone],
+        "kinds": kinds,
+        "values": values,
+        "same": comparison.same,
+        "config": {key: list(pair) for key, pair in comparison.config.items()},
+        "state": {key: list(pair) for key, pair in comparison.state.items()},
     }
 
 
 def _first(title: str, items: Sequence[str]) -> Lines:
     if not items:
         return []
-    more = [f"  and {len(items) - _MOST} more"] if len(items) > _MOST else []
-    return [f"{title}:", *(f"  {item}" for item in items[:_MOST]), *more]
+    more = [f"  and {len(items) - _MAX_LINES} more"] if len(items) > _MAX_LINES else []
+    return [f"{title}:", *_indented(items[:_MAX_LINES]), *more]
 
 
-def _apart(one: TensorDifference) -> str:
-    far = [f"{one.differing:,} of {one.elements:,} elements"]
-    if one.absolute is not None and one.relative is not None:
-        far.append(f"by {formatting.value(one.absolute)} at most ({formatting.value(one.relative)} of the value)")
-    if one.not_finite:
-        far.append(f"{one.not_finite:,} not finite")
-    return f"{one.name}: {', '.join(far)}"
+def _difference(tensor: TensorDifference) -> str:
+    facts = [f"{tensor.differing:,} of {tensor.elements:,} elements"]
+    if tensor.absolute is not None and tensor.relative is not None:
+        relative = f"{formatting.value(tensor.relative)} of the value"
+        facts.append(f"by at most {formatting.value(tensor.absolute)} ({relative})")
+    if tensor.not_finite:
+        facts.append(f"{tensor.not_finite:,} not finite")
+    return f"{tensor.name}: {', '.join(facts)}"
 
 
-def _kind(kind: Any) -> Object:
-    return {"dtype": kind.dtype, "shape": list(kind.shape)}
-
-
-def _said(value: Any) -> str:
-    return "nothing" if value is None else _short(yaml_like(value))
+def _value(value: Any) -> str:
+    return "missing" if value is None else _short(yaml_like(value))
 
 
 # --- prune --------------------------------------------------------------------------------------------------------
 
 
-def pruned(found: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Lines:
-    gone = {**found.deleted, **aside}
+def pruned(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Lines:
+    deleted = {**result.deleted, **aside}
     verb = "would delete" if dry else "deleted"
-    trusted = f"; {found.trusted} is whole" if found.trusted is not None else ""
+    verified = f"; {result.trusted} is intact" if result.trusted is not None else ""
+    kept = f"{len(result.stay)} {'is' if len(result.stay) == 1 else 'are'} kept"
     return [
-        *(f"{verb} {name}, {formatting.size(size)}" for name, size in gone.items()),
-        *(f"{name} needn't stay, but is being read" for name in found.read),
-        f"{verb} {len(gone) or 'none'} ({formatting.size(sum(gone.values()))}); {len(found.stay)} stay{trusted}",
+        *(f"{verb} {name}, {formatting.size(size)}" for name, size in deleted.items()),
+        *(f"{name} could be deleted, but is being read" for name in result.read),
+        f"{verb} {len(deleted) or 'none'} ({formatting.size(sum(deleted.values()))}); {kept}{verified}",
     ]
 
 
-def pruned_json(found: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Object:
+def pruned_json(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Object:
     return {
         "dry_run": dry,
-        "deleted": list(found.deleted),
+        "deleted": list(result.deleted),
         "aside": list(aside),
-        "bytes": sum(found.deleted.values()) + sum(aside.values()),
-        "read": list(found.read),
-        "stay": list(found.stay),
-        "verified": found.trusted,
+        "bytes": sum(result.deleted.values()) + sum(aside.values()),
+        "read": list(result.read),
+        "stay": list(result.stay),
+        "verified": result.trusted,
     }
 
 
-# --- words --------------------------------------------------------------------------------------------------------
+# --- formatting ---------------------------------------------------------------------------------------------------
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> Lines:
@@ -349,7 +321,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _metrics(metrics: Mapping[str, float | None]) -> str:
-    """held-out: loss 0.1385, accuracy 97.21 %"""
+    """Return metrics by evaluation set, such as `held-out: loss 0.1385, accuracy 97.21 %`."""
     by_set: dict[str, dict[str, float | None]] = {}
     for name, value in metrics.items():
         evaluation, _, metric = name.rpartition(".")
@@ -367,4 +339,4 @@ def _number(number: int, of: str) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"

@@ -1,4 +1,4 @@
-"""The answer to one press of Tab: `python -P -m lockstep.cli.complete SHELL [WORD ...]`, called by the shell's script.
+"""Answer one press of Tab: `python -P -m lockstep.cli.complete SHELL [WORD ...]`, called by the shell's script.
 
     train digits --optim.ki      ->   words                      files: the shell adds names of files
                                       --optim.kind=<Tab>Which optimizer
@@ -24,7 +24,7 @@ _HELP = {"--help": "show help"}
 
 
 class Reply:
-    """The words that may stand at the cursor, each with a description, and whether a file may."""
+    """The words that may follow at the cursor, each with a description, and whether a file may."""
 
     def __init__(self, words: dict[str, str] | None = None, *, files: bool = False) -> None:
         self.words, self.files = words or {}, files
@@ -124,7 +124,7 @@ def _entry(keys: dict[str, Any], typed: str) -> dict[str, Any] | None:
 
 
 def _named(key: str, typed: str) -> str | None:
-    """Return the key with the free name that was typed; None if that is no plain name."""
+    """Return the key with the free name that was typed; None if it isn't a plain name."""
     if "NAME" not in key:
         return key
     parts, names = key.split("."), typed.split(".")
@@ -136,11 +136,11 @@ def _named(key: str, typed: str) -> str | None:
     return ".".join(parts)
 
 
-# --- words as shells hand them over ---------------------------------------------------------------------------------
+# --- words from the shell -------------------------------------------------------------------------------------------
 
 
 def unquoted(word: str) -> str:
-    """Return the text of a word of bash's command line, whose last quote may be open. Nothing in it is expanded."""
+    """Return the text of a word of bash's command line without expanding it; its last quote may be open."""
     letters, quote, escaped = [], "", False
     for letter in word:
         if escaped:

@@ -1,4 +1,4 @@
-"""The verb `completion`: lockstep completion bash | zsh | fish"""
+"""The verb `completion`: lockstep completion bash | zsh | fish."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser
+from lockstep.cli.arguments import Parser
 from lockstep.core.terminal import echo
 
 _EPILOG = """\
   bash  echo 'source <(lockstep completion bash)' >> ~/.bashrc
   zsh   echo 'source <(lockstep completion zsh)' >> ~/.zshrc        after compinit
   fish  lockstep completion fish > ~/.config/fish/completions/lockstep.fish
-The script asks the Python that has printed it: print it again when that has moved."""
+The script calls the Python that printed it: print it again after moving that."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Print the script."""
     parser = Parser(
         "completion", "Prints a shell's completion script for verbs, flags, recipes and config keys.", _EPILOG
     )
     parser.add_argument("shell", choices=tuple(_SCRIPTS), metavar="SHELL", help="bash, zsh or fish")
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     echo(_SCRIPTS[args.shell].replace("PYTHON", shlex.quote(sys.executable)).strip())
     return 0
 
 
-# Words are handed over as arguments, and what comes back is only compared, sliced and offered: no eval, no compgen -W.
+# Words are passed as arguments, and the reply is only compared, sliced and offered: no eval, no compgen -W.
 
 _BASH = r"""
 # Completes lockstep in bash.

@@ -2,7 +2,7 @@
 
     python -m lockstep.cli.completion_table > src/lockstep/cli/completion.json
 
-A keypress reads the committed table: importing every verb and the schema would take longer than a person waits.
+A keypress reads the committed table, because importing every verb and the schema would take too long.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+from lockstep.cli.arguments import Command, Parser
 from lockstep.cli.main import VERBS
-from lockstep.cli.words import Command, Parser
 from lockstep.config import reference, shape
 from lockstep.config.init_templates import STARTS
 from lockstep.config.recipes import overlays, recipes
@@ -24,11 +24,11 @@ from lockstep.config.shape import ValueShape
 
 _WORDS_OF_FLAGS = {"--ranks": ["auto"], "--strategies": ["all"], "--modes": ["all"]}
 _WORDS_OF_POSITIONALS = {"kind": list(STARTS)}
-_NAMES_OR_FILES = ("INPUT", "FILE")
+_FILE_METAVARS = ("INPUT", "FILE")
 
 
 def table() -> dict[str, Any]:
-    """Return what `completion.json` holds."""
+    """Return the contents of `completion.json`."""
     return {
         "commands": {verb: _command(module, summary) for verb, (module, summary) in VERBS.items()},
         "keys": _keys(shape.root(), ""),
@@ -62,7 +62,7 @@ class _Built(Exception):
 
 
 def _parser(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> Parser:
-    """Return the parser that the verb has built when it parses its words."""
+    """Return the parser that the verb builds, by catching it when it parses."""
 
     def caught(parser: Parser, *_: object) -> NoReturn:
         raise _Built(parser)
@@ -72,7 +72,7 @@ def _parser(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> Parser
             run([*words, "--help"])
     except _Built as built:
         return built.parser
-    raise AssertionError(f"{words} parses nothing")
+    raise AssertionError(f"{words} builds no parser")
 
 
 def _arguments(parser: Parser) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _positional(action: argparse.Action) -> dict[str, Any]:
 
 
 def _is_path(action: argparse.Action) -> bool:
-    named = action.metavar in _NAMES_OR_FILES or "a folder or a name" in (action.help or "")
+    named = action.metavar in _FILE_METAVARS or "a folder or a name" in (action.help or "")
     return named or getattr(action.type, "__name__", "") == "path"
 
 

@@ -1,11 +1,11 @@
-"""The verb `config`: lockstep config show | check | schema | deepspeed | import"""
+"""The verb `config`: lockstep config show | check | schema | deepspeed | import."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-from lockstep.cli.words import (
+from lockstep.cli.arguments import (
     CONFIG_EPILOG,
     Command,
     Parser,
@@ -23,15 +23,15 @@ from lockstep.core.terminal import echo, plain_line
 _WIDEST_COLUMN = 40
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run one of the commands."""
-    return run_command("config", COMMANDS, words, CONFIG_EPILOG)
+    return run_command("config", COMMANDS, arguments, CONFIG_EPILOG)
 
 
-def _show(words: Sequence[str]) -> int:
+def _show(arguments: Sequence[str]) -> int:
     parser = _parser("show")
     parser.add_argument("--json", action="store_true", help="print one JSON object: from key to value and origin")
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     loaded, _ = read_config(args.config, overrides)
 
     from lockstep.config.loading import values
@@ -55,11 +55,11 @@ def _show(words: Sequence[str]) -> int:
     return 0
 
 
-def _check(words: Sequence[str]) -> int:
+def _check(arguments: Sequence[str]) -> int:
     parser = _parser("check")
     add_ranks(parser, "as if started on N ranks")
     add_untested(parser)
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     loaded, _ = read_config(args.config, overrides)
 
     from lockstep.plan.plan import check_alone, check_on_ranks
@@ -71,8 +71,8 @@ def _check(words: Sequence[str]) -> int:
     return 0
 
 
-def _schema(words: Sequence[str]) -> int:
-    Parser("config schema", "Prints the JSON Schema from which editors complete.").parse_args(words)
+def _schema(arguments: Sequence[str]) -> int:
+    Parser("config schema", "Prints the JSON Schema for completion in editors.").parse_args(arguments)
 
     from lockstep.config.reference import json_schema
 
@@ -80,12 +80,12 @@ def _schema(words: Sequence[str]) -> int:
     return 0
 
 
-def _deepspeed(words: Sequence[str]) -> int:
+def _deepspeed(arguments: Sequence[str]) -> int:
     parser = _parser("deepspeed")
     add_ranks(parser, "as if started on N ranks")
     add_trust(parser)
     add_untested(parser)
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
 
     from lockstep.training.planning import deepspeed_config
@@ -93,16 +93,16 @@ def _deepspeed(words: Sequence[str]) -> int:
     return deepspeed_config(loaded, trust_remote_code=args.trust_remote_code)
 
 
-def _import(words: Sequence[str]) -> int:
+def _import(arguments: Sequence[str]) -> int:
     from lockstep.cli import config_import
 
-    return config_import.run(words)
+    return config_import.run(arguments)
 
 
 COMMANDS = {
     "show": Command("print every value and where it comes from", _show),
-    "check": Command("print ok, or all that is wrong; with --ranks N, also for N ranks", _check),
-    "schema": Command("print the JSON Schema from which editors complete", _schema),
+    "check": Command("print ok or all errors; with --ranks N, also those on N ranks", _check),
+    "schema": Command("print the JSON Schema for completion in editors", _schema),
     "deepspeed": Command("print the run's DeepSpeed config, for use without Lockstep", _deepspeed),
     "import": Command("convert another tool's config, and report what became of each key", _import),
 }

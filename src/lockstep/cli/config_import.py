@@ -1,8 +1,8 @@
-"""lockstep config import FILE: another tool's config as ours, and what became of each of its keys.
+"""The command `config import`: convert another tool's config, and list what becomes of each key.
 
     args.json  -->  YAML on stdout (or --to FILE)    the keys on stderr (with --to: on stdout)
 
-Nothing is written where a key would be lost that changes the run, unless --lenient is given.
+Nothing is written if a key that changes the run has no counterpart, unless --lenient is given.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from lockstep.cli.words import Parser, path, whole
+from lockstep.cli.arguments import Parser, path, whole
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo, plain_line
@@ -21,29 +21,31 @@ if TYPE_CHECKING:
     from lockstep.interop.importing import ImportedConfig, ImportedKey
 
 _SUMMARY = (
-    "A script's YAML, a DeepSpeed JSON, HF TrainingArguments or Accelerate's config, as a config of Lockstep; each\n"
-    "key is listed as taken, derived, to do, or not needed and why. Overrides (model.kind=transformer) are added."
+    "Converts a script's YAML, a DeepSpeed JSON, HF TrainingArguments or Accelerate's config to a Lockstep config.\n"
+    "Each key is listed: taken, derived, to do, or not needed, with the reason. Overrides are added."
 )
 _EPILOG = """\
-Exit code 2, and nothing written, where the file requests what is not there or not known; --lenient leaves that out.
-What no file has, such as your model and data, is named at the end; overrides add it:
+If a key is not there or not known, the exit code is 2 and nothing is written; --lenient leaves these keys out.
+What no file contains, such as your model and data, is listed at the end; add it by overrides:
   lockstep config import args.json --ranks 8 model.kind=huggingface model.task=causal-lm model.pretrained=gpt2"""
 
 
-def run(words: Sequence[str]) -> int:
-    """Run the verb with the words that follow it."""
+def run(arguments: Sequence[str]) -> int:
+    """Convert a file, list its keys, and write the config."""
     parser = Parser("config import", _SUMMARY, _EPILOG, "FILE [flags] [overrides]")
     parser.add_argument("file", type=path, metavar="FILE", help="YAML or JSON; a pickle is refused")
     kinds = ("yaml", "deepspeed", "trainer", "accelerate")
-    parser.add_argument("--from", dest="kind", choices=kinds, help="by default as its keys tell")
     parser.add_argument(
-        "--ranks", type=whole, metavar="N", help="number of ranks, on all machines, that it was meant for"
+        "--from", dest="kind", choices=kinds, help="the kind of file; by default inferred from its keys"
     )
-    parser.add_argument("--to", type=path, metavar="FILE", help="write the config there; by default to stdout")
-    parser.add_argument("--force", action="store_true", help="--to may overwrite")
-    parser.add_argument("--lenient", action="store_true", help="leave out what is not there or not known")
-    parser.add_argument("--json", action="store_true", help="config and keys as one JSON object on stdout")
-    args, overrides = parser.parse(words)
+    parser.add_argument(
+        "--ranks", type=whole, metavar="N", help="number of ranks on all machines that the file was made for"
+    )
+    parser.add_argument("--to", type=path, metavar="FILE", help="where to write the config; by default stdout")
+    parser.add_argument("--force", action="store_true", help="let --to overwrite a file")
+    parser.add_argument("--lenient", action="store_true", help="leave out keys that are not there or not known")
+    parser.add_argument("--json", action="store_true", help="print config and keys as one JSON object on stdout")
+    args, overrides = parser.parse(arguments)
     _refuse_overwriting(args.to, args.force)
 
     from lockstep.interop.importing import import_file
@@ -55,9 +57,7 @@ def run(words: Sequence[str]) -> int:
         _list_keys(imported, sys.stdout if args.to else sys.stderr)
     if imported.unanswered and not args.lenient:
         keys = ", ".join(plain_line(finding.key) for finding in imported.unanswered)
-        raise ConfigError(
-            f"nothing was written: {keys} would be lost; correct the file, or leave that out by --lenient"
-        )
+        raise ConfigError(f"nothing was written, because {keys} would be lost; correct the file, or use --lenient")
     if args.to:
         args.to.write_text(_yaml(imported))
     elif not args.json:
@@ -100,7 +100,7 @@ def _list_keys(imported: ImportedConfig, to: TextIO) -> None:
     for key, how in imported.missing.items():
         echo(f"to be added: {key}: {how}", file=to)
     if imported.missing:
-        echo("or lay what is written over a recipe that has these: lockstep train RECIPE FILE", file=to)
+        echo("or merge the written file over a recipe that has these: lockstep train RECIPE FILE", file=to)
 
 
 def _settings_and_reason(finding: ImportedKey) -> str:

@@ -1,23 +1,23 @@
-"""The verb `data`: lockstep data fetch | prepare"""
+"""The verb `data`: lockstep data fetch | prepare."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import CONFIG_EPILOG, Command, Parser, add_config, path, read_config, run_command, whole
+from lockstep.cli.arguments import CONFIG_EPILOG, Command, Parser, add_config, path, read_config, run_command, whole
 from lockstep.core.terminal import echo
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run one of the commands."""
-    return run_command("data", COMMANDS, words)
+    return run_command("data", COMMANDS, arguments)
 
 
-def _fetch(words: Sequence[str]) -> int:
-    summary = "Downloads model, tokenizer and data sets of a recipe, so that it runs without a network."
+def _fetch(arguments: Sequence[str]) -> int:
+    summary = "Downloads model, tokenizer and datasets of a recipe, so that it runs without a network."
     parser = Parser("data fetch", summary, CONFIG_EPILOG, "RECIPE [overrides]")
     add_config(parser)
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     loaded, _ = read_config(args.config, overrides)
 
     from lockstep.data.hub import fetch
@@ -27,21 +27,23 @@ def _fetch(words: Sequence[str]) -> int:
     return 0
 
 
-def _prepare(words: Sequence[str]) -> int:
+def _prepare(arguments: Sequence[str]) -> int:
     parser = Parser("data prepare", "Turns text into a folder of token ids, for `data.train.kind: tokens`.")
     parser.add_argument(
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text files, .jsonl, .json, .csv, .parquet files, or folders and names of Hugging Face data sets",
+        help="text files, .jsonl, .json, .csv, .parquet files, or folders and names of Hugging Face datasets",
     )
-    parser.add_argument("--output", type=path, required=True, metavar="FOLDER", help="to write to")
+    parser.add_argument("--output", type=path, required=True, metavar="FOLDER", help="where to write")
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help="a Hugging Face tokenizer, or bytes")
-    parser.add_argument("--split", default="train", help="of data sets, with slices such as train[:1000]; %(default)s")
-    parser.add_argument("--column", default="text", metavar="NAME", help="with the text; %(default)s")
-    parser.add_argument("--configuration", metavar="NAME", help="of a data set")
-    parser.add_argument("--held-out", type=whole, metavar="N", help="every N-th document goes to the split held-out")
-    args = parser.parse_args(words)
+    parser.add_argument(
+        "--split", default="train", help="of datasets, with slices such as train[:1000]; default %(default)s"
+    )
+    parser.add_argument("--column", default="text", metavar="NAME", help="column of the text; default %(default)s")
+    parser.add_argument("--configuration", metavar="NAME", help="configuration of a dataset")
+    parser.add_argument("--held-out", type=whole, metavar="N", help="put every Nth document into the split held-out")
+    args = parser.parse_args(arguments)
 
     from lockstep.data.prepare import prepare
 

@@ -1,21 +1,21 @@
-"""The verb `eval`: lockstep eval RUN"""
+"""The verb `eval`: lockstep eval RUN."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, add_trust, path, ranks
+from lockstep.cli.arguments import Parser, add_json, add_trust, path, ranks
 from lockstep.core.json_output import emit
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Evaluate the weights that a run left, on the evaluation sets of its config."""
     parser = Parser("eval", "Evaluates the model of a run on its evaluation sets, exactly, on any number of ranks.")
     parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
     parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
     add_json(parser)
     add_trust(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
 
     from lockstep.training.finished_run import evaluate_run
 

@@ -1,11 +1,11 @@
-"""The verb `export`: lockstep export RUN [--step N | --best] [--to FOLDER_OR_FILE] [--format FORMAT]"""
+"""The verb `export`: lockstep export RUN [--step N | --best] [--to FOLDER_OR_FILE] [--format FORMAT]."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, add_trust, count, path
+from lockstep.cli.arguments import Parser, add_json, add_trust, count, path
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
@@ -14,7 +14,7 @@ Optimizer state is not read, so damage to it is not detected: `lockstep ckpt ver
 _FORMATS = ("auto", "safetensors", "torch", "hf")
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Write the model, once every byte of it is verified."""
     summary = "Writes the model of a run for other tools, from a checkpoint in which every byte of the model verifies."
     parser = Parser("export", summary, _EPILOG)
@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
     add_trust(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
 
     from lockstep.training.exporting import ExportArguments, export
 

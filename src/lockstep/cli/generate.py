@@ -1,15 +1,15 @@
-"""The verb `generate`: lockstep generate RUN PROMPT"""
+"""The verb `generate`: lockstep generate RUN PROMPT."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, add_trust, count, path, temperature, whole
+from lockstep.cli.arguments import Parser, add_json, add_trust, count, path, temperature, whole
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Print the prompt and how the model continues it."""
     parser = Parser("generate", "Continues a text with the language model of a run.")
     parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
@@ -26,7 +26,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=count, default=42, metavar="N", help="of the samples; default %(default)s")
     add_json(parser)
     add_trust(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
 
     from lockstep.training.finished_run import generate_text
 

@@ -1,4 +1,4 @@
-"""The verb `init`: lockstep init [KIND]"""
+"""The verb `init`: lockstep init [KIND]."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli.words import Parser, path
+from lockstep.cli.arguments import Parser, path
 from lockstep.config.init_templates import CONFIG, STARTS, InitTemplate
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
 from lockstep.core.terminal import echo
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Write a config with comments, and the files it needs; on a terminal ask for what isn't given."""
     kinds = "\n".join(f"  {name:<11} {start.summary}" for name, start in STARTS.items())
     parser = Parser("init", "Writes a first config, with comments.", f"KIND is one of\n{kinds}")
     parser.add_argument("kind", nargs="?", metavar="KIND", help="what to train; on a terminal it is asked for")
-    parser.add_argument("--folder", type=path, default=Path(), metavar="FOLDER", help="to write to; by default here")
+    parser.add_argument(
+        "--folder", type=path, default=Path(), metavar="FOLDER", help="where to write; by default the current folder"
+    )
     parser.add_argument("--model", metavar="NAME", help="finetune, classifier: a folder or a name on the hub")
     parser.add_argument(
         "--data", metavar="NAME", help="text, finetune, classifier: a file, a folder or a name on the hub"
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     asks = args.kind is None and sys.stdin.isatty() and sys.stdout.isatty()
     kind = _ask_kind() if asks else args.kind
     start = _start(kind)
@@ -34,7 +36,7 @@ def run(words: Sequence[str]) -> int:
             raise ConfigError(f"init {kind} has no {flag}; edit {CONFIG} once it is written")
     model = _ask("Model, a folder or a name on the hub", start.model) if asks and not args.model else args.model
     data = _ask("Data, a file, a folder or a name", start.data) if asks and not args.data else args.data
-    model, data = _seen_from(args.folder, model), _seen_from(args.folder, data)
+    model, data = _relative_to(args.folder, model), _relative_to(args.folder, data)
     _write(args.folder, {CONFIG: start.filled_config(model, data), **start.files})
     enter = [] if args.folder == Path() else [f"cd {shlex.quote(str(args.folder))}"]
     check, train = f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"
@@ -44,8 +46,8 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _seen_from(folder: Path, name: str | None) -> str | None:
-    """Return the name of a file or folder as it is from the folder where training starts; a name on the hub stays."""
+def _relative_to(folder: Path, name: str | None) -> str | None:
+    """Return a file or folder relative to the folder where training starts; a name on the hub stays."""
     if not name or not Path(name).expanduser().exists():
         return name
     named = Path(name).expanduser()
@@ -83,7 +85,7 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
     there = [str(folder / name) for name in texts if (folder / name).exists()]
     if there:
         named = f"{' and '.join(there)} {'exist' if len(there) > 1 else 'exists'}"
-        raise ConfigError(f"{named} already and nothing was overwritten; name another --folder")
+        raise ConfigError(f"{named} already, and nothing was overwritten; use another --folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -1,11 +1,11 @@
-"""The command's entry point: finds the verb, runs it, turns failures into exit codes.
+"""The command's entry point: find the verb, run it, turn failures into exit codes.
 
-    argv --> --local-rank=N taken out, checked --> verb's file imported --> run(arguments) --> exit code
+    argv --> --local-rank=N removed, checked --> verb's file imported --> run(arguments) --> exit code
 
-    0 done    1 failed    2 fix your config (or the command line)    3 distrust it    75 start it again    130 stopped
+    0 done    1 failed    2 fix your config or arguments    3 verification failed    75 start it again    130 stopped
 
-Only the verb's own file is imported, and heavy packages only inside the functions that need them: `--help` and mistakes
-in configs are answered in 0.2 s.
+Only the verb's file is imported, and heavy packages only inside the functions that need them: `--help` and errors in
+configs take 0.2 s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERBS = {
     "generate": ("generate", "continue a text with the language model of a run"),
     "export": ("export", "write a run's model for other tools"),
     "report": ("report", "write a run as one HTML page"),
-    "verify": ("verify", "prove on your model that every strategy trains as a single process does"),
+    "verify": ("verify", "check on your model that every strategy trains as a single process does"),
     "plan": ("plan", "show what a run will be, without starting it"),
     "memory": ("memory", "measure on your model what each way to save memory saves and costs"),
     "config": ("config", "show, check, or describe configs"),
@@ -43,48 +43,48 @@ VERBS = {
 }
 
 
-_INSTALLED_BESIDE = ("torch", "numpy", "safetensors")
-"""Packages that --help and checks of configs do without."""
+_HEAVY_PACKAGES = ("torch", "numpy", "safetensors")
+"""Packages that --help and checks of configs don't need."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. `argv` is what follows the program's name."""
+    """Run the command with the arguments after the program's name, and return its exit code."""
     try:
         return _dispatch(_without_local_rank(list(sys.argv[1:] if argv is None else argv)))
     except SystemExit as exit_:  # argparse has printed the error or the help
         return exit_.code if isinstance(exit_.code, int) else 1
     except Failure as failure:
-        _flush(sys.stdout)  # what was printed comes before what went wrong
+        _flush(sys.stdout)  # output comes before the error
         report_to_torchrun(failure)
-        _say(_introduced(failure))
+        _print_error(_error_text(failure))
         return failure.exit_code
     except ModuleNotFoundError as error:
-        if error.name not in _INSTALLED_BESIDE:
+        if error.name not in _HEAVY_PACKAGES:
             raise
-        _say(f"{error.name} is needed for this, and is not installed here: pip install {error.name}")
+        _print_error(f"{error.name} is required and not installed: pip install {error.name}")
         return 2
     except KeyboardInterrupt:
-        _say("stopped")
+        _print_error("stopped")
         return Stopped.exit_code
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory_cause(error):
             raise
         requested = requested_bytes(error)
-        _say("out of memory" + (f": {requested:,} bytes were requested" if requested else ""))
+        _print_error("out of memory" + (f": {requested:,} bytes were requested" if requested else ""))
         return 1
-    except BrokenPipeError:  # the reader of our output, such as `head`, has left
-        _to_nowhere(sys.stdout)
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        _discard(sys.stdout)
         return 1
     except OSError as error:
-        if error.filename is not None or _takes_more(sys.stdout):
+        if error.filename is not None or _is_writable(sys.stdout):
             raise
-        _to_nowhere(sys.stdout)
-        _say(f"output can't be written: {error.strerror}")
+        _discard(sys.stdout)
+        _print_error(f"output can't be written: {error.strerror}")
         return 1
 
 
 def command() -> NoReturn:
-    """End this process with `main`'s exit code. `lockstep.__main__` comes before it."""
+    """End this process with the exit code of `main`; called by `lockstep.__main__`."""
     stop_at_once()
     code = main()
     if "torch" in sys.modules:
@@ -120,22 +120,22 @@ def _help() -> str:
         "usage: lockstep VERB ...\n\n"
         "Distributed PyTorch training where the run stays the same run, whatever the strategy.\n\n"
         f"{lines}\n\n"
-        "lockstep VERB --help says more. To begin: lockstep train"
+        "Run lockstep VERB --help for its arguments. To begin: lockstep train"
     )
 
 
 def _no_verb(word: str) -> str:
     from lockstep.core.closest import did_you_mean
 
-    if word in _OTHERS_VERBS:
-        return f"there is no verb {word!r}; {_OTHERS_VERBS[word]}"
+    if word in _VERBS_OF_OTHER_TOOLS:
+        return f"there is no verb {word!r}; {_VERBS_OF_OTHER_TOOLS[word]}"
     return f"there is no verb {word!r}; {did_you_mean(word, VERBS, 'the verbs are')}"
 
 
-_OTHERS_VERBS = {
+_VERBS_OF_OTHER_TOOLS = {
     **dict.fromkeys(
         ("launch", "torchrun", "spawn"),
-        "lockstep train --ranks N starts N ranks, and torchrun starts a script of yours",
+        "lockstep train --ranks N starts N ranks, and torchrun starts your script",
     ),
     **dict.fromkeys(("run", "fit", "finetune", "fine-tune", "pretrain", "start"), "lockstep train RECIPE trains"),
     **dict.fromkeys(("test", "evaluate", "validate", "score"), "lockstep eval RUN evaluates the model of a run"),
@@ -143,20 +143,20 @@ _OTHERS_VERBS = {
     **dict.fromkeys(("resume", "continue"), "lockstep train RUN resumes a run; --from and --fork begin from one"),
     **dict.fromkeys(("save", "convert", "merge-weights", "push"), "lockstep export RUN writes a model for other tools"),
     **dict.fromkeys(("checkpoint", "checkpoints"), "lockstep ckpt ls RUN lists them"),
-    **dict.fromkeys(("estimate-memory", "dry-run", "env"), "lockstep plan shows what a run will be"),
-    **dict.fromkeys(("tune", "sweep"), "there are no sweeps: start one lockstep train for each value"),
+    **dict.fromkeys(("estimate-memory", "dry-run", "env"), "lockstep plan shows a run without starting it"),
+    **dict.fromkeys(("tune", "sweep"), "there are no sweeps; run lockstep train once for each value"),
 }
 
 
-def _introduced(failure: Failure) -> str:
-    """Return the message; several problems get a line each."""
+def _error_text(failure: Failure) -> str:
+    """Return the message, with a line for each of several problems."""
     problems = failure.problems if isinstance(failure, ConfigError) else ()
     if len(problems) > 1:
         return f"{len(problems)} problems in the config\n" + "\n".join(f"  {problem}" for problem in problems)
     return message_of(failure)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     """Print to stderr, if it is open."""
     with suppress(OSError):
         echo(f"lockstep: {text}", file=sys.stderr)
@@ -164,14 +164,14 @@ def _say(text: str) -> None:
 
 
 def _flush(stream: TextIO) -> None:
-    """Flush, also a terminal that was closed and a full disk."""
+    """Flush; ignore a closed terminal and a full disk."""
     try:
         stream.flush()
     except OSError:
-        _to_nowhere(stream)
+        _discard(stream)
 
 
-def _takes_more(stream: TextIO) -> bool:
+def _is_writable(stream: TextIO) -> bool:
     try:
         os.write(stream.fileno(), b"\n")
     except OSError:
@@ -179,9 +179,8 @@ def _takes_more(stream: TextIO) -> bool:
     return True
 
 
-def _to_nowhere(stream: TextIO) -> None:
-    """Send what is printed from now on, and what is buffered, to /dev/null: at exit Python would try to write it
-    again."""
+def _discard(stream: TextIO) -> None:
+    """Redirect the stream and its buffer to /dev/null, because Python would write the buffer again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

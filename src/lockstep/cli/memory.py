@@ -1,27 +1,27 @@
-"""The verb `memory`: lockstep memory RECIPE [--modes none,full] [--steps N] [overrides]"""
+"""The verb `memory`: lockstep memory RECIPE [--modes none,full] [--steps N] [overrides]."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_run, approved_config, whole
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, add_run, approved_config, whole
 from lockstep.core.json_output import emit
 
 _EPILOG = f"""{CONFIG_EPILOG}
 Trains a few updates of the recipe in each mode, each in new processes: without any saving, with each mode of activation
-checkpointing, with the loss in chunks, and so on. Shows the peak memory of an update, above what model and optimizer
-hold, and how long an update takes. On a GPU torch counts, on the CPU torch's allocator."""
+checkpointing, with the loss in chunks, and so on. Shows the peak memory of an update in addition to model and
+optimizer, and the time of an update. Memory is counted by torch on a GPU, and by torch's allocator on the CPU."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Measure each mode in ranks of this machine."""
     summary = "Measures what each way to save memory saves, and what it costs, on your model and data."
     parser = Parser("memory", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "processes on this machine")
     parser.add_argument("--modes", default="all", metavar="all|A,B", help="names; default %(default)s")
     parser.add_argument("--steps", type=whole, default=5, metavar="N", help="timed updates; default %(default)s")
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
 
     from lockstep.measuring.command import measure_modes

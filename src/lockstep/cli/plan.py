@@ -1,23 +1,23 @@
-"""The verb `plan`: lockstep plan RECIPE --ranks N [overrides]"""
+"""The verb `plan`: lockstep plan RECIPE --ranks N [overrides]."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_run, approved_config, size
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, add_run, approved_config, size
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Print what follows from a config, without starting a process."""
-    summary = "Shows what a run will be: batch, steps, parameters, bytes a rank under every strategy."
+    summary = "Shows batch, steps, parameters, and bytes per rank under every strategy, without starting a run."
     parser = Parser("plan", summary, CONFIG_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "as if started on N ranks")
     parser.add_argument(
-        "--memory", type=size, metavar="SIZE", help="that each rank has, such as 80GiB; by default this machine's"
+        "--memory", type=size, metavar="SIZE", help="memory of each rank, such as 80GiB; by default this machine's"
     )
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
 
     from lockstep.plan.plan import as_json, describe

@@ -1,16 +1,16 @@
-"""The verb `recipes`: lockstep recipes"""
+"""The verb `recipes`: lockstep recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser
+from lockstep.cli.arguments import Parser
 from lockstep.core.terminal import echo
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Print name and description, a line each; the default first."""
-    Parser("recipes", "Lists the configs that come with Lockstep.").parse_args(words)
+    Parser("recipes", "Lists the configs that come with Lockstep.").parse_args(arguments)
 
     from lockstep.config.recipes import recipes
 

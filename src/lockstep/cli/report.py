@@ -1,21 +1,21 @@
-"""lockstep report RUN"""
+"""The verb `report`: lockstep report RUN."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.cli.words import Parser, add_json, path
+from lockstep.cli.arguments import Parser, add_json, path
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
 
-def run(words: Sequence[str]) -> int:
-    """One page that shows a run: finished, stopped or broken."""
-    parser = Parser("report", "Writes a run as one HTML page that needs nothing else: curves, figures, config.")
+def run(arguments: Sequence[str]) -> int:
+    """Write one page that shows a run: finished, stopped or failed."""
+    parser = Parser("report", "Writes a run as one self-contained HTML page: curves, figures, config.")
     parser.add_argument("run", type=path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--output", type=path, metavar="FILE", help="to write to; by default RUN/report.html")
+    parser.add_argument("--output", type=path, metavar="FILE", help="where to write; by default RUN/report.html")
     add_json(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
 
     from lockstep.monitor.folder import is_finished
     from lockstep.report import write_report

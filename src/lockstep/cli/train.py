@@ -1,11 +1,11 @@
-"""The verb `train`: lockstep train RECIPE [overrides], lockstep train RUN"""
+"""The verb `train`: lockstep train RECIPE [overrides], lockstep train RUN."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_run, approved_config, count, path
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, add_run, approved_config, count, path
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
@@ -16,23 +16,23 @@ that of a run. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and s
 SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 save and stop, SIGUSR2 saves and continues."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Check the config before any process exists, then train."""
     parser = Parser("train", "Trains a recipe or a config file.", _EPILOG, "[RECIPE ...|RUN] [options] [overrides]")
-    add_run(parser, "processes on this machine; auto: one a GPU")
+    add_run(parser, "processes on this machine; auto: one per GPU")
     parser.add_argument("--fresh", action="store_true", help="start over, whatever was saved before")
     parser.add_argument("--from", type=count, metavar="STEP", dest="step", help="resume from this step's checkpoint")
     parser.add_argument("--fork", type=path, metavar="FOLDER", help="start a new run in FOLDER from RUN's checkpoint")
     parser.add_argument(
-        "--accept-changes", action="store_true", help="resume although data, model or seed are others than before"
+        "--accept-changes", action="store_true", help="resume although data, model or seed have changed"
     )
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     first = Path(args.config[0]) if args.config else None
     origin = first if first is not None and (first / "config.yaml").is_file() else None
     if args.fork is not None and origin is None:
         raise ConfigError("--fork starts from another run: lockstep train RUN --fork FOLDER")
     if args.fresh and (args.step is not None or args.fork is not None):
-        raise ConfigError("--fresh starts over; --from and --fork start from a checkpoint: give one of them")
+        raise ConfigError("--fresh starts over, but --from and --fork start from a checkpoint; use one of them")
     overrides = [*_run_folder(origin, args.fork), *overrides]
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run, writes=True)
 
@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run_folder(origin: Path | None, fork: Path | None) -> list[Override]:
-    """Return where the run lies: the config of a run whose folder Lockstep has named doesn't state it."""
+    """Return the run's folder as overrides: the config of a run doesn't contain it if Lockstep named the folder."""
     if origin is None:
         return []
     if fork is None:

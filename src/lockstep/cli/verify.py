@@ -1,33 +1,35 @@
-"""The verb `verify`: lockstep verify RECIPE [--strategies all] [--ranks 1,2,4] [overrides]"""
+"""The verb `verify`: lockstep verify RECIPE [--strategies all] [--ranks 1,2,4] [overrides]."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from lockstep.cli.words import CONFIG_EPILOG, Parser, add_config, add_trust, approved_config, path, whole
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, add_config, add_trust, approved_config, path, whole
 
 _EPILOG = f"""{CONFIG_EPILOG}
-Runs the recipe under each strategy, on each number of ranks, in one micro-batch and in several, under its optimizer and
-under SGD; compares losses, gradients and weights with a single process on the same samples; and reports of each
-difference where it begins and its likely cause. Exit codes: 0 all are the same run, 3 one isn't."""
+Runs the recipe under each strategy on each number of ranks, with one micro-batch and with several, under its optimizer
+and under SGD. Compares losses, gradients and weights with a single process on the same samples, and reports the first
+deviation of each run with its likely cause. Exit codes: 0 all runs match, 3 one deviates."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Compare every strategy with the single process, in ranks of this machine."""
-    summary = "Proves that every strategy trains as one process does, on your model and data."
+    summary = "Checks that every strategy trains as a single process does, on your model and data."
     parser = Parser("verify", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
     add_config(parser)
     parser.add_argument("--strategies", default="all", metavar="all|A,B", help="names, such as ddp,fsdp; default all")
     parser.add_argument(
-        "--ranks", type=_numbers, default=(1, 2, 4), metavar="1,2,4", help="numbers of processes to run each on"
+        "--ranks", type=_numbers, default=(1, 2, 4), metavar="1,2,4", help="numbers of processes for each strategy"
     )
     parser.add_argument("--steps", type=whole, default=8, metavar="N", help="updates of each run; default %(default)s")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default %(default)s")
-    parser.add_argument("--html", type=path, metavar="FILE", help="the page; by default runs/verify-RECIPE.html")
+    parser.add_argument(
+        "--html", type=path, metavar="FILE", help="where to write the page; by default runs/verify-RECIPE.html"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON list on stdout, an object for each run")
     add_trust(parser)
-    args, overrides = parser.parse(words)
+    args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
 
     from lockstep.proof.command import verify

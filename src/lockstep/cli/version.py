@@ -1,4 +1,4 @@
-"""The verb `version`: lockstep version"""
+"""The verb `version`: lockstep version."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from lockstep import __version__
-from lockstep.cli.words import Parser
+from lockstep.cli.arguments import Parser
 from lockstep.core.terminal import echo
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Print the versions of Lockstep, Python and torch, without importing torch."""
-    Parser("version", "Prints versions.").parse_args(words)
+    Parser("version", "Prints versions.").parse_args(arguments)
     echo(f"lockstep {__version__}, torch {_version('torch')}, Python {platform.python_version()}")
     return 0
 

@@ -220,7 +220,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "projection_dim": 8,
     }),
 }  # fmt: skip
-"""By a name of ours: the head, and keys of the config."""
+"""Head and keys of the config, by the name in the table."""
 
 _TYPES = {
     "falcon-alibi": "falcon", "opt-left": "opt", "llama-left": "llama", "gpt2-left": "gpt2",
@@ -228,7 +228,7 @@ _TYPES = {
     "roberta-tokens": "roberta", "distilbert-answers": "distilbert", "bert-choices": "bert",
     "ast": "audio-spectrogram-transformer",
 }  # fmt: skip
-"""The library's name of the type, where it is another one."""
+"""The library's name of the model type, where it differs."""
 
 _UNUSED = {
     "esm": ["esm.contact_head.*"],
@@ -238,7 +238,7 @@ _UNUSED = {
     "wav2vec2": ["wav2vec2.masked_spec_embed"],
     "hubert": ["hubert.masked_spec_embed"],
 }
-"""Parameters that these heads never use: frozen, as the refusal advises."""
+"""Parameters that these heads never use; they are frozen, as the refusal recommends."""
 
 _TASKS = {
     "causal": "causal-lm", "causal-left": "causal-lm", "causal-balanced": "causal-lm", "masked": "masked-lm",
@@ -256,25 +256,25 @@ _OTHER_HEADS = {
     "speech2text": "AutoModelForSpeechSeq2Seq",
     "pairs": "AutoModel",
 }
-"""Heads for which a config has no task: models by a function of one's own."""
+"""Heads without a task in the config: a custom function builds the model."""
 
 _OBJECTIVES: dict[str, dict[str, Any]] = {
-    "causal-balanced": {"kind": "custom", "target": "outsiders.families:Balanced"},
+    "causal-balanced": {"kind": "custom", "target": "compatibility.families:Balanced"},
     "token": {"kind": "classification"},
-    "answer": {"kind": "custom", "target": "outsiders.families:Answers"},
+    "answer": {"kind": "custom", "target": "compatibility.families:Answers"},
     "choice": {"kind": "classification"},
     "image": {"kind": "classification"},
-    "pixels": {"kind": "custom", "target": "outsiders.families:Pixels"},
+    "pixels": {"kind": "custom", "target": "compatibility.families:Pixels"},
     "sound": {"kind": "classification"},
     "spectrogram": {"kind": "classification"},
-    "ctc": {"kind": "custom", "target": "outsiders.families:Transcripts"},
+    "ctc": {"kind": "custom", "target": "compatibility.families:Transcripts"},
     "speech2text": {"kind": "seq2seq"},
-    "pairs": {"kind": "custom", "target": "outsiders.families:Matches"},
+    "pairs": {"kind": "custom", "target": "compatibility.families:Matches"},
 }
 
 
 def sections(name: str) -> dict[str, Any]:
-    """The sections `model`, `objective` and `data` of a config."""
+    """Return the sections `model`, `objective` and `data` of a config."""
     head, architecture = FAMILIES[name]
     return {
         "model": {**_model(name, head, architecture), "freeze": _UNUSED.get(name, [])},
@@ -285,14 +285,14 @@ def sections(name: str) -> dict[str, Any]:
 
 def _model(name: str, head: str, architecture: dict[str, Any]) -> dict[str, Any]:
     if head in _OTHER_HEADS:
-        return {"kind": "custom", "target": "outsiders.families:other_head", "arguments": {"name": name}}
-    asked = {"model_type": _TYPES.get(name, name), **architecture}
+        return {"kind": "custom", "target": "compatibility.families:other_head", "arguments": {"name": name}}
+    architecture = {"model_type": _TYPES.get(name, name), **architecture}
     classes = {"classes": 3} if head == "sequence" else {}
-    return {"kind": "huggingface", "task": _TASKS[head], "architecture": asked, **classes}
+    return {"kind": "huggingface", "task": _TASKS[head], "architecture": architecture, **classes}
 
 
 def other_head(name: str) -> nn.Module:
-    """The model of a family for whose head a config has no task."""
+    """Return the model of a family whose head has no task in the config."""
     import transformers
 
     head, architecture = FAMILIES[name]
@@ -309,7 +309,7 @@ def other_head(name: str) -> nn.Module:
 
 
 class _Paired(nn.Module):
-    """The library's own loss of CLIP is a mean; the similarities are what an objective can sum."""
+    """CLIP with similarities as outputs, which an objective can sum; the library's loss is a mean."""
 
     def __init__(self, config: Any) -> None:
         import transformers
@@ -318,8 +318,8 @@ class _Paired(nn.Module):
         self.clip = transformers.AutoModel.from_config(config)
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        found: Tensor = self.clip(**inputs).logits_per_image
-        return found
+        logits: Tensor = self.clip(**inputs).logits_per_image
+        return logits
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -327,9 +327,9 @@ class _Paired(nn.Module):
 
 def _data(name: str, head: str) -> dict[str, Any]:
     if head in _COLLATED:
-        texts = "outsiders.families:EqualFirst" if head == "causal-left" else "kit.ragged:Ragged"
-        return {"kind": "custom", "target": texts, "collate": f"outsiders.families:{_COLLATED[head]}"}
-    return {"kind": "custom", "target": "outsiders.families:Made", "arguments": {"name": name}}
+        texts = "compatibility.families:EqualFirst" if head == "causal-left" else "kit.ragged:Ragged"
+        return {"kind": "custom", "target": texts, "collate": f"compatibility.families:{_COLLATED[head]}"}
+    return {"kind": "custom", "target": "compatibility.families:Made", "arguments": {"name": name}}
 
 
 _COLLATED = {
@@ -339,8 +339,8 @@ _COLLATED = {
 causal, classes, pairs = collate_aligned, collate_classes, collate_pairs
 
 
-def causal_left_asked(texts: list[Tensor]) -> Batch:
-    """As `causal_left`, but the last of the padding before a text is to predict its first token."""
+def causal_left_predicted(texts: list[Tensor]) -> Batch:
+    """Collate like `causal_left`, but let the last padding token predict the first token of the text."""
     batch = causal_left(texts)
     assert isinstance(batch.inputs, dict)
     targets = batch.inputs["input_ids"].masked_fill(batch.inputs["attention_mask"] == 0, -100)
@@ -348,7 +348,7 @@ def causal_left_asked(texts: list[Tensor]) -> Batch:
 
 
 class EqualFirst(Ragged):
-    """The first samples are as long as each other: a look at them shows no padding."""
+    """Texts whose first samples have equal lengths, so they show no padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,16 +356,16 @@ class EqualFirst(Ragged):
 
 
 def causal_left(texts: list[Tensor]) -> Batch:
-    """Padding comes before the texts, and predicts nothing."""
+    """Collate with padding before the texts, which predicts nothing."""
     batch = collate_aligned([text.flip(0) for text in texts])
     assert isinstance(batch.inputs, dict)
-    inputs = {key: one.flip(1) for key, one in batch.inputs.items()}
+    inputs = {key: tensor.flip(1) for key, tensor in batch.inputs.items()}
     first = inputs["attention_mask"].cumsum(1) == 1
     return Batch(inputs, batch.targets.flip(1).masked_fill(first, -100), batch.samples, batch.tokens)
 
 
 def masked(texts: list[Tensor]) -> Batch:
-    """Every third token is hidden behind token 3."""
+    """Collate with every third token masked by token 3."""
     batch = collate_aligned(texts)
     assert isinstance(batch.inputs, dict)
     ids = batch.inputs["input_ids"].clone()
@@ -380,25 +380,25 @@ def tokens(texts: list[Tensor]) -> Batch:
 
 
 def answers(texts: list[Tensor]) -> Batch:
-    """An answer is what lies between a text's first third and its end."""
+    """Collate with the answer between the first third of a text and its end."""
     batch = collate_aligned(texts)
     spans = torch.tensor([[len(text) // 3, len(text) - 1] for text in texts])
     return Batch(batch.inputs, spans, len(texts), batch.tokens)
 
 
 def choices(texts: list[Tensor]) -> Batch:
-    """Each text, and itself backwards."""
+    """Collate each text with its reverse."""
     batch = collate_aligned(texts)
     assert isinstance(batch.inputs, dict)
     turned = collate_aligned([text.flip(0) for text in texts])
     assert isinstance(turned.inputs, dict)
-    both = {key: torch.stack([one, turned.inputs[key]], dim=1) for key, one in batch.inputs.items()}
+    both = {key: torch.stack([tensor, turned.inputs[key]], dim=1) for key, tensor in batch.inputs.items()}
     right = torch.tensor([int(text[0] > text[-1]) for text in texts])
     return Batch(both, right, len(texts), 2 * batch.tokens)
 
 
 class Made(Dataset[dict[str, Tensor]]):
-    """Images and sounds made of noise, and what belongs to them."""
+    """Images and sounds of noise, with targets."""
 
     def __init__(self, name: str, samples: int = 24) -> None:
         head, architecture = FAMILIES[name]
@@ -434,15 +434,19 @@ def _spectrogram(architecture: Architecture, draws: torch.Generator) -> dict[str
 
 
 def _transcript(architecture: Architecture, draws: torch.Generator) -> dict[str, Tensor]:
-    said = torch.randint(1, 12, (5,), generator=draws)
-    said[int(_number(3, draws)) + 3 :] = -100
-    return {"input_values": torch.randn(200, generator=draws), "labels": said}
+    labels = torch.randint(1, 12, (5,), generator=draws)
+    labels[int(_number(3, draws)) + 3 :] = -100
+    return {"input_values": torch.randn(200, generator=draws), "labels": labels}
 
 
 def _dictated(architecture: Architecture, draws: torch.Generator) -> dict[str, Tensor]:
-    said = torch.randint(3, 64, (6,), generator=draws)
-    heard = torch.randn(8, 32, generator=draws)
-    return {"input_features": heard, "decoder_input_ids": torch.cat([torch.tensor([2]), said[:-1]]), "labels": said}
+    labels = torch.randint(3, 64, (6,), generator=draws)
+    features = torch.randn(8, 32, generator=draws)
+    return {
+        "input_features": features,
+        "decoder_input_ids": torch.cat([torch.tensor([2]), labels[:-1]]),
+        "labels": labels,
+    }
 
 
 def _titled(architecture: Architecture, draws: torch.Generator) -> dict[str, Tensor]:
@@ -466,8 +470,10 @@ def _number(most: int, draws: torch.Generator) -> Tensor:
 
 
 class Balanced:
-    """The next token, and the experts' balancing loss as transformers weighs it: it is one of a batch, so that a run
-    depends on how batches are cut."""
+    """Next-token loss with the experts' balancing loss, weighted as in transformers.
+
+    The balancing loss is one of a batch, so a run depends on how batches are split.
+    """
 
     decomposes = False
 
@@ -481,7 +487,7 @@ class Balanced:
 
 
 class Answers:
-    """Both ends of an answer."""
+    """Loss of the start and end of an answer."""
 
     def count(self, batch: Batch) -> int:
         return batch.samples
@@ -492,7 +498,7 @@ class Answers:
 
 
 class Pixels:
-    """A class for each place of logits [B, C, H, W]."""
+    """Loss of a class for each position of logits [B, C, H, W]."""
 
     def count(self, batch: Batch) -> int:
         return int(batch.targets.numel())
@@ -502,20 +508,20 @@ class Pixels:
 
 
 class Transcripts:
-    """CTC over logits [B, T, V] of sounds of one length."""
+    """CTC loss over logits [B, T, V] of sounds of one length."""
 
     def count(self, batch: Batch) -> int:
         return int((batch.targets != -100).sum())
 
     def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
         logs = outputs["logits"].float().log_softmax(-1).transpose(0, 1)
-        said = batch.targets != -100
-        heard = torch.full((logs.shape[1],), logs.shape[0])
-        return F.ctc_loss(logs, batch.targets[said], heard, said.sum(1), reduction="sum", zero_infinity=True)
+        valid = batch.targets != -100
+        lengths = torch.full((logs.shape[1],), logs.shape[0])
+        return F.ctc_loss(logs, batch.targets[valid], lengths, valid.sum(1), reduction="sum", zero_infinity=True)
 
 
 class Matches:
-    """Each image's text among those of its micro-batch, so that a run depends on how batches are cut."""
+    """Contrastive loss within a micro-batch, so a run depends on how batches are split."""
 
     decomposes = False
 

@@ -1,7 +1,7 @@
-"""Runs the cells of the outsiders' table and writes it: `python drills/outsiders_table.py [--strategies ddp,fsdp]`.
+"""Run the cells of the compatibility table and write it: `python drills/compatibility_table.py [--strategies A,B]`.
 
-tests/outsiders/table.json    for the tests
-tests/outsiders/table.md      for readers
+tests/compatibility/table.json    for the tests
+tests/compatibility/table.md      for readers
 
 Read the changes before you commit: a cell that was `same` and no longer is shows a fault.
 """
@@ -17,13 +17,13 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
-PLACE = TESTS / "outsiders"
+PLACE = TESTS / "compatibility"
 _MAX_LENGTH = 400  # characters of a message
 Table = dict[str, dict[str, dict[str, str]]]
 
 
 def main() -> None:
-    from outsiders.cells import STRATEGIES, all_names, run
+    from compatibility.cells import STRATEGIES, all_names, run
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
@@ -31,7 +31,7 @@ def main() -> None:
     place = PLACE / "table.json"
     table: Table = json.loads(place.read_text()) if place.exists() else {}
     for (name, strategy), cell in run(strategies, all_names()).items():
-        table.setdefault(name, {})[strategy] = {"status": cell.status, "said": _plain(cell.said)}
+        table.setdefault(name, {})[strategy] = {"status": cell.status, "message": _plain(cell.message)}
     for strategy in strategies:
         print(strategy, dict(Counter(row[strategy]["status"] for row in table.values())), flush=True)
     ordered = {name: {of: table[name][of] for of in STRATEGIES if of in table[name]} for name in all_names()}
@@ -46,22 +46,22 @@ def _plain(message: str) -> str:
 
 
 def _page(table: Table) -> str:
-    from outsiders.cells import STRATEGIES
-    from outsiders.families import FAMILIES
+    from compatibility.cells import STRATEGIES
+    from compatibility.families import FAMILIES
 
     statuses = Counter(cell["status"] for row in table.values() for cell in row.values())
     parts = [
-        "# The outsiders' table",
-        "Written by `python drills/outsiders_table.py`. `same`: losses, gradients and published weights are the single "
-        "process's. `cut`: they aren't, by design, since the model's loss depends on how batches are split or padded. "
-        "`refused`: with the reason below. `open`: anything else (below).",
+        "# Compatibility",
+        "Written by `python drills/compatibility_table.py`. `same`: losses, gradients and published weights match a "
+        "single process. `varies`: they differ by design, because the model's loss depends on how batches are split or "
+        "padded. `refused`: for the reason below. `failed`: anything else (below).",
         ", ".join(f"{number} {status}" for status, number in statuses.most_common()) + ".",
         f"## {len(FAMILIES)} families of the transformers library",
         _rows({name: row for name, row in table.items() if name in FAMILIES}, list(STRATEGIES)),
         f"## {len(table) - len(FAMILIES)} user-defined models, objectives, optimizers and datasets",
         _rows({name: row for name, row in table.items() if name not in FAMILIES}, list(STRATEGIES)),
-        "## Open",
-        _messages(table, "open") or "None.",
+        "## Failed",
+        _messages(table, "failed") or "None.",
         "## Refused",
         _messages(table, "refused"),
     ]
@@ -83,7 +83,7 @@ def _messages(table: Table, status: str) -> str:
     for name, row in table.items():
         for strategy, cell in row.items():
             if cell["status"] == status:
-                cells.setdefault(" ".join(cell["said"].split()), {}).setdefault(name, []).append(strategy)
+                cells.setdefault(" ".join(cell["message"].split()), {}).setdefault(name, []).append(strategy)
     return "\n".join(f"- {_of(of)}: {message}" for message, of in cells.items())
 
 

@@ -1,6 +1,6 @@
-"""Models, objectives, optimizers and data sets as users write them, each plugged in the way that a page says.
+"""Models, objectives, optimizers and datasets as users write them, each passed as the documentation describes.
 
-OWN[name]  -->  sections of a config, and what is handed over beside them (`lockstep.session(config, **given)`)
+CUSTOM[name]  -->  sections of a config, and objects (`lockstep.session(config, **objects)`)
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ WIDTH, CLASSES, TOKENS = 8, 3, 32
 
 
 @dataclass(frozen=True)
-class Own:
-    """Attributes:
-    model, data: make them.
-    objective: a section of the config, or an object to be handed over.
-    optimizer, collate, schedule: handed over, if given.
-    sections: further ones of the config.
+class Custom:
+    """A user's model with its data.
+
+    Attributes:
+        model, data: Functions that make them.
+        objective: A section of the config, or an object.
+        optimizer, collate, schedule: Arguments of `lockstep.session`.
+        sections: Further sections of the config.
     """
 
     model: Callable[[], nn.Module]
@@ -39,14 +41,14 @@ class Own:
     sections: dict[str, Any] = field(default_factory=dict)
 
 
-def config_and_given(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sections of a config, and what `lockstep.session` is given."""
-    own = OWN[name]
-    given = {"model": own.model, "train_dataset": own.data(), "collate": own.collate, "schedule": own.schedule}
-    given["optimizer"] = own.optimizer
-    if isinstance(own.objective, dict):
-        return {**own.sections, "objective": own.objective}, given
-    return dict(own.sections), {**given, "objective": own.objective}
+def config_and_objects(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return sections of a config, and the arguments of `lockstep.session`."""
+    custom = CUSTOM[name]
+    objects = {name: getattr(custom, name) for name in ("model", "collate", "schedule", "optimizer")}
+    objects["train_dataset"] = custom.data()
+    if isinstance(custom.objective, dict):
+        return {**custom.sections, "objective": custom.objective}, objects
+    return dict(custom.sections), {**objects, "objective": custom.objective}
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def unlabeled() -> TensorDataset:
 
 
 class Triplets(Dataset[tuple[Tensor, ...]]):
-    """An anchor, something like it, something else, and a target that nobody looks at."""
+    """An anchor, a similar and a dissimilar sample, and a target that isn't used."""
 
     def __init__(self) -> None:
         self.values = torch.randn(24, 3, WIDTH, generator=_draws())
@@ -105,7 +107,7 @@ class Triplets(Dataset[tuple[Tensor, ...]]):
 
 
 class Named(Dataset[dict[str, Any]]):
-    """Items by name, nested, with a text among them that `collate` drops."""
+    """Nested items by name, with a text that `collate` drops."""
 
     def __init__(self) -> None:
         self.inner = points()
@@ -119,7 +121,7 @@ class Named(Dataset[dict[str, Any]]):
 
 
 class Sentences(Dataset[tuple[list[int], int]]):
-    """Lists of unequal lengths: only a collate function makes a batch of them."""
+    """Lists of unequal lengths, which need a collate function."""
 
     def __init__(self) -> None:
         draws = _draws()
@@ -148,14 +150,14 @@ def pad(items: list[tuple[list[int], int]]) -> dict[str, Tensor]:
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """No sample can be asked for by its number."""
+    """A dataset without access by index."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(points())
 
 
 def listed() -> list[tuple[Tensor, int]]:
-    """A plain list is a data set, too."""
+    """A plain list as a dataset."""
     values, labels = points().tensors
     return [(values[index], int(labels[index])) for index in range(24)]
 
@@ -168,7 +170,7 @@ def mlp(norm: Callable[[], nn.Module] = nn.Identity, out: int = CLASSES) -> nn.M
 
 
 class Residual(nn.Module):
-    """Blocks in a chain, as a pipeline wants them."""
+    """Blocks in a chain, which a pipeline can partition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +291,7 @@ class _Square(torch.autograd.Function):
         return 2 * value * gradient
 
 
-class OwnFunction(nn.Module):
+class CustomFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
@@ -299,7 +301,7 @@ class OwnFunction(nn.Module):
 
 
 class Counting(nn.Module):
-    """Its state is a buffer that each forward in training changes, and that outputs depend on."""
+    """A model whose outputs depend on a buffer that each training forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +315,7 @@ class Counting(nn.Module):
 
 
 class RunningMean(nn.Module):
-    """Each micro-batch moves the mean that it is centered by: a run depends on how batches are cut."""
+    """A running mean that each micro-batch changes: a run depends on how batches are split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +329,7 @@ class RunningMean(nn.Module):
 
 
 class Twice(nn.Module):
-    """One layer, used twice."""
+    """One layer that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +340,7 @@ class Twice(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Bare parameters: a number, a list of them, a dictionary."""
+    """Parameters without modules: a scalar, a list, a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +354,7 @@ class Scaled(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter beside it."""
+    """A frozen layer with a low-rank adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +376,7 @@ class Parametrized(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each point goes through one of two layers; `always` has both take part in each graph."""
+    """Each point goes through one of two layers; with `always` both are part of each graph."""
 
     def __init__(self, always: bool) -> None:
         super().__init__()
@@ -411,7 +413,7 @@ class Lazy(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """Returns a dictionary: a class and a number."""
+    """A model that returns a dictionary: a class and a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +432,7 @@ class Coded:
 
 
 class Autoencoder(nn.Module):
-    """Variational, without the draw; returns a dataclass."""
+    """A variational model without sampling, which returns a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +444,7 @@ class Autoencoder(nn.Module):
 
 
 class Adversaries(nn.Module):
-    """A generator and a discriminator in one module: two losses, of which each trains its own half."""
+    """A generator and a discriminator in one module: each of two losses trains its half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,7 +457,7 @@ class Adversaries(nn.Module):
 
 
 class Embedded(nn.Module):
-    """The same net for an anchor, something like it, and something else."""
+    """The same network for an anchor, a similar and a dissimilar sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -524,7 +526,7 @@ class Reconstruction(_OfSamples):
 
 
 class Adversarial(_OfSamples):
-    """Both losses in one sum: a gradient is zero where a half isn't to learn of it."""
+    """Both losses in one sum: the gradient of the other half is zero."""
 
     def loss_sum(self, outputs: Any, batch: Batch) -> Tensor:
         real, made, fixed = outputs
@@ -539,7 +541,7 @@ class Triplet(_OfSamples):
 
 
 class InBatch(_OfSamples):
-    """InfoNCE: the others of a micro-batch are what a sample is told from."""
+    """InfoNCE: a sample is contrasted with the others of its micro-batch."""
 
     decomposes = False
 
@@ -549,13 +551,13 @@ class InBatch(_OfSamples):
 
 
 def focal(outputs: Tensor, batch: Batch) -> Tensor:
-    """A plain function."""
+    """An objective as a plain function."""
     logs = F.cross_entropy(outputs, batch.targets, reduction="none")
     return ((1 - torch.exp(-logs)) ** 2 * logs).sum()
 
 
 class Tokens:
-    """Counts targets, not samples."""
+    """An objective that counts targets, not samples."""
 
     def count(self, batch: Batch) -> int:
         return int(batch.targets.numel())
@@ -583,64 +585,64 @@ def _next_token() -> dict[str, str]:
     return {"kind": "next-token"}
 
 
-OWN: dict[str, Own] = {
-    "a chain of blocks": Own(Residual, points),
-    "a Sequential": Own(mlp, points),
-    "a Sequential of float64": Own(
+CUSTOM: dict[str, Custom] = {
+    "a chain of blocks": Custom(Residual, points),
+    "a Sequential": Custom(mlp, points),
+    "a Sequential of float64": Custom(
         lambda: mlp().double(), lambda: TensorDataset(points()[:][0].double(), points()[:][1])
     ),
-    "a tied head": Own(Decoder, texts, _next_token()),
-    "a tied head by F.linear": Own(lambda: Decoder(functional=True), texts, _next_token()),
-    "a layer used twice": Own(Twice, points),
-    "bare parameters": Own(Scaled, points),
-    "an adapter beside a frozen layer": Own(Adapted, points),
-    "weight_norm": Own(lambda: Parametrized(_weight_norm), points),
-    "spectral_norm": Own(lambda: Parametrized(_spectral_norm), points),
-    "a custom autograd function": Own(OwnFunction, points),
-    "a counter in a buffer": Own(Counting, points),
-    "a running mean in a buffer": Own(RunningMean, points),
-    "layer norm": Own(lambda: mlp(lambda: nn.LayerNorm(16)), points),
-    "batch norm": Own(lambda: mlp(lambda: nn.BatchNorm1d(16)), points),
-    "convolutions, group norm": Own(lambda: Convolutional(lambda width: nn.GroupNorm(2, width)), images),
-    "convolutions, batch norm": Own(lambda: Convolutional(nn.BatchNorm2d), images),
-    "a U-Net": Own(UNet, images),
-    "an LSTM": Own(lambda: Recurrent("LSTM"), series),
-    "a GRU both ways": Own(lambda: Recurrent("GRU", both_ways=True), series),
-    "packed sequences": Own(Packed, Sentences, collate=pad),
-    "an EmbeddingBag": Own(Bag, Sentences, collate=pad),
-    "sparse embeddings": Own(lambda: Bag(sparse=True), Sentences, collate=pad),
-    "attention of torch's": Own(Attending, series),
-    "a graph": Own(Graph, series),
-    "experts, all in each graph": Own(lambda: Experts(always=True), points),
-    "experts that batches skip": Own(
+    "a tied head": Custom(Decoder, texts, _next_token()),
+    "a tied head by F.linear": Custom(lambda: Decoder(functional=True), texts, _next_token()),
+    "a layer used twice": Custom(Twice, points),
+    "bare parameters": Custom(Scaled, points),
+    "an adapter beside a frozen layer": Custom(Adapted, points),
+    "weight_norm": Custom(lambda: Parametrized(_weight_norm), points),
+    "spectral_norm": Custom(lambda: Parametrized(_spectral_norm), points),
+    "a custom autograd function": Custom(CustomFunction, points),
+    "a counter in a buffer": Custom(Counting, points),
+    "a running mean in a buffer": Custom(RunningMean, points),
+    "layer norm": Custom(lambda: mlp(lambda: nn.LayerNorm(16)), points),
+    "batch norm": Custom(lambda: mlp(lambda: nn.BatchNorm1d(16)), points),
+    "convolutions, group norm": Custom(lambda: Convolutional(lambda width: nn.GroupNorm(2, width)), images),
+    "convolutions, batch norm": Custom(lambda: Convolutional(nn.BatchNorm2d), images),
+    "a U-Net": Custom(UNet, images),
+    "an LSTM": Custom(lambda: Recurrent("LSTM"), series),
+    "a GRU both ways": Custom(lambda: Recurrent("GRU", both_ways=True), series),
+    "packed sequences": Custom(Packed, Sentences, collate=pad),
+    "an EmbeddingBag": Custom(Bag, Sentences, collate=pad),
+    "sparse embeddings": Custom(lambda: Bag(sparse=True), Sentences, collate=pad),
+    "attention of torch's": Custom(Attending, series),
+    "a graph": Custom(Graph, series),
+    "experts, all in each graph": Custom(lambda: Experts(always=True), points),
+    "experts that batches skip": Custom(
         lambda: Experts(always=False), points, sections={"parallel": {"ddp": {"find_unused_parameters": True}}}
     ),
-    "complex parameters": Own(Complex, points),
-    "lazy layers": Own(Lazy, points),
-    "a dictionary of outputs": Own(TwoHeads, points, BothHeads()),
-    "a dataclass of outputs": Own(Autoencoder, unlabeled, Reconstruction()),
-    "adversaries in one module": Own(Adversaries, points, Adversarial()),
-    "triplets": Own(Embedded, Triplets, Triplet()),
-    "an in-batch loss": Own(Embedded, Triplets, InBatch()),
-    "regression": Own(lambda: mlp(out=1), measured, nn.MSELoss(reduction="sum")),
-    "robust regression": Own(lambda: mlp(out=1), measured, nn.HuberLoss(reduction="sum")),
-    "several tags": Own(Residual, tagged, nn.BCEWithLogitsLoss(reduction="sum")),
-    "a mean as objective": Own(mlp, points, nn.CrossEntropyLoss()),
-    "a function as objective": Own(Residual, points, focal),
-    "tokens counted by oneself": Own(Decoder, texts, Tokens()),
-    "items by name": Own(Sides, Named),
-    "a plain list": Own(mlp, listed),
-    "an iterable data set": Own(mlp, Stream),
-    "Adagrad": Own(Residual, points, optimizer=_by(torch.optim.Adagrad)),
-    "RMSprop": Own(Residual, points, optimizer=_by(torch.optim.RMSprop)),
-    "NAdam": Own(Residual, points, optimizer=_by(torch.optim.NAdam)),
-    "RAdam": Own(Residual, points, optimizer=_by(torch.optim.RAdam)),
-    "Adamax": Own(Residual, points, optimizer=_by(torch.optim.Adamax)),
-    "Adadelta": Own(Residual, points, optimizer=_by(torch.optim.Adadelta)),
-    "ASGD": Own(Residual, points, optimizer=_by(torch.optim.ASGD)),
-    "Rprop": Own(Residual, points, optimizer=_by(torch.optim.Rprop)),
-    "AMSGrad": Own(Residual, points, optimizer=_by(torch.optim.AdamW, amsgrad=True)),
-    "Nesterov": Own(Residual, points, optimizer=_by(torch.optim.SGD, momentum=0.9, nesterov=True)),
-    "LBFGS": Own(Residual, points, optimizer=_by(torch.optim.LBFGS)),
-    "a schedule of one's own": Own(Residual, points, schedule=lambda step, steps: math.cos(step)),
+    "complex parameters": Custom(Complex, points),
+    "lazy layers": Custom(Lazy, points),
+    "a dictionary of outputs": Custom(TwoHeads, points, BothHeads()),
+    "a dataclass of outputs": Custom(Autoencoder, unlabeled, Reconstruction()),
+    "adversaries in one module": Custom(Adversaries, points, Adversarial()),
+    "triplets": Custom(Embedded, Triplets, Triplet()),
+    "an in-batch loss": Custom(Embedded, Triplets, InBatch()),
+    "regression": Custom(lambda: mlp(out=1), measured, nn.MSELoss(reduction="sum")),
+    "robust regression": Custom(lambda: mlp(out=1), measured, nn.HuberLoss(reduction="sum")),
+    "several tags": Custom(Residual, tagged, nn.BCEWithLogitsLoss(reduction="sum")),
+    "a mean as objective": Custom(mlp, points, nn.CrossEntropyLoss()),
+    "a function as objective": Custom(Residual, points, focal),
+    "custom token counts": Custom(Decoder, texts, Tokens()),
+    "items by name": Custom(Sides, Named),
+    "a plain list": Custom(mlp, listed),
+    "an iterable dataset": Custom(mlp, Stream),
+    "Adagrad": Custom(Residual, points, optimizer=_by(torch.optim.Adagrad)),
+    "RMSprop": Custom(Residual, points, optimizer=_by(torch.optim.RMSprop)),
+    "NAdam": Custom(Residual, points, optimizer=_by(torch.optim.NAdam)),
+    "RAdam": Custom(Residual, points, optimizer=_by(torch.optim.RAdam)),
+    "Adamax": Custom(Residual, points, optimizer=_by(torch.optim.Adamax)),
+    "Adadelta": Custom(Residual, points, optimizer=_by(torch.optim.Adadelta)),
+    "ASGD": Custom(Residual, points, optimizer=_by(torch.optim.ASGD)),
+    "Rprop": Custom(Residual, points, optimizer=_by(torch.optim.Rprop)),
+    "AMSGrad": Custom(Residual, points, optimizer=_by(torch.optim.AdamW, amsgrad=True)),
+    "Nesterov": Custom(Residual, points, optimizer=_by(torch.optim.SGD, momentum=0.9, nesterov=True)),
+    "LBFGS": Custom(Residual, points, optimizer=_by(torch.optim.LBFGS)),
+    "a custom schedule": Custom(Residual, points, schedule=lambda step, steps: math.cos(step)),
 }

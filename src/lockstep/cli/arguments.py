@@ -1,9 +1,9 @@
-"""The arguments of a verb: its own flags, names and files, and overrides of the config.
+"""The arguments of a verb: its flags, names and files, and overrides of the config.
 
     train digits more.yaml --ranks 2 --optim.lr 1e-3 run.steps=5 --model.compile
           names            flag      override        override    override (true)
 
-A flag that the verb doesn't have is an override; if it is no key either, the config error suggests the closest key.
+A flag that the verb doesn't have is an override; if there is no such key, the config error suggests the closest one.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Command(NamedTuple):
     usage: str = ""
 
 
-def run_command(verb: str, commands: Mapping[str, Command], words: Sequence[str], epilog: str = "") -> int:
-    """Run the command of `verb` that the first word names, or print which there are."""
-    if not words or words[0] in ("-h", "--help"):
+def run_command(verb: str, commands: Mapping[str, Command], arguments: Sequence[str], epilog: str = "") -> int:
+    """Run the command of `verb` that the first argument names, or list all commands."""
+    if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, commands))
         lines = "\n".join(
             f"  {name} {of.usage}\n      {of.summary}" if of.usage else f"  {name:<{width}}  {of.summary}"
             for name, of in commands.items()
         )
         echo(f"usage: lockstep {verb} {{{','.join(commands)}}} ...\n\n{lines}" + (f"\n\n{epilog}" if epilog else ""))
-        return 0 if words else 2
-    name, *rest = words
+        return 0 if arguments else 2
+    name, *rest = arguments
     if name not in commands:
         raise ConfigError(f"{verb} has no command {name!r}; {did_you_mean(name, commands)}")
     return commands[name].run(rest)
@@ -83,14 +83,14 @@ class Parser(argparse.ArgumentParser):
             flag: action.nargs != 0 for action in self._actions for flag in action.option_strings if flag[1:2] == "-"
         }
 
-    def parse(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[Override]]:
-        """Return the verb's own arguments, and the overrides, those that a flag is short for among them.
+    def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Override]]:
+        """Return the verb's arguments and the overrides, including those that a flag abbreviates.
 
         Raises:
-            ConfigError: An override without a dot is nearly one of the flags.
+            ConfigError: An override without a dot resembles a flag.
         """
         flags = self.flags()
-        own, overrides = split(words, flags)
+        own, overrides = split(arguments, flags)
         args = self.parse_args(own)
         problems = []
         for override in overrides:
@@ -107,11 +107,11 @@ class Parser(argparse.ArgumentParser):
         return args, overrides
 
 
-def split(words: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[Override]]:
-    """Return the verb's own words and the overrides, both in their order."""
+def split(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[Override]]:
+    """Return the verb's arguments and the overrides, both in their order."""
     own: list[str] = []
     overrides: list[Override] = []
-    rest = list(words)
+    rest = list(arguments)
     while rest:
         word = rest.pop(0)
         flag, equals, _ = word.partition("=")
@@ -131,7 +131,7 @@ def split(words: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list
 
 
 def read_config(names: Sequence[str], overrides: Sequence[Override]) -> tuple[LoadedConfig, str]:
-    """Return the config, for looking at it, and what a run of it is called. Raises ConfigError."""
+    """Return the config, to be shown only, and the name of a run with it. Raises ConfigError."""
     with _no_garbage_collection():
         from lockstep.config.loading import load
         from lockstep.config.recipes import resolve_all
@@ -147,10 +147,10 @@ def read_config(names: Sequence[str], overrides: Sequence[Override]) -> tuple[Lo
 def approved_config(
     names: Sequence[str], overrides: Sequence[Override], *, trusted: bool, writes: bool = False
 ) -> tuple[LoadedConfig, str]:
-    """Return the same as `read_config`, for acting on it.
+    """Return the same as `read_config`, to be executed.
 
     Raises:
-        ConfigError: The config is wrong, or somebody else's run has it and `trusted` is False.
+        ConfigError: The config is wrong, or is that of another user's run and `trusted` is False.
     """
     loaded, name = read_config(names, overrides)
 
@@ -161,7 +161,7 @@ def approved_config(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Building the schema makes many objects and no garbage; looking for it took an eighth of a config's 0.2 s."""
+    """Disable garbage collection: building the schema makes no garbage, and the search took 12 % of the 0.2 s."""
     gc.disable()
     try:
         yield
@@ -169,7 +169,7 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-# --- flags that several verbs have ----------------------------------------------------------------------------------
+# --- flags of several verbs -----------------------------------------------------------------------------------------
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -189,21 +189,19 @@ def add_untested(parser: argparse.ArgumentParser) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on stdout, everything else on stderr"
+    )
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add the flags that allow code to run."""
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="let code that comes with a downloaded model run"
-    )
-    parser.add_argument(
-        "--trust-run", action="store_true", help="let code run that the config of somebody else's run names"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a downloaded model")
+    parser.add_argument("--trust-run", action="store_true", help="run code that another user's run names in its config")
 
 
 def add_run(parser: argparse.ArgumentParser, ranks_text: str) -> None:
-    """Add what all verbs have that start a run or ask about one."""
+    """Add the arguments of all verbs that start or describe a run."""
     add_config(parser)
     add_ranks(parser, ranks_text)
     add_json(parser)
@@ -227,7 +225,7 @@ def whole(text: str, wanted: str = "a whole number above 0") -> int:
 
 
 def path(text: str) -> Path:
-    """Return a path of a file system."""
+    """Return a path; refuse a URL."""
     refusal = url_refusal(text)
     if refusal is not None:
         raise argparse.ArgumentTypeError(refusal)
@@ -235,7 +233,7 @@ def path(text: str) -> Path:
 
 
 def size(text: str) -> int:
-    """Return bytes: 80GiB, 80GB, 24G (GiB, as memory is sold), or a number of bytes of a MiB or more."""
+    """Return bytes for 80GiB, 80GB, 24G (GiB), or a number of at least a MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0; write 80GiB, 80GB or a number of bytes")
