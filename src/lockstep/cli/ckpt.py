@@ -28,6 +28,7 @@ from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo, plain_line
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.manifest import Manifest
     from lockstep.config.every import Every
     from lockstep.config.override import Override
     from lockstep.config.schema import Checkpoint
@@ -68,15 +69,9 @@ def _show(arguments: Sequence[str]) -> int:
     parser.add_argument("--tensors", action="store_true", help="list each tensor: name, dtype, shape, size")
     args = parser.parse_args(arguments)
 
-    from lockstep.checkpoint.inspection import as_verification_error
-    from lockstep.checkpoint.reading import read_manifest
     from lockstep.cli import ckpt_text
-    from lockstep.training.locations import choose, find
 
-    place = find(args.run)
-    name = choose(place, args.step)
-    with as_verification_error(place.storage, name):
-        manifest = read_manifest(place.storage, name)
+    place, name, manifest = _chosen(args)
     _print(ckpt_text.shown(place.where(name), manifest, tensors=args.tensors))
     if args.json:
         emit({"run": str(args.run), **ckpt_text.shown_json(name, manifest, tensors=args.tensors)})
@@ -134,16 +129,10 @@ def _audit(arguments: Sequence[str]) -> int:
     _add_step(parser)
     args = parser.parse_args(arguments)
 
-    from lockstep.checkpoint.inspection import as_verification_error
-    from lockstep.checkpoint.reading import read_manifest
     from lockstep.cli import ckpt_text
     from lockstep.training.audit import audit
-    from lockstep.training.locations import choose, find
 
-    place = find(args.run)
-    name = choose(place, args.step)
-    with as_verification_error(place.storage, name):
-        manifest = read_manifest(place.storage, name)
+    place, name, manifest = _chosen(args)
     try:
         result = audit(manifest.state, manifest.samples)
     except VerificationError as error:
@@ -319,6 +308,18 @@ def _every(text: str) -> Every:
     if interval.unit == "minutes":
         raise argparse.ArgumentTypeError("use steps, samples, tokens or epochs; a checkpoint doesn't record minutes")
     return interval
+
+
+def _chosen(args: argparse.Namespace) -> tuple[CheckpointLocation, str, Manifest]:
+    """Return the checkpoint of `--step`, else the newest: where it is, its name and its manifest."""
+    from lockstep.checkpoint.inspection import as_verification_error
+    from lockstep.checkpoint.reading import read_manifest
+    from lockstep.training.locations import choose, find
+
+    place = find(args.run)
+    name = choose(place, args.step)
+    with as_verification_error(place.storage, name):
+        return place, name, read_manifest(place.storage, name)
 
 
 def _all_of(path: Path, does: str) -> CheckpointLocation:

@@ -65,11 +65,7 @@ class ImportedConfig:
     @property
     def unanswered(self) -> tuple[ImportedKey, ...]:
         """The keys without a counterpart, whose effect the run would lose."""
-        return _lost(self.findings)
-
-
-def _lost(findings: Sequence[ImportedKey]) -> tuple[ImportedKey, ...]:
-    return tuple(finding for finding in findings if finding.answer.status in ("not there", "not known"))
+        return tuple(finding for finding in self.findings if finding.answer.status in ("not there", "not known"))
 
 
 def import_file(
@@ -132,10 +128,14 @@ def _imported(
     if None not in (ranks, stated) and stated != ranks:
         raise ConfigError(f"{file.path} is for {stated} ranks, but {word} is {ranks}; leave {word} out, or correct it")
     findings = listed(file, ranks, asks)
-    over = _overridden(also)
+    tree, problems = from_flags(also, Table())
+    if problems:
+        raise ConfigError(problems)
+    over = {".".join(path): to_python(node) for path, node in leaves(tree) if path}
     values = {key: value for finding in findings for key, value in finding.answer.settings.items()}
     settings = {key: value for key, value in values.items() if not _is_replaced(key, over)} | over
     missing = {key: how for key, (how, _) in _NECESSARY.items() if not _has(settings, key)}
+    imported = ImportedConfig(file, findings, settings, missing)
     by_key = {key: finding for finding in findings for key in finding.answer.settings if key not in over}
     whole = dict(settings)
     for key in missing:
@@ -144,8 +144,8 @@ def _imported(
         validate(nested(whole))
     except ConfigError as error:
         problems = [_placed(problem, by_key, over) for problem in error.problems]
-        raise ConfigError([*problems, *([] if lenient else map(_problem, _lost(findings)))]) from None
-    return ImportedConfig(file, findings, settings, missing)
+        raise ConfigError([*problems, *([] if lenient else map(_problem, imported.unanswered))]) from None
+    return imported
 
 
 def listed(file: ForeignFile, ranks: int | None = None, asks: str = _FLAG) -> tuple[ImportedKey, ...]:
@@ -192,13 +192,6 @@ def nested(settings: Mapping[str, object]) -> dict[str, object]:
     return {name: tree[name] for name in dict.fromkeys(order) if name in tree}
 
 
-def _overridden(also: Sequence[Override]) -> dict[str, object]:
-    tree, problems = from_flags(also, Table())
-    if problems:
-        raise ConfigError(problems)
-    return {".".join(path): to_python(node) for path, node in leaves(tree) if path}
-
-
 def _is_replaced(key: str, over: Mapping[str, object]) -> bool:
     """Return whether an override sets the same by another key, as `run.steps` replaces `run.epochs`."""
     section, _, word = key.rpartition(".")
@@ -208,10 +201,9 @@ def _is_replaced(key: str, over: Mapping[str, object]) -> bool:
 
 def _ranks_of(file: ForeignFile) -> int | None:
     here, machines = file.number("nproc_per_node"), file.number("nnodes", "num_nodes", "num_machines") or 1
-    return here * machines if here is not None else file.number(*_RANKS)
-
-
-_RANKS = ("num_processes", "world_size", "num_gpus", "devices", "gpus")
+    if here is not None:
+        return here * machines
+    return file.number("num_processes", "world_size", "num_gpus", "devices", "gpus")
 
 
 # --- all keys together ----------------------------------------------------------------------------------------------
@@ -235,33 +227,30 @@ def _settled(findings: Sequence[ImportedKey]) -> list[ImportedKey]:
     return settled
 
 
-_DEFAULTS: Mapping[ForeignKind, tuple[tuple[str, str, Mapping[str, object]], ...]] = {
-    "trainer": (
-        ("learning_rate", "optim.lr", {"optim.lr": 5e-5}),
-        ("weight_decay", "optim.weight_decay", {"optim.weight_decay": 0.0}),
-        ("lr_scheduler_type", "schedule.kind", {"schedule.kind": "linear"}),
-        ("bf16, fp16", "precision.compute", {"precision.compute": "fp32"}),
-        ("num_train_epochs", "run.epochs", {"run.epochs": 3.0}),
-    ),
-    "deepspeed": (
-        ("gradient_clipping", "optim.clip_norm", {"optim.clip_norm": None}),
-        ("scheduler", "schedule.kind", {"schedule.kind": "constant"}),
-        ("bf16, fp16", "precision.compute", {"precision.compute": "fp32"}),
-        (
-            "zero_optimization.stage",
-            "parallel.strategy",
-            {"parallel.strategy": "deepspeed", "parallel.deepspeed.zero_stage": 0},
-        ),
-    ),
-    "accelerate": (("mixed_precision", "precision.compute", {"precision.compute": "fp32"}),),
+_DEFAULTS: Mapping[ForeignKind, Mapping[str, Mapping[str, object]]] = {
+    "trainer": {
+        "learning_rate": {"optim.lr": 5e-5},
+        "weight_decay": {"optim.weight_decay": 0.0},
+        "lr_scheduler_type": {"schedule.kind": "linear"},
+        "bf16, fp16": {"precision.compute": "fp32"},
+        "num_train_epochs": {"run.epochs": 3.0},
+    },
+    "deepspeed": {
+        "gradient_clipping": {"optim.clip_norm": None},
+        "scheduler": {"schedule.kind": "constant"},
+        "bf16, fp16": {"precision.compute": "fp32"},
+        "zero_optimization.stage": {"parallel.strategy": "deepspeed", "parallel.deepspeed.zero_stage": 0},
+    },
+    "accelerate": {"mixed_precision": {"precision.compute": "fp32"}},
 }
-"""Defaults of the tools by kind of file: the tool's key, Lockstep's key for it, and the default in Lockstep's keys."""
+"""Defaults of the tools by kind of file and the tool's key, as settings of which the first decides if it is set."""
 
 
 def _defaults(file: ForeignFile, findings: Sequence[ImportedKey], asks: str) -> Iterator[ImportedKey]:
     """Yield the tool's defaults that the file relies on and Lockstep doesn't share."""
     settings = {key: value for finding in findings for key, value in finding.answer.settings.items()}
-    for word, target, default in _DEFAULTS.get(file.kind, ()):
+    for word, default in _DEFAULTS.get(file.kind, {}).items():
+        target = next(iter(default))
         has_length = target == "run.epochs" and _has(dict.fromkeys(settings, 1), target)
         if target not in settings and not has_length and not _left_open(word, file):
             why = f"not in the file; the default of {NAMES[file.kind]}"

@@ -37,9 +37,8 @@ class Case:
     Attributes:
         number: Index among all cases, refused ones included.
         strategy: Name of its layout.
-        optimizer: Name of its optimizer.
+        optimizer: Name of its optimizer, and of the reference run.
         accumulation: Micro-batches per rank.
-        reference: Name of the reference run, which is that of the optimizer.
     """
 
     number: int
@@ -47,7 +46,6 @@ class Case:
     ranks: int
     optimizer: str
     accumulation: int
-    reference: str
     config: Config
 
 
@@ -159,8 +157,7 @@ def _cases(base: Config, linear: Config, layout: RunLayout, ranks: int) -> Itera
         del runs[base.optim.name, configured.accumulation]
     for (optimizer, accumulation), (config, micro_size) in runs.items():
         batched = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro_size})})
-        case_config = _with_layout(batched, layout, ranks)
-        yield Case(0, layout.name, ranks, optimizer, accumulation, optimizer, case_config)
+        yield Case(0, layout.name, ranks, optimizer, accumulation, _with_layout(batched, layout, ranks))
 
 
 def _mesh(config: Config, layout: RunLayout, ranks: int) -> Mesh:

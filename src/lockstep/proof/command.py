@@ -14,7 +14,7 @@ from lockstep.core.files import write_atomically
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 from lockstep.proof.api import compare_strategies
-from lockstep.proof.html import VerificationPage, compose
+from lockstep.proof.html import compose
 from lockstep.proof.rows import HEAD, Row, cells, explanation, line
 from lockstep.proof.tolerances import TOLERANCES
 from lockstep.training.user_objects import UserObjects, refuse_given
@@ -70,7 +70,7 @@ def verify(
         if not row.passed:
             echo(f"{explanation(row)}\n")
     echo("\n".join([tolerances, *(f"note: {note}" for note in result.notes), "", summary]))
-    content = compose(VerificationPage(recipe, result, steps, precision), summary, tolerances)
+    content = compose(recipe, result, steps, precision, summary, tolerances)
     echo(_write(content, page or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)
     if as_json:
         emit([row.as_json() for row in rows])

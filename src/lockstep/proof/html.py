@@ -9,13 +9,12 @@ tolerances, notes
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import __version__
-from lockstep.proof.rows import HEAD, cells, explanation, largest
+from lockstep.proof.rows import HEAD, Row, cells, explanation, largest
 from lockstep.proof.tolerances import NORMALIZING_OPTIMIZERS
 from lockstep.report.facts import date
 from lockstep.report.html import render
@@ -32,43 +31,33 @@ _LEGEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class VerificationPage:
-    """Contents of the page."""
-
-    recipe: str
-    result: ComparedRuns
-    steps: int
-    precision: str
-
-
-def compose(page: VerificationPage, verdict: str, tolerances: str) -> str:
+def compose(recipe: str, result: ComparedRuns, steps: int, precision: str, verdict: str, tolerances: str) -> str:
     """Return the page as HTML."""
-    rows = page.result.rows
+    rows = result.rows
     failed = [row for row in rows if row.passed is False]
     ranks = ", ".join(str(number) for number in dict.fromkeys(row.ranks for row in rows))
     now = date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     return render(
         "proof.html",
         Path(__file__).parent,
-        title=f"{page.recipe}: verification",
+        title=f"{recipe}: verification",
         kicker="Strategies compared with a single process",
-        heading=page.recipe,
+        heading=recipe,
         standfirst=verdict[:1].upper() + verdict[1:] + ".",
         state="Not verified" if failed else "Verified",
-        byline=f" · {page.steps} updates · {page.precision} · on {ranks} ranks",
+        byline=f" · {steps} updates · {precision} · on {ranks} ranks",
         flaws=[explanation(row) for row in failed],
-        figures=_figures(page),
+        figures=_figures(rows),
         rows=[[*(word.capitalize() for word in HEAD[:-1]), ""], *(list(cells(row)) for row in rows)],
         tolerances=[tolerances[:1].upper() + tolerances[1:] + ".", *_LEGEND],
-        notes=[*page.result.notes, *(explanation(row) for row in rows if row.status == "refused")],
+        notes=[*result.notes, *(explanation(row) for row in rows if row.status == "refused")],
         footer=f"Made by Lockstep {__version__} on {now}.",
     )
 
 
-def _figures(page: VerificationPage) -> list[tuple[str, str, str]]:
+def _figures(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     """Return the largest differences, each as (name, value, unit)."""
-    compared = [row for row in page.result.rows if row.passed is not None]
+    compared = [row for row in rows if row.passed is not None]
     normalizing = [row.max_weight_difference for row in compared if row.optimizer in NORMALIZING_OPTIMIZERS]
     linear = [row.max_weight_difference for row in compared if row.optimizer not in NORMALIZING_OPTIMIZERS]
     figures = [

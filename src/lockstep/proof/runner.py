@@ -214,7 +214,7 @@ def run_case(job: VerificationJob, case: Case, world: World) -> Row:
     message = job.folder / f"{case.number}.{_FAILED}-{world.rank}"
     try:
         with opened(case.config, _with_copied_model(job.objects)) as session:
-            comparison = RunComparison(session, job.folder / case.reference, job.steps, tolerance, case.optimizer)
+            comparison = RunComparison(session, job.folder / case.optimizer, job.steps, tolerance, case.optimizer)
             comparison.run(job.tamper)
     except Stopped:
         raise
