@@ -315,7 +315,7 @@ def test_files_of_two_saves_are_refused(copied: Callable[[str], Path], saves: Pa
 def test_a_truncated_file_is_refused(copied: Callable[[str], Path], size: int) -> None:
     folder = copied("2-fp32")
     os.truncate(folder / OPTIM.format(1), size)
-    refused(folder, f"{OPTIM.format(1)} is no file that torch.save wrote, or a damaged one")
+    refused(folder, f"{OPTIM.format(1)} isn't a file of torch.save, or is damaged")
 
 
 def test_shapes_in_another_order_are_refused(copied: Callable[[str], Path]) -> None:
@@ -401,7 +401,7 @@ def test_latest_must_name_a_checkpoint(copied: Callable[[str], Path], latest: st
 
 def test_init_from_reports_how_to_import_it(saves: Path) -> None:
     for folder in (saves / "2" / "2-fp32", saves / "2" / "2-fp32" / TAG):
-        with pytest.raises(ConfigError, match=rf"`lockstep ckpt import {folder} WEIGHTS` makes weights of it"):
+        with pytest.raises(ConfigError, match=rf"convert it with `lockstep ckpt import {folder} WEIGHTS`"):
             read_weights(folder)
 
 

@@ -1,4 +1,4 @@
-"""Freezing, blocks, facts, and modules of the user's own."""
+"""Freezing, repeated blocks, facts of parameters, and custom modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _transformer(**more):
 # --- freezing ------------------------------------------------------------------------------------------------------
 
 
-def test_frozen_parameters_get_no_gradient_and_the_others_do():
+def test_only_frozen_parameters_have_no_gradient():
     model = build_model(_transformer(freeze=("blocks.0.*", "*_norm.weight")), FACTS, 1)
     model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
     for name, parameter in model.named_parameters():
@@ -42,20 +42,20 @@ def test_each_name_of_a_tied_parameter_freezes_it():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "says"),
+    ("pattern", "message"),
     [
         ("embedding", "did you mean 'embedding.\\*' \\(1 parameters\\)"),
         ("blocks.0.attention.querry.weight", "nearest names: blocks.0.attention.query.weight"),
         ("zzz", "the names begin with blocks, embedding, head, norm"),
-        ("*", "nothing is left"),
+        ("*", "keep one to train"),
     ],
 )
-def test_a_pattern_without_effect_is_told(pattern, says):
-    with pytest.raises(ConfigError, match=says):
+def test_a_pattern_without_effect_is_refused(pattern, message):
+    with pytest.raises(ConfigError, match=message):
         build_model(_transformer(freeze=(pattern,)), FACTS, 1)
 
 
-def test_all_wrong_patterns_are_told_at_once():
+def test_all_wrong_patterns_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         freeze(nn.Linear(2, 2), ["wait", "bia"])
     assert len(caught.value.problems) == 2
@@ -85,7 +85,7 @@ class _Nested(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(2, 2)])
 
 
-def test_blocks_of_several_families():
+def test_blocks_of_several_architectures():
     assert repeated_blocks(build_model(_transformer(), FACTS, 1)) == ["blocks.0", "blocks.1"]
     text = build_model(TextClassifierModel(kind="text-classifier", layers=3, width=8), FACTS, 1)
     assert repeated_blocks(text) == ["blocks.0", "blocks.1", "blocks.2"]
@@ -97,15 +97,15 @@ def test_blocks_of_several_families():
     assert repeated_blocks(_Alternating()) == [f"layers.{index}" for index in range(4)]
 
 
-def test_lists_of_lists_are_one_list_of_what_can_be_called():
+def test_lists_of_lists_are_one_list_of_modules_with_a_forward():
     """A ModuleList, or a ModuleDict, has no forward around which FSDP could gather it."""
     stages = nn.ModuleList(nn.ModuleList(_Experts() for _ in range(depth)) for depth in (1, 2))
     assert repeated_blocks(nn.ModuleDict({"stages": stages})) == ["stages.0.0", "stages.1.0", "stages.1.1"]
     parts = nn.ModuleList(nn.ModuleDict({"mix": _Experts(), "scale": nn.Linear(2, 2)}) for _ in range(2))
-    assert repeated_blocks(parts) == [f"{part}.mix.experts.{one}" for part in range(2) for one in range(8)]
+    assert repeated_blocks(parts) == [f"{part}.mix.experts.{expert}" for part in range(2) for expert in range(8)]
 
 
-def test_where_nothing_repeats_there_are_no_blocks():
+def test_modules_without_repeated_layers_have_no_blocks():
     assert repeated_blocks(nn.Linear(2, 2)) == []
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())) == []
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ["0", "1"]
@@ -123,18 +123,18 @@ def test_facts_count_a_tied_parameter_once(tied):
     assert any(fact.name == "head.weight" for fact in facts) is not tied
 
 
-def test_planning_imports_little():
+def test_planning_imports_few_modules():
     code = (
         "import sys; from lockstep.models.build import describe_model; from lockstep.core.records import DataFacts; "
         "from lockstep.config.schema import TransformerModel; before = len(sys.modules); "
         "describe_model(TransformerModel(kind='transformer'), DataFacts(1, 1, vocabulary=9)); "
         "print(len(sys.modules) - before)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(found.stdout) < 50
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(process.stdout) < 50
 
 
-def test_planning_allocates_nothing():
+def test_planning_allocates_no_memory():
     facts = describe_model(TransformerModel(kind="transformer", layers=80, width=8192, heads=64), FACTS)
     assert sum(fact.elements for fact in facts) > 60e9
 
@@ -145,7 +145,7 @@ FILE = """
 import torch
 from torch import nn
 
-class Looks(nn.Module):
+class ReadsValues(nn.Module):
     def __init__(self, width=4, zero=False):
         super().__init__()
         self.layer = nn.Linear(width, width)
@@ -160,26 +160,26 @@ def number():
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "mine.py"
+    path = tmp_path / "custom.py"
     path.write_text(FILE)
     return path
 
 
-def test_a_file_of_the_users_own(file):
-    section = CustomModel(kind="custom", target=f"{file}:Looks", arguments={"width": 3}, freeze=("*.bias",))
+def test_a_module_from_a_users_file(file):
+    section = CustomModel(kind="custom", target=f"{file}:ReadsValues", arguments={"width": 3}, freeze=("*.bias",))
     model = build_model(section, FACTS, 1)
     assert model.layer.weight.shape == (3, 3)
     assert not model.layer.bias.requires_grad
-    assert describe_model(section, FACTS) == parameter_facts(model)  # though it looks at values
+    assert describe_model(section, FACTS) == parameter_facts(model)  # although its constructor reads values
 
 
-def test_what_a_constructor_set_stands(file):
-    model = build_model(CustomModel(kind="custom", target=f"{file}:Looks", arguments={"zero": True}), FACTS, 1)
+def test_the_values_of_a_custom_constructor_are_kept(file):
+    model = build_model(CustomModel(kind="custom", target=f"{file}:ReadsValues", arguments={"zero": True}), FACTS, 1)
     assert model.layer.weight.count_nonzero() == 0
 
 
-def test_what_is_no_module_is_told(file):
-    with pytest.raises(ConfigError, match="gave a int, not a torch"):
+def test_a_target_that_returns_no_module_is_refused(file):
+    with pytest.raises(ConfigError, match="returned a int, not a torch"):
         build_model(CustomModel(kind="custom", target=f"{file}:number"), FACTS, 1)
 
 
@@ -188,12 +188,14 @@ def test_a_given_model_is_not_built():
         lambda: build_model(GivenModel(kind="given"), FACTS, 1),
         lambda: describe_model(GivenModel(kind="given"), FACTS),
     ):
-        with pytest.raises(ConfigError, match="handed over in Python"):
+        with pytest.raises(ConfigError, match="from the Python API"):
             build()
 
 
 @pytest.mark.parametrize("vocabulary", [None, 20])
 def test_the_vocabulary_comes_from_the_data_or_the_config(vocabulary):
     facts = FACTS if vocabulary else DataFacts(100, 16)
-    with pytest.raises(ConfigError, match=r"model.vocabulary: (20 is too few: the data has 30|the data does not say)"):
+    with pytest.raises(
+        ConfigError, match=r"model.vocabulary: (20 is too few: the data has 30|the data doesn't determine)"
+    ):
         build_model(_transformer(vocabulary=vocabulary), facts, 1)

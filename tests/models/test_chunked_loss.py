@@ -1,4 +1,4 @@
-"""A loss that never holds all logits is the loss that does, and so are its gradients and metrics."""
+"""The chunked loss, its gradients and its metrics are the same as those of all logits at once."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("chunk", [1, 10, 100])
-def test_it_is_the_cross_entropy_of_all_at_once(smoothing: float, biased: bool, chunk: int) -> None:
+def test_it_is_the_cross_entropy_of_all_logits(smoothing: float, biased: bool, chunk: int) -> None:
     draws = torch.Generator().manual_seed(4)
     inputs = [torch.randn(shape, generator=draws, requires_grad=True) for shape in ((37, 16), (50, 16), (50,))]
     hidden, weight, bias = inputs[0], inputs[1], inputs[2] if biased else None
     targets = torch.randint(0, 50, (37,), generator=draws).index_fill_(0, torch.tensor([0, 9, 36]), -100)
     logits = F.linear(hidden, weight, bias)
     expected = cross_entropy_sum(logits, targets, smoothing)
-    found = chunked_cross_entropy(hidden, weight, bias, targets, chunk, smoothing)
-    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert found.plain.item() == pytest.approx(cross_entropy_sum(logits, targets).item(), rel=1e-6)
-    assert found.right.item() == (logits.argmax(-1) == targets).sum().item()
+    sums = chunked_cross_entropy(hidden, weight, bias, targets, chunk, smoothing)
+    assert sums.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert sums.plain.item() == pytest.approx(cross_entropy_sum(logits, targets).item(), rel=1e-6)
+    assert sums.right.item() == (logits.argmax(-1) == targets).sum().item()
     trained = inputs[: 3 if biased else 2]
-    for one, other in zip(
-        torch.autograd.grad(0.3 * found.loss, trained), torch.autograd.grad(0.3 * expected, trained), strict=True
+    for gradient, other in zip(
+        torch.autograd.grad(0.3 * sums.loss, trained), torch.autograd.grad(0.3 * expected, trained), strict=True
     ):
-        assert (one - other).norm() <= 1e-6 * other.norm()
+        assert (gradient - other).norm() <= 1e-6 * other.norm()
 
 
-def test_a_frozen_head_and_no_targets() -> None:
+def test_a_frozen_head_without_valid_targets() -> None:
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
-    found = chunked_cross_entropy(hidden, weight, None, torch.full((6,), -100), 4, 0.0)
-    found.loss.backward()
-    assert found.loss.item() == 0.0
+    sums = chunked_cross_entropy(hidden, weight, None, torch.full((6,), -100), 4, 0.0)
+    sums.loss.backward()
+    assert sums.loss.item() == 0.0
     assert hidden.grad is not None
     assert not hidden.grad.any()
 
@@ -67,8 +67,8 @@ def step(model: nn.Module, objective: Any, batch: Batch) -> None:
     objective.loss_sum(model(**batch.inputs), batch).backward()
 
 
-def test_all_logits_are_never_there() -> None:
-    """The peak grows with the vocabulary by a chunk's logits and the head's gradient, not by all logits."""
+def test_all_logits_are_never_in_memory() -> None:
+    """Check that the peak grows with the vocabulary by a chunk's logits and the head's gradient, not by all logits."""
     tokens = torch.randint(0, 100, (8, 128))
     batch = Batch({"tokens": tokens}, tokens, 8, 1024)
     peaks: dict[str, list[int]] = {"whole": [], "chunked": []}
@@ -89,20 +89,20 @@ def test_all_logits_are_never_there() -> None:
 
 
 def test_language_models_of_the_transformers_library() -> None:
-    """Aligned targets, untied and tied heads, under fsdp, metrics included; with blocks that are computed again."""
+    """Compare aligned targets, tied and untied heads, under fsdp with recomputed blocks, metrics included."""
     sections = [{**family(name), "optim": SGD, "objective": {"label_smoothing": 0.1}} for name in ("llama", "qwen")]
     memory = {"loss_chunk": 7, "activation_checkpointing": {"mode": "full"}}
-    oracles = recorded_all([config(9, **one) for one in sections], updates=2)
-    chunked = [config(9, **one, parallel={"strategy": "fsdp"}, memory=memory) for one in sections]
+    oracles = recorded_all([config(9, **section) for section in sections], updates=2)
+    chunked = [config(9, **section, parallel={"strategy": "fsdp"}, memory=memory) for section in sections]
     for run, oracle in zip(recorded_all(chunked, ranks=2, updates=2), oracles, strict=True):
         assert differences(run, oracle) == []
 
 
-# --- what it is not for ---------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 class Scaling(nn.Module):
-    """Makes something of its logits."""
+    """A transformer that changes its logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Twice(Scaling):
 
 
 @pytest.mark.parametrize("make", [Scaling, InPlace, Twice])
-def test_a_model_that_changes_its_logits_is_found_out(make: type[Scaling]) -> None:
+def test_a_model_that_changes_its_logits_is_refused(make: type[Scaling]) -> None:
     model, tokens = make(), torch.randint(0, 9, (2, 3))
     batch = Batch({"tokens": tokens}, tokens, 2, 6)
     objective = chunk_head_loss(TargetLoss(language=True), model, 4)
@@ -146,30 +146,34 @@ def test_logits_without_a_loss_are_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "model", "said"),
+    ("objective", "model", "message"),
     [
-        (TargetLoss(language=False), model_of(9), "this objective is of one class a sample"),
+        (TargetLoss(language=False), model_of(9), "but this objective is of one class a sample"),
         (
             FunctionObjective(lambda batch: 1, lambda outputs, batch: outputs),
             model_of(9),
-            "this objective is a custom one",
+            "but this objective is a custom one",
         ),
-        (TargetLoss(language=True), nn.Linear(2, 2), "the linear that makes the logits of a Linear is not known"),
+        (
+            TargetLoss(language=True),
+            nn.Linear(2, 2),
+            "the linear layer that computes the logits of a Linear is unknown",
+        ),
     ],
 )
-def test_what_it_is_not_for_is_refused(objective: Any, model: nn.Module, said: str) -> None:
+def test_other_objectives_and_models_are_refused(objective: Any, model: nn.Module, message: str) -> None:
     with pytest.raises(lockstep.ConfigError) as refusal:
         chunk_head_loss(objective, model, 4)
     assert str(refusal.value).startswith("memory.loss_chunk: ")
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
-def test_it_is_not_compiled() -> None:
-    asked = config(8, memory={"loss_chunk": 4})
-    asked["model"] = {**asked["model"], "compile": True}
+def test_compiled_models_and_changing_modes_are_refused() -> None:
+    section = config(8, memory={"loss_chunk": 4})
+    section["model"] = {**section["model"], "compile": True}
     with pytest.raises(lockstep.ConfigError, match=r"memory\.loss_chunk and model\.compile don't go together"):
-        validate(asked)
+        validate(section)
     for mode in ("segments", "adaptive"):
-        asked["memory"] = {"activation_checkpointing": {"mode": mode}}
+        section["memory"] = {"activation_checkpointing": {"mode": mode}}
         with pytest.raises(lockstep.ConfigError, match=f"mode {mode} changes from call to call"):
-            validate(asked)
+            validate(section)

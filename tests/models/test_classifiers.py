@@ -18,7 +18,7 @@ FACTS = DataFacts(100, None, vocabulary=256, classes=4)
 def text_model():
     section = TextClassifierModel(kind="text-classifier", layers=2, width=16, dropout=0.0)
     model = build_model(section, FACTS, 1)
-    with torch.no_grad():  # a block begins as the identity, which would hide what it does with padding
+    with torch.no_grad():  # a block begins as the identity, which would hide an effect of padding
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
     return model
@@ -29,7 +29,7 @@ def _texts(samples, length):
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 40])
-def test_padding_changes_nothing(text_model, length):
+def test_padding_does_not_change_logits(text_model, length):
     text = _texts(1, length)
     alone = text_model(text)
     for padding in (1, 2, 3, 30):
@@ -39,13 +39,13 @@ def test_padding_changes_nothing(text_model, length):
     assert not torch.allclose(text_model(torch.cat((text, text), dim=1)), alone)
 
 
-def test_a_text_of_nothing_is_finite(text_model):
+def test_the_logits_of_an_empty_text_are_finite(text_model):
     mask = torch.tensor([[False] * 5, [True] * 5])
     assert text_model(_texts(2, 5), mask).isfinite().all()
 
 
 @pytest.mark.parametrize("width", [8, 12, 32])
-def test_a_sample_does_not_see_the_others(width):
+def test_logits_do_not_depend_on_other_samples(width):
     model = build_model(ImageClassifierModel(kind="image-classifier", layers=2, width=width), FACTS, 1)
     images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(model(images)[:2], model(images[:2]))
@@ -53,7 +53,7 @@ def test_a_sample_does_not_see_the_others(width):
     assert coupling(model) is None
 
 
-def test_the_digits_are_learnt_in_seconds():
+def test_the_digits_are_learned_in_seconds():
     datasets = pytest.importorskip("sklearn.datasets")
     images, classes = datasets.load_digits(return_X_y=True)
     images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
@@ -74,13 +74,13 @@ def test_the_digits_are_learnt_in_seconds():
 
 
 @pytest.mark.parametrize(
-    ("facts", "says"),
+    ("facts", "message"),
     [
-        (DataFacts(10, None, vocabulary=256), "model.classes: the data does not say how many classes it has"),
-        (DataFacts(10, None, vocabulary=256, classes=9), "model.classes: 3 is too few: the data has 9 classes; give 9"),
+        (DataFacts(10, None, vocabulary=256), "model.classes: the data doesn't determine the number of classes"),
+        (DataFacts(10, None, vocabulary=256, classes=9), "model.classes: 3 is too few: the data has 9 classes; set 9"),
     ],
 )
-def test_classes_come_from_the_data_or_the_config(facts, says):
-    asked = 3 if facts.classes else None
-    with pytest.raises(ConfigError, match=says):
-        build_model(TextClassifierModel(kind="text-classifier", classes=asked), facts, 1)
+def test_classes_come_from_the_data_or_the_config(facts, message):
+    classes = 3 if facts.classes else None
+    with pytest.raises(ConfigError, match=message):
+        build_model(TextClassifierModel(kind="text-classifier", classes=classes), facts, 1)

@@ -1,4 +1,4 @@
-"""Keys of older config.json files are what transformers makes of them, alone and beside pretrained weights."""
+"""Keys of older config.json files have the meaning that transformers gives them, also with pretrained weights."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ OLDER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "keys", "expected"), OLDER)
-def test_an_older_key_is_what_the_library_makes_of_it(kind: str, keys: dict[str, Any], expected: Any) -> None:
+def test_an_older_key_is_translated_as_by_the_library(kind: str, keys: dict[str, Any], expected: Any) -> None:
     from transformers import AutoConfig
 
-    found = config_of(architecture={**SMALL, "model_type": kind, **keys})
-    assert found.rope_parameters == AutoConfig.for_model(kind, **SMALL, **keys).rope_parameters
-    assert expected.items() <= found.rope_parameters.items()
+    config = config_of(architecture={**SMALL, "model_type": kind, **keys})
+    assert config.rope_parameters == AutoConfig.for_model(kind, **SMALL, **keys).rope_parameters
+    assert expected.items() <= config.rope_parameters.items()
 
 
-def test_a_whole_older_file_is_taken() -> None:
-    """GPT-2's and Llama 2's, as they lie on the hub."""
+def test_complete_older_files_are_accepted() -> None:
+    """The files of GPT-2 and Llama 2 on the hub."""
     gpt2 = {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
         "bos_token_id": 1, "embd_pdrop": 0.1, "eos_token_id": 1, "initializer_range": 0.02,
@@ -69,35 +69,35 @@ def test_a_whole_older_file_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "message"),
     [
         ({"default_theta": 5.0}, "architecture.default_theta: llama has no such key"),
         ({"rope_thetta": 5.0}, "architecture.rope_thetta: llama has no such key"),
         ({"n_head": 4}, "llama has no such key; did you mean num_attention_heads?"),
-        ({"gradient_checkpointing": True}, "gradient_checkpointing: True, and transformers no longer reads this key"),
-        ({"position_embedding_type": "relative_key"}, "'relative_key', and transformers no longer reads this key"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing: True, but transformers no longer reads this key"),
+        ({"position_embedding_type": "relative_key"}, "'relative_key', but transformers no longer reads this key"),
     ],
 )
-def test_what_would_be_ignored_is_refused(keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_keys_that_would_be_ignored_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         config_of(architecture={**LLAMA, **keys})
 
 
-def test_older_keys_beside_pretrained_weights(tmp_path: Path) -> None:
+def test_older_keys_with_pretrained_weights(tmp_path: Path) -> None:
     first = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
     section = HuggingFaceModel(kind="huggingface", task="causal-lm", architecture=first)
     build_model(section, FACTS, 1).save_pretrained(tmp_path)  # type: ignore[operator]
     pretrained = str(tmp_path)
     assert config_of(pretrained=pretrained).rope_parameters["rope_theta"] == 5e5
-    found = config_of(pretrained=pretrained, architecture={"rope_theta": 10000.0}).rope_parameters
-    assert (found["rope_theta"], found["factor"], found["rope_type"]) == (10000.0, 4.0, "linear")
+    parameters = config_of(pretrained=pretrained, architecture={"rope_theta": 10000.0}).rope_parameters
+    assert (parameters["rope_theta"], parameters["factor"], parameters["rope_type"]) == (10000.0, 4.0, "linear")
     scaling = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    found = config_of(pretrained=pretrained, architecture=scaling).rope_parameters
-    assert (found["rope_theta"], found["factor"], found["rope_type"]) == (5e5, 2.0, "dynamic")
+    parameters = config_of(pretrained=pretrained, architecture=scaling).rope_parameters
+    assert (parameters["rope_theta"], parameters["factor"], parameters["rope_type"]) == (5e5, 2.0, "dynamic")
     assert config_of(pretrained=pretrained, architecture={"attention_dropout": 0.25}).attention_dropout == 0.25
 
 
-def test_a_kind_for_each_layer_beside_pretrained_weights(tmp_path: Path) -> None:
+def test_layer_types_with_pretrained_weights(tmp_path: Path) -> None:
     gemma = {**SMALL, "model_type": "gemma3_text", "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 8}
     gemma["sliding_window_pattern"] = 2
     section = HuggingFaceModel(kind="huggingface", task="causal-lm", architecture=gemma)
@@ -105,5 +105,5 @@ def test_a_kind_for_each_layer_beside_pretrained_weights(tmp_path: Path) -> None
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     kinds = ["sliding_attention", "full_attention"]
     assert model.config.layer_types == kinds * 2
-    found = config_of(pretrained=str(tmp_path), architecture={"sliding_window_pattern": 4})
-    assert found.layer_types == [kinds[0]] * 3 + [kinds[1]]
+    config = config_of(pretrained=str(tmp_path), architecture={"sliding_window_pattern": 4})
+    assert config.layer_types == [kinds[0]] * 3 + [kinds[1]]

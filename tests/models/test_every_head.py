@@ -1,6 +1,6 @@
-"""Every class of the transformers library that a small config builds: sum over count is `model(**batch).loss`.
+"""For each class of the transformers library, the sum over the count is `model(**batch).loss`.
 
-A class that can't be built or run with these sizes says nothing; that enough of them can is asked for, too.
+Classes that can't be built or run with a small config are skipped; a minimum number of classes must be compared.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REGISTRIES: dict[str, int] = {
     "QUESTION_ANSWERING": 60, "SEQUENCE_CLASSIFICATION": 100, "MULTIPLE_CHOICE": 30, "IMAGE_CLASSIFICATION": 18,
     "CTC": 9, "AUDIO_CLASSIFICATION": 9,
 }  # fmt: skip
-"""With how many classes can be compared at least."""
+"""The minimum number of classes to compare."""
 
 
 def _tiny(kind: str, registry: str) -> Any:
@@ -114,14 +114,14 @@ def _batch(model: Any, registry: str) -> dict[str, Tensor]:
 
 
 def _built(kind: str, name: str, registry: str) -> tuple[nn.Module, dict[str, Tensor], float] | None:
-    """The model, a batch, and the library's loss; None: not with these sizes."""
+    """Return the model, a batch and the library's loss; None if the model doesn't work with these sizes."""
     import transformers
 
     make: Any = getattr(transformers, name)
     try:
         config = _tiny(kind, registry)
         with torch.device("meta"):
-            if sum(one.numel() for one in make(copy.deepcopy(config)).parameters()) > MOST:
+            if sum(parameter.numel() for parameter in make(copy.deepcopy(config)).parameters()) > MOST:
                 return None
         torch.manual_seed(0)
         model = make(config).eval()
@@ -147,7 +147,7 @@ def _loss(model: Any, inputs: dict[str, Tensor]) -> float:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("registry", REGISTRIES)
-def test_a_loss_is_the_librarys(registry: str) -> None:
+def test_a_loss_is_the_same_as_the_librarys(registry: str) -> None:
     from transformers.models.auto import modeling_auto
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -160,8 +160,8 @@ def test_a_loss_is_the_librarys(registry: str) -> None:
                 continue
             seen.add(name)
             model, batch, expected = built
-            found = _loss(model, batch)
-            if not abs(found - expected) <= 1e-5 * abs(expected):
-                off.append(f"{name}: {found}, not {expected}")
+            loss = _loss(model, batch)
+            if not abs(loss - expected) <= 1e-5 * abs(expected):
+                off.append(f"{name}: {loss}, not {expected}")
     assert off == []
     assert len(seen) >= REGISTRIES[registry], len(seen)

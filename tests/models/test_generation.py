@@ -1,4 +1,4 @@
-"""Text from language models of ours and of transformers."""
+"""Language models of Lockstep and of transformers generate text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.training.job import Job, run_job
 
 
 class _NextIsOneMore(nn.Module):
-    """Logits that make t + 1 follow t, by far; refuses windows of more than 4 tokens."""
+    """A model that predicts t + 1 after t, and refuses windows of more than 4 tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _NextIsOneMore(nn.Module):
 
 
 @pytest.mark.parametrize("choice", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 1, "temperature": 5.0}])
-def test_the_likely_token_follows(choice):
+def test_the_most_likely_token_is_generated(choice):
     model = _NextIsOneMore()
     assert list(generate(model, [3], 9, context=4, **choice)) == [4, 5, 6, 7, 8, 9, 0, 1, 2]
     assert model.training
@@ -45,9 +45,9 @@ def test_the_likely_token_follows(choice):
             architecture={"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8},
         ),
     ],
-    ids=["ours", "gpt2"],
+    ids=["transformer", "gpt2"],
 )
-def test_draws_follow_the_generator(section):
+def test_draws_depend_only_on_the_generator(section):
     model = build_model(section, DataFacts(10, 8, vocabulary=40), 1)
 
     def drawn(seed):
@@ -78,14 +78,14 @@ def test_logits_that_are_not_finite_are_refused(logits, temperature):
         next(generate(_Diverged(logits), [0], 1, temperature=temperature))
 
 
-def test_a_token_may_be_forbidden():
+def test_a_token_with_a_logit_of_minus_infinity_is_never_drawn():
     assert list(generate(_Diverged([0.0, -float("inf")]), [0], 3)) == [0, 0, 0]
 
 
-def test_a_sample_that_can_not_be_made_fails_no_run(tmp_path):
+def test_a_failed_sample_text_does_not_fail_the_run(tmp_path):
     steps = {"run": {"steps": 1, "folder": str(tmp_path / "run")}, "launch": {"device": "cpu", "ranks": 1}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.models.generation._last_logits", lambda *_: torch.tensor([float("nan")]))
+        patch.setattr("lockstep.models.generation.full_logits", lambda _: torch.full((1, 1, 2), torch.nan))
         config = validate({**TINY, **steps}).config
         assert run_job(Job(config, "diverged")).summary["steps"] == 1
     assert "def : the model's logits aren't finite" in (tmp_path / "run" / "events.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""Models of transformers: each task trains, values are keyed, and mistakes are told."""
+"""Models of transformers train in each task, have keyed values, and are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _batch(task):
 
 
 @pytest.mark.parametrize(("task", "architecture"), MODELS)
-def test_a_few_plain_steps_lower_the_loss(task, architecture):
+def test_a_few_steps_lower_the_loss(task, architecture):
     section = _section(task, architecture)
     model = build_model(section, FACTS, 1)
     objective = build_objective(ObjectiveConfig(), section, FACTS)
@@ -72,7 +72,7 @@ def test_a_few_plain_steps_lower_the_loss(task, architecture):
 
 
 @pytest.mark.parametrize(("task", "architecture"), MODELS)
-def test_planning_sees_the_same_parameters(task, architecture):
+def test_planning_has_the_same_parameters(task, architecture):
     section = _section(task, architecture, freeze=("*norm*", "*ln_*") if "gpt2" in str(architecture) else ())
     if section.freeze:
         section = section.model_copy(update={"freeze": ("*ln_*",)})
@@ -90,7 +90,7 @@ def test_values_are_keyed_by_name():
     assert 0.4 < scale < 0.6  # transformers' own rule: 1/sqrt(2 layers)
 
 
-def test_the_config_fits_the_data():
+def test_the_config_adopts_vocabulary_and_classes_of_the_data():
     model = build_model(_section("sequence-classification", BERT), FACTS, 1)
     assert model.config.num_labels == 3
     assert model.config.vocab_size == 60
@@ -99,7 +99,7 @@ def test_the_config_fits_the_data():
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
 
 
-def test_decoder_inputs_come_from_labels_shifted_right():
+def test_decoder_inputs_are_the_labels_shifted_right():
     model = build_model(_section("seq2seq", T5), FACTS, 1).eval()
     batch = _batch("seq2seq")
     shifted = torch.zeros_like(batch.targets)
@@ -136,7 +136,7 @@ def test_pretrained_weights_are_loaded_and_a_new_head_is_keyed(saved, caplog):
     assert all(torch.equal(first.state_dict()[name], state[name]) for name in shared)
 
 
-def test_more_tokens_than_the_weights_know_get_rows(saved, caplog):
+def test_new_tokens_of_the_data_get_rows_in_the_embedding(saved, caplog):
     folder, state = saved
     section = _section("masked-lm", pretrained=str(folder))
     facts = DataFacts(100, 16, vocabulary=63)
@@ -151,7 +151,7 @@ def test_more_tokens_than_the_weights_know_get_rows(saved, caplog):
 
 
 @pytest.mark.parametrize(
-    ("section", "facts", "says"),
+    ("section", "facts", "message"),
     [
         (
             _section("causal-lm", {**GPT2, "n_layers": 3}),
@@ -163,22 +163,26 @@ def test_more_tokens_than_the_weights_know_get_rows(saved, caplog):
         (_section("masked-lm", {**BERT, "vocab_size": 20}), FACTS, "vocab_size: 20 is too few: the data has 60"),
         (_section("masked-lm", {**BERT, "hidden_size": 15}), FACTS, "architecture: transformers refuses it"),
         (_section("sequence-classification", GPT2), FACTS, "pad_token_id: a classifier of type gpt2"),
-        (_section("sequence-classification", BERT), DataFacts(1, 1, vocabulary=9), "classes: the data does not say"),
+        (
+            _section("sequence-classification", BERT),
+            DataFacts(1, 1, vocabulary=9),
+            "classes: the data doesn't determine",
+        ),
         (_section("sequence-classification", BERT, classes=2), FACTS, "classes: 2 is too few: the data has 3"),
     ],
 )
-def test_what_does_not_fit_is_told(section, facts, says):
-    with pytest.raises(ConfigError, match=says):
+def test_contradictions_are_refused(section, facts, message):
+    with pytest.raises(ConfigError, match=message):
         build_model(section, facts, 1)
 
 
-def test_a_name_that_is_not_cached_says_how_to_fetch(monkeypatch):
+def test_a_name_that_is_not_cached_is_refused_with_the_command_to_fetch(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="lockstep data fetch"):
         build_model(_section("masked-lm", pretrained="nobody/nothing-here"), FACTS, 1)
 
 
-def test_code_beside_the_weights_is_not_run_unasked(tmp_path):
+def test_code_of_pretrained_weights_needs_trust_remote_code(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}')
     (tmp_path / "code.py").write_text("raise SystemExit('ran')")
     with pytest.raises(ConfigError, match="--trust-remote-code"):
@@ -195,11 +199,11 @@ def test_code_beside_the_weights_is_not_run_unasked(tmp_path):
     ],
     ids=["gpt2", "llama", "bert", "t5"],
 )
-def test_blocks_are_found(task, architecture, expected):
+def test_the_blocks_of_each_architecture(task, architecture, expected):
     assert repeated_blocks(build_model(_section(task, architecture), FACTS, 1)) == expected
 
 
-def test_a_balancing_loss_couples():
+def test_a_balancing_loss_does_not_decompose():
     mixtral = {"model_type": "mixtral", "num_local_experts": 2, "num_key_value_heads": 1, **SMALL}
     model = build_model(_section("causal-lm", {**mixtral, "output_router_logits": True}), FACTS, 1)
     assert "balancing loss" in coupling(model)

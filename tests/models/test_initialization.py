@@ -1,4 +1,4 @@
-"""Initial values depend on the seed and the name alone."""
+"""Initial values depend only on the seed and the name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from torch import nn
 from lockstep.config.schema import CustomModel, ImageClassifierModel, TextClassifierModel, TransformerModel
 from lockstep.core.records import DataFacts
 from lockstep.models.build import build_model
-from lockstep.models.initialization import constant, initial_values, initialize, normal, reset_modules
+from lockstep.models.initialization import (
+    constant,
+    generators_keyed,
+    initial_tensors,
+    initialize,
+    normal,
+    reset_modules,
+)
 
 FACTS = DataFacts(100, 32, vocabulary=61, classes=5)
 OWN = [
@@ -24,19 +31,49 @@ OWN = [
 
 
 @pytest.mark.parametrize("section", OWN, ids=lambda section: section.kind)
-def test_same_seed_same_values_and_another_seed_others(section):
-    first, again, other = (dict(build_model(section, FACTS, seed).named_parameters()) for seed in (1, 1, 2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+def test_values_are_the_same_for_a_seed_and_differ_between_seeds(section):
+    first, repeated, other = (dict(build_model(section, FACTS, seed).named_parameters()) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_more_layers_leave_the_values_of_the_first_ones():
+def test_more_layers_do_not_change_the_values_of_the_first():
     small = build_model(TransformerModel(kind="transformer", layers=2, width=16, heads=2), FACTS, 1)
     large = build_model(TransformerModel(kind="transformer", layers=4, width=16, heads=2), FACTS, 1)
-    theirs = dict(large.named_parameters())
+    of_large = dict(large.named_parameters())
     for name, parameter in small.named_parameters():
         scale = (2 / 4) ** 0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
-        torch.testing.assert_close(theirs[name], parameter * scale)
+        torch.testing.assert_close(of_large[name], parameter * scale)
+
+
+def _draws():
+    return random.random(), np.random.random(), float(torch.rand(()))
+
+
+def test_keyed_generators_draw_the_same_for_a_key_and_differ_between_keys():
+    def draws_of(*key):
+        with generators_keyed(*key):
+            return _draws()
+
+    assert draws_of(1, "module", "a") == draws_of(1, "module", "a")
+    keys = [(1, "module", "a"), (2, "module", "a"), (1, "module", "b"), (1, "construction")]
+    assert len({number for key in keys for number in draws_of(*key)}) == 3 * len(keys)
+
+
+def _fail_with_key(*key):
+    with generators_keyed(*key):
+        _draws()
+        raise KeyError
+
+
+def test_keyed_generators_are_restored_after_nesting_and_errors():
+    with generators_keyed(1, "expected"):
+        expected = [_draws(), _draws()]
+    with generators_keyed(1, "expected"):
+        first = _draws()
+        with pytest.raises(KeyError):
+            _fail_with_key(1, "nested")
+        assert [first, _draws()] == expected
 
 
 class _Pair(nn.Module):
@@ -57,10 +94,13 @@ def test_the_order_of_construction_does_not_matter():
     assert not torch.equal(forwards.a.weight, forwards.b.weight)
 
 
-def test_one_parameter_can_be_made_alone():
-    section = OWN[0]
-    whole = dict(build_model(section, FACTS, 5).named_parameters())["blocks.1.mlp.gate.weight"]
-    assert torch.equal(initial_values(5, "blocks.1.mlp.gate.weight", whole.shape, normal(0.02)), whole)
+def test_the_value_of_a_parameter_does_not_depend_on_the_others():
+    name = "gate.weight"
+    model = nn.ModuleDict({"up": nn.Linear(4, 8), "gate": nn.Linear(4, 8)})
+    alone = nn.ModuleDict({"gate": nn.Linear(4, 8)})
+    values, expected = (dict(initial_tensors(module, 5, lambda *_: normal(0.02))) for module in (alone, model))
+    assert torch.equal(values[name], expected[name])
+    assert not torch.equal(expected["up.weight"], expected[name])
 
 
 def test_a_tied_weight_is_set_once_under_its_first_name():
@@ -76,7 +116,7 @@ def test_a_tied_weight_is_set_once_under_its_first_name():
     assert torch.equal(tied, alone["first"].weight)
 
 
-def test_the_generators_of_the_process_are_left_alone():
+def test_the_generators_of_the_process_are_not_advanced():
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     build_model(OWN[0], FACTS, 1)
     build_model(
@@ -87,7 +127,7 @@ def test_the_generators_of_the_process_are_left_alone():
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_a_custom_module_is_drawn_under_the_seed_whatever_was_drawn_before():
+def test_the_values_of_a_custom_module_depend_only_on_the_seed():
     section = CustomModel(kind="custom", target="torch.nn:Linear", arguments={"in_features": 4, "out_features": 4})
     first = build_model(section, FACTS, 1)
     torch.rand(10)

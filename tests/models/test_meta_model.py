@@ -1,4 +1,4 @@
-"""A model that is given its values part by part has those of the model that is built whole, to the bit."""
+"""A model whose values are made block by block is bitwise the model that is built at once."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ def filled(model: dict[str, Any], seed: int = 3) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in blank.values()}
 
 
-def assert_equal(found: dict[str, torch.Tensor], whole: torch.nn.Module) -> None:
+def assert_equal(values: dict[str, torch.Tensor], whole: torch.nn.Module) -> None:
     parameters = dict(whole.named_parameters())
-    assert set(parameters) <= set(found)
+    assert set(parameters) <= set(values)
     for name, parameter in parameters.items():
-        assert torch.equal(found[name], parameter), name
+        assert torch.equal(values[name], parameter), name
 
 
 @pytest.mark.parametrize("model", OWN, ids=str)
-def test_own_models(model: dict[str, Any]) -> None:
+def test_lockstep_models(model: dict[str, Any]) -> None:
     assert_equal(filled(model), build_model(section(model), FACTS, 3))
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_families(name: str) -> None:
+def test_transformers_models(name: str) -> None:
     whole = build_model(section(family(name)), FACTS, 3)
     assert_equal(filled(family(name)), whole)
     blank = build_meta_model(section(family(name)), FACTS, 3)
     assert blank is not None
-    for (one, buffer), (other, expected) in zip(blank.model.named_buffers(), whole.named_buffers(), strict=True):
-        assert one == other
-        assert torch.equal(buffer, expected), one
+    for (name, buffer), (other, expected) in zip(blank.model.named_buffers(), whole.named_buffers(), strict=True):
+        assert name == other
+        assert torch.equal(buffer, expected), name
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -85,18 +85,18 @@ def test_pretrained_weights(tmp_path: Path, name: str) -> None:
 
 
 def test_a_new_head_on_pretrained_weights(tmp_path: Path) -> None:
-    """The weights' own head is left over where the new one is missing: which is which, only the library knows."""
+    """The weights have another head than the model: only the library knows how to match them."""
     build_model(section(family("llama")), FACTS, 5).save_pretrained(tmp_path)  # type: ignore[operator]
     model = {"kind": "huggingface", "task": "sequence-classification", "pretrained": str(tmp_path)}
     assert build_meta_model(section(model), FACTS, 3) is None
 
 
-def test_a_module_of_the_users_own_is_built_whole() -> None:
+def test_a_custom_module_has_no_meta_model() -> None:
     assert build_meta_model(section({"kind": "custom", "target": "kit.small:Net"}), FACTS, 3) is None
 
 
 @pytest.mark.parametrize("fill", [torch.nn.init.normal_, torch.nn.init.zeros_])
-def test_a_reset_that_reaches_elsewhere_is_noticed(fill: Any) -> None:
+def test_a_reset_that_changes_another_block_is_detected(fill: Any) -> None:
     class Outer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

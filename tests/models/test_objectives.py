@@ -1,4 +1,4 @@
-"""Objectives are sums over valid targets: any split adds up, in value and in gradient."""
+"""Objectives are sums over valid targets: values and gradients of any split add up."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_any_split_adds_up(objective, samples, seed, data):
     assert sum(objective.count(batch) for _, batch in parts) == objective.count(whole[1])
     torch.testing.assert_close(sum(objective.loss_sum(*part) for part in parts), total, rtol=1e-5, atol=1e-5)
     (expected,) = torch.autograd.grad(total, logits)
-    (found,) = torch.autograd.grad(sum(objective.loss_sum(*part) for part in parts), logits)
-    assert (found - expected).norm() <= 1e-6 * expected.norm() + 1e-12
+    (gradient,) = torch.autograd.grad(sum(objective.loss_sum(*part) for part in parts), logits)
+    assert (gradient - expected).norm() <= 1e-6 * expected.norm() + 1e-12
     for name, value in objective.metric_sums(*whole).items():
         torch.testing.assert_close(
             sum(objective.metric_sums(*part)[name] for part in parts), value, rtol=1e-5, atol=1e-5
@@ -79,7 +79,7 @@ def test_loss_sum_over_count_is_torchs_mean(objective):
     torch.testing.assert_close(mean, expected)
 
 
-def test_ignored_positions_count_nothing_and_get_no_gradient():
+def test_ignored_positions_have_no_count_and_no_gradient():
     logits = torch.randn(2, T, V, requires_grad=True)
     targets = torch.full((2, T), -100)
     targets[0, 3] = 2
@@ -92,7 +92,7 @@ def test_ignored_positions_count_nothing_and_get_no_gradient():
     assert TargetLoss(language=True).loss_sum(logits, nothing) == 0
 
 
-def test_the_loss_is_fp32_whatever_the_outputs():
+def test_the_loss_is_fp32_for_outputs_of_any_precision():
     logits, targets = _random(4, 1, False)
     rough = logits.bfloat16()
     loss = TargetLoss(language=True).loss_sum(rough, _batch(logits, targets)[1])
@@ -114,7 +114,7 @@ def test_outputs_may_be_a_mapping_with_logits():
         TargetLoss(language=False).loss_sum((logits,), batch)
 
 
-def test_metrics_by_hand():
+def test_metrics_of_known_values():
     targets = torch.tensor([[0, 1, -100]])
     logits = torch.zeros(1, 3, 4)
     logits[0, 0, 0] = 1.0
@@ -128,25 +128,25 @@ def test_metrics_by_hand():
     )
 
 
-def test_perplexity_is_of_the_plain_loss_under_label_smoothing():
+def test_perplexity_ignores_label_smoothing():
     logits, targets = _random(4, 1, False)
     batch = _batch(logits, targets)[1]
-    found = []
+    metrics = []
     for objective in (TargetLoss(language=True), TargetLoss(language=True, label_smoothing=0.3)):
         sums = {name: float(value) for name, value in objective.metric_sums(logits, batch).items()}
-        found.append(objective.metrics(float(objective.loss_sum(logits, batch)), objective.count(batch), sums))
-    assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"])
-    assert found[0]["loss"] != pytest.approx(found[1]["loss"])
+        metrics.append(objective.metrics(float(objective.loss_sum(logits, batch)), objective.count(batch), sums))
+    assert metrics[0]["perplexity"] == pytest.approx(metrics[1]["perplexity"])
+    assert metrics[0]["loss"] != pytest.approx(metrics[1]["loss"])
 
 
-def test_an_empty_evaluation_is_nan_and_a_lost_model_has_infinite_perplexity():
+def test_an_empty_evaluation_is_nan_and_a_huge_loss_has_infinite_perplexity():
     assert math.isnan(TargetLoss(language=False).metrics(0.0, 0.0, {"right": 0.0})["loss"])
     assert TargetLoss(language=True).metrics(1e6, 1.0, {"right": 0.0})["perplexity"] == math.inf
 
 
-def test_what_does_not_go_together_is_told():
+def test_mismatched_and_missing_targets_are_refused():
     batch = Batch({}, torch.tensor([0, 7]), 2, 2)
-    with pytest.raises(RunFailed, match="targets are 0 to 7, and the model has 3 outputs, 0 to 2"):
+    with pytest.raises(RunFailed, match="targets are 0 to 7, but the model has 3 outputs, 0 to 2"):
         TargetLoss(language=False).loss_sum(torch.zeros(2, 3), batch)
     with pytest.raises(RunFailed, match=r"outputs are \[2, 5, 3\] and targets \[2\]"):
         TargetLoss(language=False).loss_sum(torch.zeros(2, 5, 3), batch)
@@ -160,7 +160,7 @@ def test_soft_targets_are_refused():
         count_targets(torch.rand(3, 4))
 
 
-# --- which objective -----------------------------------------------------------------------------------------------
+# --- objectives of models and configs -------------------------------------------------------------------------------
 
 TRANSFORMER = schema.TransformerModel(kind="transformer")
 CUSTOM = schema.CustomModel(kind="custom", target="torch.nn:Linear")
@@ -184,7 +184,7 @@ def _huggingface(task, **architecture):
         (CUSTOM, DataFacts(1, 1, vocabulary=9), (TargetLoss, True)),
     ],
 )
-def test_auto_is_what_the_model_is_made_for(model, facts, expected):
+def test_auto_is_the_objective_that_the_model_is_made_for(model, facts, expected):
     kind, of_a_language = expected
     objective = build_objective(schema.ObjectiveConfig(), model, facts)
     assert type(objective) is kind
@@ -199,27 +199,31 @@ def test_aligned_labels_are_shifted():
 
 
 @pytest.mark.parametrize(
-    ("objective", "model", "says"),
+    ("objective", "model", "message"),
     [
         (
             {"kind": "classification"},
             TRANSFORMER,
             "does not fit a model of kind 'transformer', .*made for 'next-token'",
         ),
-        ({"arguments": {"x": 1}}, TRANSFORMER, "objective.arguments: these belong to `kind: custom`; next-token"),
-        ({}, CUSTOM, "neither the model .* nor the data .* says what to train for; one of next-token"),
-        ({"kind": "given"}, TRANSFORMER, "objective.kind: `given` takes an objective handed over"),
+        (
+            {"arguments": {"x": 1}},
+            TRANSFORMER,
+            "objective.arguments: only `kind: custom` takes arguments, not next-token",
+        ),
+        ({}, CUSTOM, "neither the custom model nor the data .* determines the objective; set next-token"),
+        ({"kind": "given"}, TRANSFORMER, "objective.kind: `given` needs an objective from the Python API"),
         ({"kind": "custom", "target": "math:pi"}, CUSTOM, "math:pi is a float"),
         ({"kind": "custom", "target": "collections:Counter"}, CUSTOM, "an objective is .*; this is a Counter"),
         (
             {"kind": "custom", "target": "torch.nn:MSELoss", "arguments": {"reduction": "none"}},
             CUSTOM,
-            "reduction='none'.*give reduction='mean' or 'sum'",
+            "reduction='none'.*set reduction='mean' or 'sum'",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(objective, model, says):
-    with pytest.raises(ConfigError, match=says):
+def test_objectives_that_do_not_fit_are_refused(objective, model, message):
+    with pytest.raises(ConfigError, match=message):
         build_objective(schema.ObjectiveConfig(**objective), model, DataFacts(1, 1))
 
 
@@ -236,9 +240,9 @@ class Contrast:
 def test_objects_modules_and_functions_are_adapted():
     batch = Batch({}, torch.tensor([[1.0], [3.0]]), 2, 2)
     outputs = torch.tensor([[2.0], [5.0]])
-    mine = adapt_objective(Contrast())
-    assert (mine.count(batch), float(mine.loss_sum(outputs, batch)), mine.decomposes) == (4, 7.0, False)
-    assert mine.metrics(7.0, 4, {}) == {"loss": 1.75}
+    adapted = adapt_objective(Contrast())
+    assert (adapted.count(batch), float(adapted.loss_sum(outputs, batch)), adapted.decomposes) == (4, 7.0, False)
+    assert adapted.metrics(7.0, 4, {}) == {"loss": 1.75}
     squares = adapt_objective(nn.MSELoss(reduction="sum"))
     assert (squares.count(batch), float(squares.loss_sum(outputs, batch))) == (2, 5.0)
     function = adapt_objective(lambda outputs, batch: (outputs - batch.targets).abs().sum())
@@ -252,7 +256,7 @@ MISSHAPEN = {
     "classes last": (
         nn.CrossEntropyLoss(reduction="sum"), (2, T, V), torch.zeros(2, T, dtype=torch.int64),
         "objective: CrossEntropyLoss: outputs are [2, 5, 7] and targets [2, 5]; torch takes classes in the second dim, "
-        "and here they are in the last. In place of the loss write objective: {kind: next-token} in the config, or "
+        "but they are in the last. Instead of the loss write objective: {kind: next-token} in the config, or "
         "masked-lm for labels at their own positions; or have the forward return outputs.movedim(-1, 1), [2, 7, 5]",
     ),
     "one dim too many": (
@@ -262,15 +266,15 @@ MISSHAPEN = {
     ),
     "pairs of all with all": (
         nn.MSELoss(reduction="sum"), (4, 1), torch.zeros(4),
-        "objective: MSELoss: outputs are [4, 1] and targets [4]; give targets of [4, 1], or have the forward return "
-        "outputs of [4]",
+        "objective: MSELoss: outputs are [4, 1] and targets [4]; give targets of [4, 1], or return outputs of "
+        "[4]",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISSHAPEN)
 def test_shapes_that_a_loss_of_torch_does_not_take_are_refused(case):
-    """Or would repeat: the squared error of [4, 1] and [4] is that of sixteen pairs."""
+    """Torch would broadcast some: the squared error of [4, 1] and [4] is that of sixteen pairs."""
     loss, shape, targets, message = MISSHAPEN[case]
     with pytest.raises(ConfigError) as refused:
         adapt_objective(loss).loss_sum(torch.zeros(shape), Batch({}, targets, len(targets), 1))
@@ -278,7 +282,7 @@ def test_shapes_that_a_loss_of_torch_does_not_take_are_refused(case):
 
 
 @pytest.mark.parametrize("shape", [(4, V), (4, V, T), (4, V, T, 2)])
-def test_shapes_that_torch_takes_are_taken(shape):
+def test_shapes_that_torch_takes_are_accepted(shape):
     targets = torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
     loss = adapt_objective(nn.CrossEntropyLoss(reduction="sum")).loss_sum(
         torch.zeros(shape), Batch({}, targets, len(targets), 1)
@@ -286,19 +290,19 @@ def test_shapes_that_torch_takes_are_taken(shape):
     assert loss.item() == pytest.approx(targets.numel() * math.log(V))
 
 
-def test_torchs_cross_entropy_counts_what_it_does_not_ignore():
+def test_torchs_cross_entropy_counts_valid_targets():
     batch = Batch({}, torch.tensor([1, 0, -1]), 3, 3)
     objective = adapt_objective(nn.CrossEntropyLoss(reduction="sum", ignore_index=-1))
     assert objective.count(batch) == 2
 
 
-@pytest.mark.parametrize("thing", [Contrast, 3, "loss"])
-def test_other_things_are_no_objectives(thing):
+@pytest.mark.parametrize("other", [Contrast, 3, "loss"])
+def test_other_objects_are_refused(other):
     with pytest.raises(ConfigError, match="an objective is an object with count"):
-        adapt_objective(thing)
+        adapt_objective(other)
 
 
-def test_batch_norm_couples_and_is_named():
+def test_a_module_with_batch_norm_does_not_decompose():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
     assert coupling(module) == "batch norm (1, 2.0)"
     assert coupling(nn.Sequential(nn.GroupNorm(1, 2), nn.LayerNorm(2), nn.InstanceNorm1d(2))) is None

@@ -1,4 +1,4 @@
-"""A loss of torch, made a sum and a count, has torch's own value and gradient under any split of the samples."""
+"""A loss of torch as a sum and a count has torch's value and gradient for any split of the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.core.records import Batch
 from lockstep.models.building_objectives import adapt_objective
 from lockstep.models.torch_losses import LOSSES, construct_objective
 
-B, C, N = 7, 4, 4  # as many positions as classes: only the order of dims tells them apart
+B, C, N = 7, 4, 4  # as many positions as classes: only the order of dims distinguishes them
 WEIGHTS = torch.tensor([0.05, 0.2, 1.5, 3.0])
 
 
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Any, Tensor, Tensor]] = {
 
 @pytest.mark.parametrize("split", [(7,), (3, 4), (1, 2, 1, 3)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:reduction:UserWarning")  # of kl_div's mean, which is compared with
+@pytest.mark.filterwarnings("ignore:reduction:UserWarning")  # about kl_div's mean, which is the expected value
 def test_value_and_gradient_are_those_of_the_whole_batch(case: str, split: tuple[int, ...]) -> None:
     loss, outputs, targets = CASES[case]
     objective = adapt_objective(loss)
@@ -96,14 +96,14 @@ def test_value_and_gradient_are_those_of_the_whole_batch(case: str, split: tuple
     count = sum(objective.count(batch) for batch in batches)
     sums = [objective.loss_sum(part, batch) for part, batch in zip(made.split(split), batches, strict=True)]
     torch.stack(sums).sum().div(count).backward()
-    total = sum(one.item() for one in sums)
+    total = sum(part.item() for part in sums)
     assert total / count == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(made.grad, whole.grad, rtol=1e-5, atol=1e-7)
     assert objective.metrics(total, count, {}) == {"loss": total / count}
     assert objective.decomposes
 
 
-def test_every_known_loss_is_compared() -> None:
+def test_every_supported_loss_is_compared() -> None:
     assert {type(loss).__name__ for loss, _, _ in CASES.values()} >= set(LOSSES)
 
 
@@ -114,7 +114,7 @@ def test_a_sum_is_divided_by_targets_or_samples() -> None:
     assert adapt_objective(nn.MSELoss(reduction="sum")).count(Batch({}, numbers(B, C), B, 1)) == B
 
 
-def test_the_users_loss_stays_as_it_is() -> None:
+def test_the_users_loss_is_not_changed() -> None:
     loss = nn.CrossEntropyLoss(weight=WEIGHTS)
     objective = adapt_objective(loss)
     objective.loss_sum(LOGITS, Batch({}, classes(B), B, 1))
@@ -122,7 +122,7 @@ def test_the_users_loss_stays_as_it_is() -> None:
     assert loss.weight is WEIGHTS
 
 
-def test_a_batch_without_valid_targets_counts_nothing() -> None:
+def test_a_batch_without_valid_targets_has_count_zero() -> None:
     batch = Batch({}, torch.full((B,), -100), B, 1)
     objective = adapt_objective(nn.CrossEntropyLoss(weight=WEIGHTS))
     assert objective.count(batch) == 0
@@ -136,7 +136,7 @@ class Focal(nn.CrossEntropyLoss):
 
 
 class Renamed(nn.CrossEntropyLoss):
-    """Nothing else than torch's."""
+    """A subclass that only calls torch's forward."""
 
 
 class OfTargets(nn.Module):
@@ -149,13 +149,13 @@ def of_labels(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 REFUSED = {
-    "no reduction": (nn.MSELoss(reduction="none"), "reduction='none', a loss for each target; give reduction='mean'"),
+    "no reduction": (nn.MSELoss(reduction="none"), "reduction='none', a loss for each target; set reduction='mean'"),
     "three inputs": (nn.TripletMarginLoss(), r"takes \(anchor, positive, negative\), more than outputs and targets"),
     "lengths": (nn.CTCLoss(), r"CTCLoss takes \(.*\), more than .*; write a class with count\(batch\)"),
     "a function of three inputs": (F.cosine_embedding_loss, "takes more than outputs and targets; write a class"),
     "an unknown option": (partial(F.mse_loss, delta=1), "MSELoss, the loss module of mse_loss: .*delta"),
-    "a mean of an unknown forward": (Focal(), r"Focal has reduction='mean'.* give Focal\(reduction=\"sum\"\)"),
-    "a module of targets": (OfTargets(), r"OfTargets takes \(outputs, targets\), and what it divides by is not known"),
+    "a mean of an unknown forward": (Focal(), r"Focal has reduction='mean'.* use Focal\(reduction=\"sum\"\)"),
+    "a module of targets": (OfTargets(), r"OfTargets takes \(outputs, targets\), and the count .* is unknown"),
     "a function of targets": (of_labels, r"of_labels takes \(logits, labels\).*loss_sum\(outputs, batch\)"),
 }  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_other_losses_are_refused_with_the_remedy(case: str) -> None:
         adapt_objective(loss)
 
 
-def test_a_class_derived_from_a_loss_is_taken_by_its_forward() -> None:
+def test_a_subclass_of_a_loss_is_supported_if_its_forward_is() -> None:
     batch = Batch({}, classes(B), B, 1)
     assert adapt_objective(Renamed()).loss_sum(LOGITS, batch) == F.cross_entropy(LOGITS, classes(B), reduction="sum")
     focal = adapt_objective(Focal(reduction="sum"))
@@ -183,11 +183,11 @@ def test_a_config_names_a_loss_with_its_class_weights(name: str) -> None:
     assert float(objective.loss_sum(LOGITS, batch) / objective.count(batch)) == pytest.approx(expected.item())
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'CrossEntropy' is not registered .* did you mean CrossEntropyLoss\?"):
         construct_objective("CrossEntropy", {})
 
 
 def test_a_target_beyond_the_class_weights_is_named() -> None:
-    with pytest.raises(RunFailed, match="targets go up to 4, and the loss has 4 class weights"):
+    with pytest.raises(RunFailed, match="targets go up to 4, but the loss has 4 class weights"):
         adapt_objective(nn.CrossEntropyLoss(weight=WEIGHTS)).count(Batch({}, torch.tensor([0, 4]), 2, 1))

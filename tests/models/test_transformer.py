@@ -1,4 +1,4 @@
-"""The transformer: shapes, causality, grouped queries, positions, and the short attention against torch's."""
+"""The transformer: shapes, causality, grouped queries, positions, and short attention compared with torch's."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def test_grouped_queries_are_full_attention_with_repeated_keys_and_values():
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_short_attention_is_torchs(kv_heads):
+def test_short_attention_is_the_same_as_torchs(kv_heads):
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(2, 4, 37, 8, generator=generator).requires_grad_()
     key, value = (torch.randn(2, kv_heads, 37, 8, generator=generator).requires_grad_() for _ in range(2))
-    ours = transformer._short_attention(query, key, value)
-    theirs = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(ours, theirs)
-    weights = torch.randn(ours.shape, generator=generator)
+    attention = transformer._short_attention(query, key, value)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attention, expected)
+    weights = torch.randn(attention.shape, generator=generator)
     for our, their in zip(
-        torch.autograd.grad(ours, (query, key, value), weights),
-        torch.autograd.grad(theirs, (query, key, value), weights),
+        torch.autograd.grad(attention, (query, key, value), weights),
+        torch.autograd.grad(expected, (query, key, value), weights),
         strict=True,
     ):
         torch.testing.assert_close(our, their)
@@ -81,7 +81,7 @@ def test_bf16_attention_is_near_fp32():
     torch.testing.assert_close(rough.float(), exact, atol=0.05, rtol=0.05)
 
 
-def test_rotated_products_depend_on_distance_alone():
+def test_rotated_products_depend_only_on_distance():
     generator = torch.Generator().manual_seed(2)
     query, key = (torch.randn(8, generator=generator).expand(1, 1, 20, 8) for _ in range(2))
     rotation = rotary_angles(torch.arange(20), 8, 10000.0)
@@ -100,13 +100,13 @@ def test_a_tied_head_is_the_embedding():
     assert not torch.equal(untied.head.weight, untied.embedding.weight)
 
 
-def test_untrained_it_knows_nothing():
+def test_the_initial_loss_is_that_of_a_uniform_guess():
     logits = build_model(_section(), FACTS, 1)(_tokens(8))
     loss = F.cross_entropy(logits.flatten(0, 1), _tokens(8).roll(-1).flatten())
     assert abs(loss.item() - math.log(50)) < 0.3
 
 
-def test_flops_are_counted_by_hand():
+def test_flops_are_those_of_the_formula():
     for tied in (True, False):
         model = build_model(_section(kv_heads=2, mlp_width=64, tie_embeddings=tied), FACTS, 1)
         block = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32

@@ -1,4 +1,4 @@
-"""Weights from files into models: every kind of file and of name; what doesn't fit is told; nothing is executed."""
+"""Weights of all kinds of files and names are loaded; mismatches are reported; no code is executed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def started(model: nn.Module, place: Path | str, partial: bool = False) -> tuple
 
 
 def refusal(model: nn.Module, place: Path | str, partial: bool = False) -> str:
-    """The message; and nothing of the model may have changed."""
+    """Return the message, after a check that the model hasn't changed."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ConfigError) as refused:
         started(model, place, partial)
@@ -63,13 +63,13 @@ def refusal(model: nn.Module, place: Path | str, partial: bool = False) -> str:
 
 
 def assert_same(model: nn.Module, tensors: Any) -> None:
-    mine = model.state_dict()
-    assert mine.keys() == tensors.keys()
-    different = [name for name in mine if not torch.equal(mine[name], tensors[name])]
+    state = model.state_dict()
+    assert state.keys() == tensors.keys()
+    different = [name for name in state if not torch.equal(state[name], tensors[name])]
     assert different == []
 
 
-# --- every kind of file and name --------------------------------------------------------------------------------------
+# --- files and names --------------------------------------------------------------------------------------------------
 
 NESTINGS: dict[str, Any] = {
     "plain": lambda state: state,
@@ -102,8 +102,8 @@ def test_every_kind_of_torch_file(tmp_path: Path, suffix: str, zipped: bool) -> 
     assert_same(model, source.state_dict())
 
 
-def test_an_archive_that_was_compressed(tmp_path: Path) -> None:
-    """Its bytes can't be mapped: they would be taken for values."""
+def test_a_compressed_archive_is_loaded(tmp_path: Path) -> None:
+    """Compressed bytes can't be mapped: they would be read as values."""
     source, model = made(1), made(2)
     torch.save(source.state_dict(), tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as old, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as new:
@@ -149,7 +149,7 @@ def _shards(model: nn.Module, folder: Path, kind: str) -> list[Path]:
 
 
 def test_wrappers_within_names_and_in_the_model(tmp_path: Path) -> None:
-    """A part that was compiled; a model whose own names begin like a wrapper's."""
+    """Load a compiled submodule, and a model whose names begin with a wrapper's prefix."""
 
     class Wrapping(nn.Module):
         def __init__(self) -> None:
@@ -169,31 +169,31 @@ def test_wrappers_within_names_and_in_the_model(tmp_path: Path) -> None:
 
 
 def test_one_prefix_for_all_names(tmp_path: Path) -> None:
-    """As in a .ckpt of Lightning, where the net is an attribute of its module."""
+    """Load a .ckpt of Lightning, where the model is an attribute of its module."""
     source, model = made(1, small.Net), made(2, small.Net)
     state = {f"net.body.{name}": tensor for name, tensor in source.state_dict().items()}
     torch.save({"state_dict": state}, tmp_path / "last.ckpt")
     [note] = started(model, tmp_path / "last.ckpt")
-    assert note == f"the names in {tmp_path / 'last.ckpt'} were taken without the net.body. before them"
+    assert note == f"the prefix net.body. of the names in {tmp_path / 'last.ckpt'} was removed"
     assert_same(model, source.state_dict())
     torch.save({"state_dict": {**state, "loss.weight": torch.ones(3)}}, tmp_path / "more.ckpt")
-    assert "left over: loss.weight [3]" in refusal(made(2, small.Net), tmp_path / "more.ckpt")
+    assert "unexpected: loss.weight [3]" in refusal(made(2, small.Net), tmp_path / "more.ckpt")
     assert len(started(made(2, small.Net), tmp_path / "more.ckpt", partial=True)) == 2
 
 
-def test_two_prefixes_that_would_do(tmp_path: Path) -> None:
+def test_two_equally_good_prefixes_match_nothing(tmp_path: Path) -> None:
     state = made(1, small.Net).state_dict()
     both = {f"{who}.{name}": tensor for who in ("student", "teacher") for name, tensor in state.items()}
     torch.save(both, tmp_path / "both.pt")
     assert "has none of the model's 4 tensors" in refusal(made(2, small.Net), tmp_path / "both.pt", partial=True)
 
 
-# --- what doesn't fit -------------------------------------------------------------------------------------------------
+# --- mismatches -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def misfit(tmp_path: Path) -> Path:
-    """A name misspelt, a tensor too many, a shape."""
+    """Save weights with a misspelled name, an unexpected tensor and another shape."""
     state = made(1, small.Net).state_dict()
     state["haed.weight"] = state.pop("head.weight")
     state["inner.weight"] = torch.ones(16, 4)
@@ -202,22 +202,22 @@ def misfit(tmp_path: Path) -> Path:
     return tmp_path / "misfit.pt"
 
 
-def test_all_that_does_not_fit_is_told_at_once(misfit: Path) -> None:
+def test_all_mismatches_are_reported_together(misfit: Path) -> None:
     assert refusal(made(2, small.Net), misfit) == (
         f"model.init_from: {misfit} doesn't have the weights of this model\n"
         "  missing: head.weight [3, 8]\n"
-        "  left over: haed.weight [3, 8], spare [2] (is it haed.weight for head.weight?)\n"
+        "  unexpected: haed.weight [3, 8], spare [2] (is it haed.weight for head.weight?)\n"
         "  of another shape: inner.weight [16, 4] where the model has [8, 4]\n"
-        "model.init_partial: true starts what is missing or has another shape with its usual first weights"
+        "set model.init_partial: true to initialize missing tensors and those of another shape as usual"
     )
 
 
-def test_partial_takes_what_fits(misfit: Path) -> None:
+def test_init_partial_loads_the_tensors_that_match(misfit: Path) -> None:
     source, model, usual = made(1, small.Net), made(2, small.Net), made(2, small.Net)
     notes = started(model, misfit, partial=True)
     assert notes == (
-        f"{misfit} lacks 1 tensor of the model, left at the usual first weights: head.weight",
-        f"{misfit} has 1 tensor in another shape, left at the usual first weights: "
+        f"{misfit} lacks 1 tensor of the model, initialized as usual: head.weight",
+        f"{misfit} has 1 tensor in another shape, initialized as usual: "
         "inner.weight [16, 4] where the model has [8, 4]",
         f"{misfit} has 2 tensors that the model lacks: haed.weight, spare",
     )
@@ -226,7 +226,7 @@ def test_partial_takes_what_fits(misfit: Path) -> None:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_nothing_that_fits_is_an_error_always(tmp_path: Path, partial: bool) -> None:
+def test_weights_without_a_match_are_always_refused(tmp_path: Path, partial: bool) -> None:
     torch.save({"inner_weight": torch.ones(8, 4)}, tmp_path / "other.pt")
     message = refusal(made(2, small.Net), tmp_path / "other.pt", partial)
     assert "has none of the model's 4 tensors" in message
@@ -265,88 +265,90 @@ def test_tied_weights_by_one_name_or_both(tmp_path: Path, kept: tuple[str, ...])
     assert model.head.weight is model.embedding.weight
 
 
-def test_tied_weights_that_differ_are_no_choice(tmp_path: Path) -> None:
+def test_different_values_for_tied_weights_are_refused(tmp_path: Path) -> None:
     state = {name: tensor.clone() for name, tensor in made(1, Tied).state_dict().items()}
     state["head.weight"] += 1
     torch.save(state, tmp_path / "untied.pt")
     message = refusal(made(2, Tied), tmp_path / "untied.pt", partial=True)
-    assert "embedding.weight and head.weight are one tensor in this model, and differ in" in message
+    assert "embedding.weight and head.weight are one tensor in this model, but differ in" in message
 
 
-# --- what isn't there -------------------------------------------------------------------------------------------------
+# --- unreadable files -------------------------------------------------------------------------------------------------
 
 
-def test_wrong_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_files_and_folders_are_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = made(1, small.Net)
     torch.save(model.state_dict(), "weights.pt")
-    assert "there is no wieghts.pt; did you mean weights.pt?" in refusal(model, "wieghts.pt")
-    assert "a name of the hub goes into model.pretrained" in refusal(model, "google/bert")
+    assert "there is no weihgts.pt; did you mean weights.pt?" in refusal(model, "weihgts.pt")
+    assert "set a name of the hub in model.pretrained" in refusal(model, "google/bert")
     Path("folder").mkdir()
     Path("folder/unet.safetensors").touch()
-    assert "it holds unet.safetensors: give one of them by its name" in refusal(model, "folder")
+    assert "give one of its files by name: unet.safetensors" in refusal(model, "folder")
     Path("run/checkpoints/step-00000002").mkdir(parents=True)
     Path("run/config.yaml").touch()
-    assert "has left no weights yet" in refusal(model, "run")
+    assert "has no weights yet" in refusal(model, "run")
     Path("run/checkpoints/step-00000002/manifest.json").touch()
     assert "`lockstep export run/checkpoints --to" in refusal(model, "run/checkpoints")
-    assert "is a checkpoint; `lockstep export" in refusal(model, "run/checkpoints/step-00000002")
+    assert "is a checkpoint; export its weights with `lockstep export" in refusal(
+        model, "run/checkpoints/step-00000002"
+    )
     Path("notes.txt").touch()
-    assert "is no file of weights, by its name" in refusal(model, "notes.txt")
+    assert "doesn't have the suffix of a file of weights" in refusal(model, "notes.txt")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        (b"", "is no file that torch.save wrote, or a damaged one: it is no zip archive"),
-        (b"these are words, not weights", "is no file that torch.save wrote, or a damaged one"),
-        (pickle.dumps({"a": 1}, protocol=4), "is no file of tensors that torch.save wrote: it is no zip archive"),
-        ([1, 2], "holds a list, not tensors by name"),
-        ({"weights": {"a": torch.ones(2)}, "epoch": 3}, "it has weights, epoch"),
-        ({"a": torch.ones(1).expand(10**6, 10**6)}, "a has shape [1000000, 1000000], for which its bytes are"),
-        ({"a": torch.ones(2, 2).to_sparse()}, "a is no plain tensor"),
-        ({"a": torch.ones(2, device="meta")}, "a is no plain tensor"),
-        ({"a\x1b[2J": torch.ones(2, 2).to_sparse()}, r"'a\x1b[2J' is no plain tensor"),
+        (b"", "isn't a file of torch.save, or is damaged: it isn't a zip archive"),
+        (b"these are words, not weights", "isn't a file of torch.save, or is damaged"),
+        (pickle.dumps({"a": 1}, protocol=4), "isn't a file of tensors by torch.save: it isn't a zip archive"),
+        ([1, 2], "contains a list, not tensors by name"),
+        ({"weights": {"a": torch.ones(2)}, "epoch": 3}, "its keys: weights, epoch"),
+        ({"a": torch.ones(1).expand(10**6, 10**6)}, "a has shape [1000000, 1000000], but too few bytes"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "a isn't a plain tensor"),
+        ({"a": torch.ones(2, device="meta")}, "a isn't a plain tensor"),
+        ({"a\x1b[2J": torch.ones(2, 2).to_sparse()}, r"'a\x1b[2J' isn't a plain tensor"),
     ],
 )
-def test_what_holds_no_named_tensors(tmp_path: Path, content: object, said: str) -> None:
+def test_files_without_named_tensors_are_refused(tmp_path: Path, content: object, message: str) -> None:
     file = tmp_path / "weights.pt"
     if isinstance(content, bytes):
         file.write_bytes(content)
     else:
         torch.save(content, file)
-    assert said in refusal(made(1, small.Net), file)
+    assert message in refusal(made(1, small.Net), file)
 
 
-def test_a_torn_file(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     for name, save in (("weights.pt", torch.save), ("weights.safetensors", save_file)):
         save(made(1, small.Net).state_dict(), tmp_path / name)
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[: len(data) // 2])
-        assert "or a damaged one" in refusal(made(1, small.Net), tmp_path / name)
+        assert "or is damaged" in refusal(made(1, small.Net), tmp_path / name)
 
 
 @pytest.mark.parametrize("named", ["../weights.pt", "/etc/passwd", "pytorch_model.bin.index.json", "gone.bin", "."])
-def test_an_index_names_weights_beside_it(tmp_path: Path, named: str) -> None:
+def test_an_index_may_only_name_weights_in_its_folder(tmp_path: Path, named: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     torch.save(made(1, small.Net).state_dict(), tmp_path / "weights.pt")
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"inner.weight": named}}))
     message = refusal(made(1, small.Net), folder)
-    assert "that is not beside it" in message or "is no file of weights" in message
+    assert "that isn't in the same folder" in message or "suffix of a file of weights" in message
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": 3}'])
-def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    assert "is no index of weights" in refusal(made(1, small.Net), tmp_path)
+    assert "isn't an index of weights" in refusal(made(1, small.Net), tmp_path)
 
 
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
 class Hostile:
-    """Unpickling it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -356,22 +358,22 @@ class Hostile:
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["new", "old"])
-def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path: Path, zipped: bool) -> None:
+def test_a_hostile_pickle_is_refused_and_not_executed(tmp_path: Path, zipped: bool) -> None:
     mark, file = tmp_path / "executed", tmp_path / "weights.pt"
     state = {**made(1, small.Net).state_dict(), "hidden": Hostile(mark)}
     torch.save(state, file, _use_new_zipfile_serialization=zipped)
     message = refusal(made(2, small.Net), file, partial=True)
-    assert "asks for posix.system to be unpickled, which is more than tensors" in message
+    assert "needs posix.system to be unpickled, which is more than tensors" in message
     assert not mark.exists()
     torch.load(file, weights_only=False)
-    assert mark.exists(), "the file does what it is refused for"
+    assert mark.exists(), "unpickling the file runs code"
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["beside", "a pickled module"])
-def test_the_line_that_converts_does(tmp_path: Path, whole: bool) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["a state dict", "a pickled module"])
+def test_the_suggested_conversion_works(tmp_path: Path, whole: bool) -> None:
     source, model = made(1, small.Net), made(2, small.Net)
-    found = source if whole else {"state_dict": source.state_dict(), "args": argparse.Namespace(lr=1)}
-    torch.save(found, tmp_path / "it's.pt")
+    content = source if whole else {"state_dict": source.state_dict(), "args": argparse.Namespace(lr=1)}
+    torch.save(content, tmp_path / "it's.pt")
     message = refusal(model, tmp_path / "it's.pt")
     assert ("kit.small.Net" if whole else "argparse.Namespace") in message
     program, *words = shlex.split(message.splitlines()[-1])
@@ -381,9 +383,9 @@ def test_the_line_that_converts_does(tmp_path: Path, whole: bool) -> None:
     assert_same(model, source.state_dict())
 
 
-def test_torchscript_is_code(tmp_path: Path) -> None:
+def test_torchscript_is_refused(tmp_path: Path) -> None:
     torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
-    assert "is a TorchScript archive, which holds code" in refusal(made(1, small.Net), tmp_path / "script.pt")
+    assert "is a TorchScript archive, which contains code" in refusal(made(1, small.Net), tmp_path / "script.pt")
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
@@ -402,7 +404,7 @@ def _of_transformers(kind: str, seed: int) -> Any:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral"])
 @pytest.mark.parametrize("size", ["50GB", "10KB"], ids=["one file", "shards"])
 def test_folders_of_transformers(tmp_path: Path, kind: str, size: str) -> None:
-    """Also where the library's files have other names than its modules: mixtral's experts."""
+    """Load folders of transformers, including mixtral, whose experts have other names in files."""
     source, model = _of_transformers(kind, 1), _of_transformers(kind, 2)
     source.save_pretrained(tmp_path, max_shard_size=size)
     assert (tmp_path / "model.safetensors").exists() == (size == "50GB")
@@ -413,7 +415,7 @@ def test_folders_of_transformers(tmp_path: Path, kind: str, size: str) -> None:
 
 
 def test_names_that_only_transformers_knows(tmp_path: Path) -> None:
-    """As in the files of the first GPT-2: without the base's prefix, with masks that are no weights any more."""
+    """Load files like those of GPT-2: without the prefix of the base, and with masks that are no longer weights."""
     source, model = _of_transformers("gpt2", 1), _of_transformers("gpt2", 2)
     old = {name.removeprefix("transformer."): t for name, t in source.state_dict().items() if name != "lm_head.weight"}
     torch.save({**old, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "pytorch_model.bin")
@@ -437,7 +439,7 @@ def _config(place: Path, **section: Any) -> dict[str, Any]:
     return config
 
 
-def test_a_session_starts_from_them(tmp_path: Path) -> None:
+def test_a_session_starts_from_weights(tmp_path: Path) -> None:
     source = made(1, small.Net)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     with lockstep.session(_config(tmp_path / "weights.pt", freeze=["head.*"])) as session:
@@ -449,7 +451,7 @@ def test_a_session_starts_from_them(tmp_path: Path) -> None:
         assert trained == ["inner.weight", "inner.bias"]
 
 
-def test_what_is_missing_is_noted_at_the_start(tmp_path: Path) -> None:
+def test_missing_tensors_are_noted_at_the_start(tmp_path: Path) -> None:
     torch.save({"inner.weight": torch.ones(8, 4)}, tmp_path / "weights.pt")
     with lockstep.session(_config(tmp_path / "weights.pt", init_partial=True)) as session:
         [note] = run_info(session, "run", "").notes
@@ -463,14 +465,14 @@ def open_and_close(config: dict[str, Any]) -> None:
         pass
 
 
-def test_a_module_that_is_handed_over_starts_from_them_too(tmp_path: Path) -> None:
+def test_a_module_from_the_python_api_starts_from_weights(tmp_path: Path) -> None:
     source, model = made(1, small.Net), made(2, small.Net)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     with lockstep.session(_config(tmp_path / "weights.pt"), model=model):
         assert_same(model, source.state_dict())
 
 
-def test_partial_of_nothing_is_refused() -> None:
+def test_init_partial_without_init_from_is_refused() -> None:
     config = small.config()
     config["model"]["init_partial"] = True
     with pytest.raises(ConfigError, match="give init_from too"):

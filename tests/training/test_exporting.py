@@ -98,7 +98,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         load_weights(small.WithSpare(), tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
     (tmp_path / "model" / "XXH128SUMS").unlink()
-    with pytest.raises(RunFailed, match="is no safetensors file, or a damaged one"):
+    with pytest.raises(RunFailed, match="isn't a safetensors file, or is damaged"):
         load_weights(small.Net(), tmp_path)
     with pytest.raises(ConfigError, match=r"left no weights .* \(lockstep export .* --to .*model\)"):
         load_weights(small.Net(), tmp_path / "none")

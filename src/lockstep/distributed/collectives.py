@@ -148,6 +148,12 @@ def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return cast("dist.ProcessGroup", made)
 
 
+def maximum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Replace the tensor by its elementwise maximum over the ranks of the group, in place; return it."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    return tensor
+
+
 def send(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     """Send a tensor to a rank of the group; return when it was sent."""
     dist.send(tensor.contiguous(), group=group, group_dst=rank)

@@ -1,9 +1,9 @@
-"""The repeated layers of any module: where it can be partitioned, sharded or recomputed.
+"""The repeated layers of any module, at which it can be partitioned, sharded or recomputed.
 
 Transformer
 ├── embedding
 ├── blocks          <- a list of modules of one class, outermost: blocks.0, blocks.1, ...
-│   ├── 0           <- (lists inside of these, such as experts, are skipped)
+│   ├── 0           <- (lists inside of them, such as experts, are ignored)
 │   └── 1
 └── head
 """
@@ -16,20 +16,22 @@ from torch import nn
 
 
 def repeated_blocks(module: nn.Module) -> list[str]:
-    """Return the qualified names of the repeated layers, in the order of the module; empty if nothing repeats.
+    """Return the qualified names of the repeated layers, in the order of the module; empty if there are none.
 
-    A ModuleList or Sequential counts if it holds at least two modules and no more than half as many classes (layers
-    that alternate between two kinds repeat too); lists in a list, such as stages, count as one. Layers with children
-    come before those without.
+    A ModuleList or Sequential has repeated layers if it has at least two modules, of at most half as many classes
+    (layers may alternate between two classes); lists in a list, such as stages, are one list. If some layers have
+    children, those without are ignored.
     """
     lists = list(_outermost_lists("", module))
-    composite = [children for children in lists if any(True for child in children.values() for _ in child.children())]
+    composite = [children for children in lists if any([*child.children()] for child in children.values())]
     return [name for children in composite or lists for name in children]
 
 
 def blocks_in_line(module: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
-    """Return where a forward can be partitioned: the children of a Sequential, whatever they are; the layers that a
-    model of the transformers library names in its own plan for pipelines; otherwise the repeated `blocks`."""
+    """Return the names of the modules between which a forward can be partitioned.
+
+    These are all children of a Sequential, the layers in the pipeline plan of a transformers model, or `blocks`.
+    """
     if type(module) is nn.Sequential:
         return [name for name, _ in module.named_children()]
     plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
@@ -52,7 +54,7 @@ def _outermost_lists(name: str, module: nn.Module) -> Iterator[dict[str, nn.Modu
 
 
 def _children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children, with those of the lists in a list, which have no forward that could be called."""
+    """Yield the children; instead of a list in a list, which has no forward, its children."""
     for key, child in module.named_children():
         full = f"{name}.{key}" if name else key
         if isinstance(module, nn.ModuleList) and isinstance(child, nn.ModuleList):

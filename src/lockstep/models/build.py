@@ -1,10 +1,8 @@
-"""Builds a module from the config's `model` section.
+"""Build a module from the config's `model` section.
 
-build_model     construct -> initial values, keyed by name -> freeze
-build_meta_model     construct without values -> freeze                 values follow, block by block
-sketch_model    construct on the meta device -> freeze              for planning
-
-Planning needs its parameters' facts: shapes, without values.
+build_model         construct -> initial values, keyed by name -> freeze
+build_meta_model    construct without values -> freeze                 values follow, block by block
+sketch_model        construct on the meta device -> freeze             for planning, which only needs shapes
 """
 
 from __future__ import annotations
@@ -31,28 +29,27 @@ from lockstep.models.initialization import RuleOf, generators_keyed, initial_ten
 from lockstep.models.meta_model import MetaModel, parameters_without_values
 from lockstep.models.parameters import freeze
 
-_NOT_GIVEN = "`given` takes a module handed over in Python; there is none here"
 OwnModel = TransformerModel | TextClassifierModel | ImageClassifierModel
 
 
 def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_code: bool = False) -> nn.Module:
-    """Return the model on the CPU in fp32, initialized by name, `freeze` applied, in training mode.
+    """Return the model on the CPU in fp32, initialized by name, with `freeze` applied, in training mode.
 
     Args:
-        facts: of the training data; they give the vocabulary and the classes where the section doesn't.
-        trust_remote_code: run a Python file that lies beside pretrained weights.
+        facts: Properties of the training data, such as vocabulary and classes that the section doesn't set.
+        trust_remote_code: Run the Python files of pretrained weights.
 
     Raises:
-        ConfigError: the section and the data contradict each other, or something it names can't be had.
+        ConfigError: The section and the data contradict each other, or something it names is missing.
     """
     if isinstance(section, GivenModel):
-        raise ConfigError(Problem("", "model.kind", _NOT_GIVEN))
+        raise _no_module()
     with generators_keyed(seed, "construction"):
         if isinstance(section, HuggingFaceModel):
             module = build_huggingface(section, facts, seed, trust_remote_code=trust_remote_code)
         else:
             module = _construct(section, facts)
-            if not isinstance(section, CustomModel):  # whose constructor's values stand
+            if not isinstance(section, CustomModel):  # which keeps its constructor's values
                 initialize(module, seed, _rule_of(section))
     freeze(module, section.freeze)
     return module.train()
@@ -61,39 +58,39 @@ def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
 def build_meta_model(
     section: Model, facts: DataFacts, seed: int, *, trust_remote_code: bool = False
 ) -> MetaModel | None:
-    """Return the model that `build_model` would make, `freeze` applied, in training mode, without values yet.
+    """Return the same model as `build_model`, without values yet.
 
-    None: a user's constructor makes them, all at once.
+    Returns:
+        None for a user's model, whose constructor makes all values at once.
 
     Raises:
-        ConfigError: as `build_model`.
+        ConfigError: As for `build_model`.
     """
     if isinstance(section, GivenModel | CustomModel):
         return None
     with generators_keyed(seed, "construction"):
         if isinstance(section, HuggingFaceModel):
-            blank = build_meta_huggingface(section, facts, seed, trust_remote_code=trust_remote_code)
+            meta_model = build_meta_huggingface(section, facts, seed, trust_remote_code=trust_remote_code)
         else:
             with parameters_without_values():
                 module = _construct(section, facts)
-            blank = MetaModel(module, partial(initial_tensors, module, seed, _rule_of(section)))
-    if blank is None:
-        return None
-    freeze(blank.model, section.freeze)
-    blank.model.train()
-    return blank
+            meta_model = MetaModel(module, partial(initial_tensors, module, seed, _rule_of(section)))
+    if meta_model is not None:
+        freeze(meta_model.model, section.freeze)
+        meta_model.model.train()
+    return meta_model
 
 
 def sketch_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = False) -> nn.Module:
-    """Return the module that `build_model` would make, `freeze` applied, on the meta device: no memory, no values.
+    """Return the same module as `build_model` on the meta device, without memory or values.
 
-    A user's module that can't be built there (its constructor looks at values) is built on the CPU.
+    A user's module whose constructor reads values is built on the CPU.
 
     Raises:
-        ConfigError: as `build_model`.
+        ConfigError: As for `build_model`.
     """
     if isinstance(section, GivenModel):
-        raise ConfigError(Problem("", "model.kind", _NOT_GIVEN))
+        raise _no_module()
     with generators_keyed(0, "sketch"):
         try:
             with shapes_alone():
@@ -104,9 +101,13 @@ def sketch_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = 
         except ConfigError:
             if not isinstance(section, CustomModel):
                 raise
-            module = _construct(section, facts)  # its constructor looks at values
+            module = _construct(section, facts)
     freeze(module, section.freeze)
     return module
+
+
+def _no_module() -> ConfigError:
+    return ConfigError(Problem("", "model.kind", "`given` needs a module from the Python API, but there is none"))
 
 
 def _construct(section: OwnModel | CustomModel, facts: DataFacts) -> nn.Module:
@@ -123,7 +124,7 @@ def _construct(section: OwnModel | CustomModel, facts: DataFacts) -> nn.Module:
             module = construct("models", section.target, section.arguments)
             if not isinstance(module, nn.Module):
                 kind = type(module).__name__
-                raise ConfigError(f"model.target {section.target} gave a {kind}, not a torch.nn.Module")
+                raise ConfigError(f"model.target {section.target} returned a {kind}, not a torch.nn.Module")
             return module
 
 
@@ -139,23 +140,17 @@ def _rule_of(section: OwnModel) -> RuleOf:
 
 def _size(key: str, what: str, configured: int | None, in_data: int | None) -> int:
     """Return the configured number, or the data's; never fewer than the data has."""
-    if configured is None and in_data is None:
-        raise ConfigError(Problem("", f"model.{key}", f"the data does not say how many {what} it has; give the number"))
-    if configured is not None and in_data is not None and configured < in_data:
-        raise ConfigError(
-            Problem(
-                "",
-                f"model.{key}",
-                f"{configured} is too few: the data has {in_data} {what}; give {in_data}, or leave it out",
-            )
-        )
     number = configured if configured is not None else in_data
-    assert number is not None
+    if number is None:
+        raise ConfigError(Problem("", f"model.{key}", f"the data doesn't determine the number of {what}; set it"))
+    if in_data is not None and number < in_data:
+        reason = f"{number} is too few: the data has {in_data} {what}; set {in_data}, or remove it"
+        raise ConfigError(Problem("", f"model.{key}", reason))
     return number
 
 
 def parameter_facts(module: nn.Module) -> list[ParameterFacts]:
-    """Return every parameter once; a tied one under its first name."""
+    """Return the facts of every parameter once; of a tied one under its first name."""
     return [
         ParameterFacts(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
         for name, parameter in module.named_parameters()
@@ -163,14 +158,14 @@ def parameter_facts(module: nn.Module) -> list[ParameterFacts]:
 
 
 def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
-    """Return the number of elements of all parameters, tied ones once; with `trainable`, of those that are trained."""
+    """Return the number of elements of all (or all trainable) parameters, tied ones once."""
     return sum(facts.elements for facts in parameter_facts(module) if facts.trainable or not trainable)
 
 
 def describe_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = False) -> list[ParameterFacts]:
-    """Return the parameters that `build_model` would make, without making them.
+    """Return the facts of the parameters of `build_model`, without building them.
 
     Raises:
-        ConfigError: as `build_model`.
+        ConfigError: As for `build_model`.
     """
     return parameter_facts(sketch_model(section, facts, trust_remote_code=trust_remote_code))

@@ -1,4 +1,4 @@
-"""The objective of a run: the one that the config names, that a program hands over, or that the model is made for."""
+"""The objective of a run: from the config, from the Python API, or the one that the model is made for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the one class that all batc
 
 from lockstep.config import schema
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import listed
 from lockstep.core.protocols import EvaluatedObjective, Objective
 from lockstep.models.heads import Head
 from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
@@ -31,11 +32,6 @@ _TASK_KINDS = {
 """Kinds of objectives by tasks of a transformers model; other tasks have the name of their kind."""
 
 
-def no_sums(outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-    """Return nothing: only the loss is measured."""
-    return {}
-
-
 def means(loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
     """Return each sum divided by the number of valid targets."""
     return {name: value / count if count else float("nan") for name, value in {"loss": loss_sum, **sums}.items()}
@@ -46,16 +42,16 @@ class FunctionObjective:
     """An objective made of functions.
 
     Attributes:
-        count: valid targets in a batch.
+        count: Returns the number of valid targets in a batch.
         loss_sum: (outputs, batch) -> sum, not mean, of their losses, 0-dim.
         metric_sums: (outputs, batch) -> further 0-dim sums, by name.
-        metrics: (loss_sum, count, sums) -> reported metrics, `loss` among them.
-        decomposes: False if a batch's loss is not the sum of its samples' losses.
+        metrics: (loss_sum, count, sums) -> reported metrics, which include `loss`.
+        decomposes: Whether a batch's loss is the sum of its samples' losses.
     """
 
     count: Callable[[Batch], float]
     loss_sum: Callable[[Any, Batch], Tensor]
-    metric_sums: Callable[[Any, Batch], Mapping[str, Tensor]] = no_sums
+    metric_sums: Callable[[Any, Batch], Mapping[str, Tensor]] = lambda outputs, batch: {}
     metrics: Callable[[float, float, Mapping[str, float]], dict[str, float]] = means
     decomposes: bool = True
 
@@ -68,23 +64,23 @@ def build_objective(
     *,
     aligned: bool = False,
 ) -> EvaluatedObjective:
-    """Return the objective that was asked for, or the one that the model is made for.
+    """Return the configured objective, or the one that the model is made for.
 
     Args:
-        head: of a model of the transformers library, however it came.
-        aligned: next-token targets are aligned with the input tokens, and are shifted here; otherwise they are the next
-            tokens already.
+        head: The head of a model of the transformers library.
+        aligned: Next-token targets are aligned with the input tokens and have to be shifted; otherwise they are the
+            next tokens already.
 
     Raises:
-        ConfigError: it doesn't fit the model.
+        ConfigError: The objective doesn't fit the model.
     """
     kind = objective_kind(objective, model, facts, head)
     if kind == "given":
-        raise _problem("objective.kind", "`given` takes an objective handed over in Python, and none was")
+        raise _problem("objective.kind", "`given` needs an objective from the Python API, but there is none")
     if objective.target is not None:
         return adapt_objective(construct_objective(objective.target, objective.arguments))
     if objective.arguments:
-        raise _problem("objective.arguments", f"these belong to `kind: custom`; {kind} takes none")
+        raise _problem("objective.arguments", f"only `kind: custom` takes arguments, not {kind}; remove them")
     smoothing = objective.label_smoothing
     match kind:
         case "next-token":
@@ -97,8 +93,8 @@ def build_objective(
         case "classification" | "token-classification" | "multiple-choice":
             return TargetLoss(language=False, label_smoothing=smoothing)
     if smoothing:
-        why = f"{smoothing:g} is for one class or token a target, and this objective is {kind!r}; leave it out"
-        raise _problem("objective.label_smoothing", why)
+        reason = f"{smoothing:g} is for one class or token a target, but this objective is {kind!r}; remove it"
+        raise _problem("objective.label_smoothing", reason)
     if kind == "question-answering":
         return SpanLoss()
     assert head is not None, "only models of the transformers library compute a loss"
@@ -107,8 +103,10 @@ def build_objective(
 
 
 def repeats_inputs(batch: Batch) -> bool:
-    """Return whether every valid target is the input token at its own position, as in transformers' labels, which are
-    shifted later. Tokens that could be either, since all are the same, are no evidence."""
+    """Return whether every valid target is the input token at its position, as in transformers' unshifted labels.
+
+    Tokens that are all the same are no evidence, since shifted labels look alike.
+    """
     targets = batch.targets
     if not isinstance(targets, Tensor) or targets.dim() != 2 or targets.is_floating_point():
         return False
@@ -123,21 +121,21 @@ def repeats_inputs(batch: Batch) -> bool:
 
 
 def adapt_objective(objective: object) -> EvaluatedObjective:
-    """Return the objective for what a user gives through the Python API or names in a config.
+    """Return the objective for a user's object, from the Python API or a config.
 
     Args:
-        objective: an object with `count` and `loss_sum`; a loss module or function of torch, which is given (outputs,
+        objective: An object with `count` and `loss_sum`; a loss module or function of torch, called with (outputs,
             batch.targets); or a function (outputs, batch) -> sum of losses, with one target a sample.
 
     Raises:
-        ConfigError: it is none of these, or what a loss of torch divides by is not known.
+        ConfigError: It is none of these, or the count that a loss of torch divides by is unknown.
     """
     if isinstance(objective, FunctionObjective | TargetLoss | TorchLoss):
         return objective
     if isinstance(objective, Objective) and not inspect.isclass(objective):
         optional = ("metric_sums", "metrics", "decomposes")
-        given = {name: getattr(objective, name) for name in optional if getattr(objective, name, None) is not None}
-        return FunctionObjective(objective.count, objective.loss_sum, **given)
+        members = {name: getattr(objective, name) for name in optional if getattr(objective, name, None) is not None}
+        return FunctionObjective(objective.count, objective.loss_sum, **members)
     module = loss_module(objective)
     if module is not None:
         loss = TorchLoss(module)
@@ -152,27 +150,30 @@ def adapt_objective(objective: object) -> EvaluatedObjective:
 
 
 def coupling(module: nn.Module) -> str | None:
-    """Return what in the module makes a batch's loss more than the sum of its samples' losses, and its place; None if
-    nothing known does."""
+    """Return why a batch's loss isn't the sum of its samples' losses, with the names of modules; None if it is."""
     norms = [name for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
-    more = f" and {len(norms) - 3} more" if len(norms) > 3 else ""
-    causes = [f"batch norm ({', '.join(norms[:3])}{more})"] if norms else []
+    causes = [f"batch norm ({listed(norms, 3)})"] if norms else []
     if getattr(getattr(module, "config", None), "output_router_logits", False):  # a transformers mixture of experts
         causes.append("the experts' balancing loss (output_router_logits)")
     return " and ".join(causes) or None
 
 
 def objective_kind(objective: schema.ObjectiveConfig, model: schema.Model, facts: DataFacts, head: Head | None) -> str:
-    """Return the kind of the objective, of those in `objectives`, or `custom` or `given`.
+    """Return the kind of the objective: one of those in `objectives`, `custom` or `given`.
 
     Raises:
-        ConfigError: the model can't do what was asked for.
+        ConfigError: The configured kind doesn't fit the model.
     """
     if objective.kind in ("custom", "given"):
         return objective.kind
     if isinstance(model, schema.CustomModel | schema.GivenModel) and head is None:
         return objective.kind if objective.kind != "auto" else _kind_of_data(facts)
-    made_for = _made_for(model, head)
+    if isinstance(model, schema.HuggingFaceModel):
+        made_for = _TASK_KINDS.get(model.task, model.task)
+    elif head is not None:
+        made_for = head.labels
+    else:
+        made_for = "next-token" if isinstance(model, schema.TransformerModel) else "classification"
     if head is not None and head.kind == "model":
         unknown = head.labels == "model" and not head.by_samples
         fits = ("auto", "seq2seq", "masked-lm", made_for) if not unknown else None
@@ -184,18 +185,10 @@ def objective_kind(objective: schema.ObjectiveConfig, model: schema.Model, facts
         what = f"a model of kind {model.kind!r}" if head is None else f"a {type(head.model).__name__}"
         raise _problem(
             "objective.kind",
-            f"{objective.kind!r} does not fit {what}, which is made for "
-            f"{made_for!r}; leave it `auto`, or give an objective of your own (`custom`)",
+            f"{objective.kind!r} does not fit {what}, which is made for {made_for!r}; set `auto`, or a `custom` "
+            "objective",
         )
     return made_for
-
-
-def _made_for(model: schema.Model, head: Head | None) -> str:
-    if isinstance(model, schema.HuggingFaceModel):
-        return _TASK_KINDS.get(model.task, model.task)
-    if head is not None:
-        return head.labels
-    return "next-token" if isinstance(model, schema.TransformerModel) else "classification"
 
 
 def _kind_of_data(facts: DataFacts) -> str:
@@ -205,8 +198,8 @@ def _kind_of_data(facts: DataFacts) -> str:
         return "next-token"
     raise _problem(
         "objective.kind",
-        "neither the model (your own) nor the data (no classes, no tokens) says what to train for; "
-        "one of next-token, masked-lm, classification, seq2seq, custom",
+        "neither the custom model nor the data (no classes, no tokens) determines the objective; set next-token, "
+        "masked-lm, classification, seq2seq or custom",
     )
 
 

@@ -1,11 +1,11 @@
-"""Cross-entropy over a model's last linear, a few positions at a time: the logits are never in memory at once.
+"""Cross-entropy of a model's last linear layer, a few positions at a time: all logits are never in memory at once.
 
     hidden [N, W]   -->  chunk [n, W]  -->  logits [n, V]  -->  log-sum-exp [n], loss      forward keeps hidden, lse
                          chunk again   -->  logits again   -->  softmax - target --> gradients of chunk and weight
 
-The loss is computed where the logits would be, inside the head's forward: what FSDP and ZeRO gather for it is
-there, in the backward too. Beforehand the objective gives the head the targets; the model returns a number in place of
-logits, and the objective makes sure that it is this very number.
+The loss is computed in the head's forward instead of the logits: there FSDP and ZeRO have gathered its weight, and they
+do so again for the backward. The objective gives the targets to the head before the forward; the model returns the loss
+instead of logits, and the objective checks that the model hasn't changed it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Sums(NamedTuple):
     """Sums over the valid targets of a micro-batch, 0-dim.
 
     Attributes:
-        loss: with label smoothing, fp32.
-        plain: without.
-        right: how often the target was the likeliest.
+        loss: The loss with label smoothing, fp32.
+        plain: The loss without it.
+        right: The number of targets with the largest logit.
     """
 
     loss: Tensor
@@ -45,13 +45,13 @@ class Sums(NamedTuple):
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, smoothing: float
 ) -> Sums:
-    """Return the sums of `cross_entropy_sum(hidden weight' + bias, targets)`, losses in fp32, products in autocast's
-    precision where it is on.
+    """Return the sums of `objectives.cross_entropy_sum(hidden weight' + bias, targets, smoothing)`.
+
+    Losses are in fp32; products are in autocast's precision.
 
     Args:
         hidden, weight, targets: [N, W], [V, W], [N].
-        chunk: positions at a time.
-        smoothing: of labels, as of `objectives.cross_entropy_sum`.
+        chunk: Number of positions at a time.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -73,10 +73,10 @@ class _Chunked(torch.autograd.Function):
             logits, chosen = F.linear(hidden[part], weight, bias).float(), targets[part]
             valid = chosen != IGNORED
             lse[part] = torch.logsumexp(logits, dim=-1)
-            own = logits.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
-            missed = ((lse[part] - own) * valid).sum()
-            plain += missed
-            loss += (1 - smoothing) * missed
+            target_logits = logits.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
+            part_loss = ((lse[part] - target_logits) * valid).sum()
+            plain += part_loss
+            loss += (1 - smoothing) * part_loss
             if smoothing:
                 loss += smoothing * ((lse[part] - logits.mean(dim=-1)) * valid).sum()
             right += ((logits.argmax(dim=-1) == chosen) & valid).sum()
@@ -88,10 +88,10 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, seed: Tensor, *_unused: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_hidden = torch.empty_like(hidden) if wants_hidden else None
-        of_weight = torch.zeros(weight.shape, device=weight.device) if wants_weight else None
-        of_bias = torch.zeros(bias.shape, device=bias.device) if wants_bias else None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = torch.zeros(weight.shape, device=weight.device) if needs_weight else None
+        of_bias = torch.zeros(bias.shape, device=bias.device) if needs_bias else None
         for part in _chunks(hidden, ctx.chunk):
             logits = F.linear(hidden[part], weight, bias).float()
             gradient = _logit_gradient(logits, lse[part], targets[part], ctx.smoothing).mul_(seed)
@@ -100,8 +100,10 @@ class _Chunked(torch.autograd.Function):
             gradient = gradient.to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[part])
-            if of_weight is not None:
-                _add_product(of_weight, gradient.T, hidden[part])
+            if of_weight is not None and gradient.dtype is of_weight.dtype:
+                of_weight.addmm_(gradient.T, hidden[part])
+            elif of_weight is not None:
+                of_weight += gradient.T @ hidden[part]
         return of_hidden, _cast(of_weight, weight), _cast(of_bias, bias), None, None, None
 
 
@@ -110,20 +112,13 @@ def _chunks(hidden: Tensor, chunk: int) -> Iterator[slice]:
 
 
 def _logit_gradient(logits: Tensor, lse: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """Return softmax - (1 - e) x target - e / V, in place, and zero where there is no target."""
+    """Return softmax - (1 - e) x target - e / V, in place; zero for ignored targets."""
     valid = (targets != IGNORED)[:, None]
     softmax = logits.sub_(lse[:, None]).exp_()
     softmax.scatter_add_(1, targets.clamp(min=0)[:, None], torch.full_like(softmax[:, :1], smoothing - 1))
     if smoothing:
         softmax.sub_(smoothing / softmax.shape[1])
     return softmax.mul_(valid)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype is total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -137,9 +132,9 @@ class ChunkedHeadLoss:
     """A cross-entropy objective whose loss the model's head computes.
 
     Args:
-        objective: whose sums it computes.
-        head: the model's last linear; its forward is replaced.
-        chunk: positions at a time.
+        objective: The objective with the same sums.
+        head: The model's last linear layer, whose forward is replaced.
+        chunk: Number of positions at a time.
     """
 
     def __init__(self, objective: TargetLoss, head: nn.Linear, chunk: int) -> None:
@@ -154,34 +149,34 @@ class ChunkedHeadLoss:
         cast("Any", head).forward = partial(self._forward, head, head.forward)
 
     def show(self, batch: Batch) -> Batch:
-        """Set the targets of the next forward; the batch stays as it is."""
+        """Set the targets of the next forward; return the batch unchanged."""
         self._targets, self._sums = self._objective.targets_of(batch), None
         return batch
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Return the head's sum; raise RunFailed if the model doesn't return its logits as they are."""
+        """Return the head's sum; raise RunFailed if the model doesn't return the head's output unchanged."""
         sums, returned = self._sums, logits_of(outputs)
         if sums is None or returned.data_ptr() != sums.loss.data_ptr() or sums.loss._version != self._version:
             raise RunFailed(
                 f"{_KEY}: the model computes with its logits (it scales or caps them, or calls its head more than "
-                "once), and here there are none; leave it out"
+                f"once), but a chunked loss has no logits; remove {_KEY}"
             )
         return returned
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the sums that the objective would."""
+        """Return the metric sums of the objective."""
         assert self._sums is not None, "loss_sum() comes first"
         sums = {"right": self._sums.right}
         return {**sums, "plain_loss": self._sums.plain} if self._objective.label_smoothing else sums
 
     def _forward(self, head: nn.Linear, forward: Any, hidden: Tensor) -> Tensor:
         targets, self._targets = self._targets, None
-        if targets is None:  # no loss is wanted: a text is generated
+        if targets is None:  # the forward is for generation, without a loss
             return cast("Tensor", forward(hidden))
         if hidden.shape[:-1] != targets.shape:
             raise RunFailed(
-                f"{_KEY}: the head is called for positions {list(hidden.shape[:-1])}, and there are targets for "
-                f"{list(targets.shape)}; leave it out"
+                f"{_KEY}: the head is called for positions {list(hidden.shape[:-1])}, but there are targets for "
+                f"{list(targets.shape)}; remove {_KEY}"
             )
         self._sums = chunked_cross_entropy(
             hidden.flatten(0, -2),
@@ -199,26 +194,25 @@ def chunk_head_loss(objective: EvaluatedObjective, model: nn.Module, chunk: int)
     """Move the loss into the model's head.
 
     Raises:
-        ConfigError: the objective is no cross-entropy of tokens, or the model has no head that is known.
+        ConfigError: The objective isn't a cross-entropy of tokens, or the model has no supported head.
     """
     if not isinstance(objective, TargetLoss) or not objective.language:
-        ours, of_samples = (
-            isinstance(objective, SpanLoss | ModelLoss),
-            isinstance(objective, TargetLoss | ClassifierLoss),
-        )
-        kind = "of one class a sample" if of_samples else "that of the model's head" if ours else "a custom one"
+        if isinstance(objective, TargetLoss | ClassifierLoss):
+            kind = "of one class a sample"
+        else:
+            kind = "that of the model's head" if isinstance(objective, SpanLoss | ModelLoss) else "a custom one"
         raise _refused(
-            f"computes a cross-entropy of tokens a few positions at a time, and this objective is {kind}; leave it out"
+            f"computes a cross-entropy of tokens a few positions at a time, but this objective is {kind}; remove it"
         )
-    getter = getattr(model, "get_output_embeddings", None)  # of the transformers library's models
+    getter = getattr(model, "get_output_embeddings", None)  # of transformers models
     head = model.head if isinstance(model, Transformer) else getter() if callable(getter) else None
     if not isinstance(head, nn.Linear):
         raise _refused(
-            f"the linear that makes the logits of a {type(model).__name__} is not known; it is for kind transformer "
-            "and language models of the transformers library"
+            f"the linear layer that computes the logits of a {type(model).__name__} is unknown; use it with kind "
+            "transformer and language models of the transformers library"
         )
     return ChunkedHeadLoss(objective, head, chunk)
 
 
-def _refused(why: str) -> ConfigError:
-    return ConfigError(Problem("", _KEY, why))
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(Problem("", _KEY, reason))

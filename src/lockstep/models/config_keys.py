@@ -1,11 +1,11 @@
-"""The keys of a transformers config, as the library takes them.
+"""The keys of a transformers config that the library understands.
 
-    its own          hidden_size                              set
-    older            rope_theta, partial_rotary_factor        set by what the library translates them to
-    no longer read   task_specific_params, n_ctx              taken where the model is the same without them
+    current          hidden_size                              set
+    older            rope_theta, partial_rotary_factor        set the keys that the library translates them to
+    no longer read   task_specific_params, n_ctx              accepted if the model is the same without them
     any other        hiden_size                               refused: the library would ignore it
 
-Older keys are recognized by what they change: no list of them would be complete.
+Older keys are recognized by their effect, since no list of them would be complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNDECLARED = {
     "id2label",
     "problem_type",
 }
-"""Keys that some configs and heads understand without declaring them."""
+"""Keys that some configs and heads use without declaring them."""
 
 _ANY = object()
 _NO_LONGER_READ: Mapping[str, object] = {
@@ -42,7 +42,7 @@ _NO_LONGER_READ: Mapping[str, object] = {
     "position_embedding_type": "absolute",
     "pretraining_tp": 1,
 }
-"""Keys of older files, with the value under which the model is the same without them."""
+"""Keys of older files, with the value for which the model is the same without them."""
 
 _OTHER_NAMES = (
     ("num_attention_heads", "n_head", "n_heads", "num_heads", "heads"),
@@ -56,63 +56,58 @@ _Path = tuple[str, ...]
 
 
 def check_keys(config: Any, overrides: Mapping[str, Any]) -> None:
-    """Raise for keys that transformers would ignore, as it does with all that it doesn't know.
+    """Raise ConfigError for keys that transformers would ignore.
 
     Args:
-        config: of the type, without the keys of `overrides`.
-
-    Raises:
-        ConfigError: some would be ignored.
+        config: A config of the type, without the keys of `overrides`.
     """
     known = _known(config)
     problems = []
     for name, value in overrides.items():
         if name in known or _is_needless(name, value) or _is_translated(config, name, value):
             continue
-        why = f"{config.model_type} has no such key{_hint(name, known)}"
+        reason = f"{config.model_type} has no such key{_hint(name, known)}"
         if name in _NO_LONGER_READ:
-            why = f"{value!r}, and transformers no longer reads this key; leave it out"
-        problems.append(Problem("", f"model.architecture.{name}", why))
+            reason = f"{value!r}, but transformers no longer reads this key; remove it"
+        problems.append(Problem("", f"model.architecture.{name}", reason))
     if problems:
         raise ConfigError(problems)
 
 
-def taken(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a config is made from or updated by; they have passed `check_keys`."""
+def effective_keys(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys, checked by `check_keys`, that have an effect on the config."""
     known = _known(config)
     return {name: value for name, value in overrides.items() if name in known or not _is_needless(name, value)}
 
 
 def override(config: Any, overrides: Mapping[str, Any]) -> None:
-    """Change a config that was read from a file. What an older key is translated to has new values; the rest of it,
-    such as the scaling beside a rotary base, stays."""
-    known = _known(_default(config))  # a file may have kept an older key
-    for name, value in taken(config, overrides).items():
+    """Change a config that was read from a file.
+
+    An older key sets the values that the library translates it to, and nothing beside them: a rotary base leaves the
+    scaling as it is.
+    """
+    try:
+        known = _known(type(config)())  # the file may contain older keys
+    except Exception:  # a class that comes with weights may need arguments
+        known = _known(config)
+    for name, value in effective_keys(config, overrides).items():
         paths = _changed_by(config, name, value) if name not in known or name == "rope_scaling" else []
         if not paths:
             config.update({name: value})
             continue
         fresh = type(config)(**{name: value}).to_dict()
         others = {key: old for key, old in config.to_dict().items() if key not in {path[0] for path in paths}}
-        rebuilt = type(config).from_dict({**others, name: value}).to_dict()  # such as a kind for each layer
+        rebuilt = type(config).from_dict({**others, name: value}).to_dict()  # for values such as a list of layer types
         for path in paths:
             _put(config, path, _at(fresh if len(path) > 1 else rebuilt, path))
 
 
 def _known(config: Any) -> set[str]:
-    """Return the keys that are set as they are."""
+    """Return the keys that can be set without translation."""
     kind = type(config)
     settable = {name for name in dir(kind) if getattr(getattr(kind, name, None), "fset", None) is not None}
     declared = {name for name in (*vars(config), *config.to_dict()) if not name.startswith("_")}
     return declared | settable | set(config.attribute_map) | _UNDECLARED
-
-
-def _default(config: Any) -> Any:
-    """Return a config of the same type, without keys."""
-    try:
-        return type(config)()
-    except Exception:  # a class that comes with weights may need some
-        return config
 
 
 def _is_needless(name: str, value: object) -> bool:
@@ -123,23 +118,25 @@ def _is_needless(name: str, value: object) -> bool:
 def _is_translated(config: Any, name: str, value: object) -> bool:
     try:
         return bool(_changed_by(config, name, value))
-    except Exception:  # it looks at the key, and refuses the value
+    except Exception:  # the library reads the key, and refuses the value
         return True
 
 
 def _changed_by(config: Any, name: str, value: object) -> list[_Path]:
-    """Return what a key changes besides itself, in a config of the type. Another value is tried, too: this one may be
-    the default."""
+    """Return the paths of other keys that a key changes in a config of the type.
+
+    Other values are also tried, since this one may be the default.
+    """
     before = dict(_leaves(type(config)().to_dict()))
     paths: dict[_Path, None] = {}
-    for tried in (value, *_others(value)):
-        after = dict(_leaves(type(config)(**{name: tried}).to_dict()))
+    for candidate in (value, *_other_values(value)):
+        after = dict(_leaves(type(config)(**{name: candidate}).to_dict()))
         changed = (path for path in {**before, **after} if before.get(path, _MISSING) != after.get(path, _MISSING))
         paths |= dict.fromkeys(path for path in changed if path[0] != name)
     return list(paths)
 
 
-def _others(value: object) -> list[object]:
+def _other_values(value: object) -> list[object]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):

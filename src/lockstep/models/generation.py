@@ -1,8 +1,8 @@
-"""Text from a language model, one token after the other.
+"""Generate text with a language model, one token after the other.
 
     prompt -> model -> logits of the last position -> temperature -> top k -> draw -> append -> model -> ...
 
-The last `context` tokens are run again for each token: there is no cache that could disagree with training.
+The last `context` tokens are computed again for each token: there is no cache that could differ from training.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def generate(
     generator: torch.Generator | None = None,
     context: int = 256,
 ) -> Iterator[int]:
-    """Yield `tokens` further ids after the prompt.
+    """Yield the ids of `tokens` tokens that continue the prompt.
 
     Args:
-        model: tokens (or input_ids) [1, T] -> logits [1, T, V]. It is in evaluation mode while it runs.
-        prompt_ids: at least one.
-        temperature: 0 takes the likeliest token always.
-        top_k: draw among the likeliest k alone; None: among all.
-        generator: on the CPU, where tokens are drawn.
-        context: tokens that the model sees at most; what it was trained on.
+        model: Maps tokens (or input_ids) [1, T] to logits [1, T, V]. It runs in evaluation mode.
+        prompt_ids: One id or more.
+        temperature: 0 always selects the most likely token.
+        top_k: Draw only from the k most likely tokens; None: from all.
+        generator: A generator on the CPU.
+        context: The most tokens that the model gets, such as the length it was trained on.
 
     Raises:
-        RunFailed: the logits are not finite.
+        RunFailed: The logits aren't finite.
     """
     if not prompt_ids:
-        raise ValueError("the prompt is empty; give the model at least one token to continue from")
+        raise ValueError("the prompt is empty; give at least one token to continue from")
     device = next(model.parameters()).device
     name = "input_ids" if "input_ids" in signature(model.forward).parameters else "tokens"
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)  # of the transformers library
@@ -50,23 +50,19 @@ def generate(
     ids = list(prompt_ids)
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]], device=device)
-        ids.append(_draw(_last_logits(model, {name: window}), temperature, top_k, generator))
+        was_training = model.training
+        model.eval()
+        try:
+            logits = full_logits(logits_of(model(**{name: window})))[0, -1].float().cpu()
+        finally:  # before the caller can see the model
+            model.train(was_training)
+        ids.append(_draw(logits, temperature, top_k, generator))
         yield ids[-1]
 
 
-def _last_logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Return [V] fp32 on the CPU; the training mode is put back before the caller can see the model."""
-    was_training = model.training
-    model.eval()
-    try:
-        return full_logits(logits_of(model(**inputs)))[0, -1].float().cpu()
-    finally:
-        model.train(was_training)
-
-
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> int:
-    if not torch.isfinite(logits.max()):  # the maximum is NaN if one is; -inf alone forbids a token
-        raise RunFailed("the model's logits aren't finite: its weights are damaged, or it diverged")
+    if not torch.isfinite(logits.max()):  # NaN if any logit is; single logits may be -inf, to forbid a token
+        raise RunFailed("the model's logits aren't finite: its weights are damaged, or it has diverged")
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):

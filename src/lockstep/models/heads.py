@@ -1,13 +1,13 @@
-"""The heads of transformers models: what they are made for, and how their forward uses a batch's labels.
+"""The heads of transformers models: the tasks they are made for, and how their forward uses labels.
 
-class of the model              kind                    labels, as `model(**batch).loss` takes them
-...ForCausalLM                  next-token              the input ids, which the loss shifts; a few don't shift
-...ForMaskedLM                  masked-lm               at their own positions
-...ForConditionalGeneration     seq2seq                 the target text; the decoder reads it shifted right
+class of the model              kind                    labels of `model(**batch).loss`
+...ForCausalLM                  next-token              the input ids, which most losses shift
+...ForMaskedLM                  masked-lm               ids at their own positions
+...ForConditionalGeneration     seq2seq                 the target text; the decoder's inputs are it, shifted right
 ...ForSequenceClassification    classification          classes, numbers, or several classes a sample
 ...ForTokenClassification       token-classification    a class for each position
 ...ForQuestionAnswering         question-answering      start_positions and end_positions, among the inputs
-...ForCTC                       model                   given to the model, which computes the loss
+...ForCTC                       model                   passed to the model, which computes the loss
 any other                       model                   the same
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -38,40 +38,22 @@ Prepare = Callable[[Batch], Batch]
 _KINDS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("question-answering", ("QUESTION_ANSWERING", "DOCUMENT_QUESTION_ANSWERING")),
     ("token-classification", ("TOKEN_CLASSIFICATION",)),
-    (
-        "classification",
-        (
-            "SEQUENCE_CLASSIFICATION",
-            "IMAGE_CLASSIFICATION",
-            "AUDIO_CLASSIFICATION",
-            "VIDEO_CLASSIFICATION",
-        ),
-    ),
+    ("classification", tuple(f"{kind}_CLASSIFICATION" for kind in ("SEQUENCE", "IMAGE", "AUDIO", "VIDEO"))),
     ("multiple-choice", ("MULTIPLE_CHOICE",)),
     ("seq2seq", ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")),
     ("masked-lm", ("MASKED_LM",)),
     ("next-token", ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")),
 )
-"""Kinds and the library's registries of classes, in the order of look-up: a class may be in several."""
+"""Kinds and the library's registries of classes, in the order of look-up, since a class may be in several."""
 
 _UNSHIFTED = frozenset(
     (
-        "BartForCausalLM",
-        "BigBirdPegasusForCausalLM",
-        "BlenderbotForCausalLM",
-        "BlenderbotSmallForCausalLM",
-        "CpmAntForCausalLM",
-        "MBartForCausalLM",
-        "MarianForCausalLM",
-        "MvpForCausalLM",
-        "PLBartForCausalLM",
-        "PegasusForCausalLM",
-        "TrOCRForCausalLM",
-        "WhisperForCausalLM",
-        "XLNetLMHeadModel",
+        "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+        "CpmAntForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM",
+        "PegasusForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM", "XLNetLMHeadModel",
     )
-)
-"""Language models whose loss takes labels at their own positions, where all others shift them."""
+)  # fmt: skip
+"""Language models whose loss takes labels at their own positions; all others shift them."""
 
 _OWN_LOSS = frozenset(("ProphetNetForConditionalGeneration", "ProphetNetForCausalLM"))
 """Models that are in a registry, but whose loss is more than a cross-entropy of their logits."""
@@ -82,9 +64,9 @@ class Head:
     """The head of a transformers model.
 
     Attributes:
-        kind: `model`: the loss is what its forward returns.
-        labels: what the labels are, if the kind is `model` because of more than that.
-        shifts: of next-token: labels are aligned with the input ids, and the loss shifts them.
+        kind: Kind of its objective; `model`: the loss that its forward returns.
+        labels: Kind of its labels, which differs from `kind` if the loss is more than their cross-entropy.
+        shifts: Whether labels of next-token are aligned with the input ids, and the loss shifts them.
     """
 
     model: Any
@@ -98,12 +80,12 @@ class Head:
 
     @property
     def summed(self) -> bool:
-        """True if the loss that the forward returns is the sum of its samples' losses, not their mean."""
+        """Whether the loss that the forward returns is the sum of its samples' losses, not their mean."""
         return _named(self.model, ("CTC",)) and getattr(self.config, "ctc_loss_reduction", "mean") == "sum"
 
     @property
     def by_samples(self) -> bool:
-        """True if the loss that the forward returns is a mean over samples."""
+        """Whether the loss that the forward returns is a mean over samples."""
         return _named(self.model, ("CTC",))
 
 
@@ -113,44 +95,39 @@ def head_of(module: nn.Module | None) -> Head | None:
         return None
     model: Any = module
     labels = _kind(model)
-    balanced = bool(getattr(model.config, "output_router_logits", False))  # experts have a loss of their own
-    own = balanced or any(name in _OWN_LOSS for name in _names(model))
+    balanced = bool(getattr(model.config, "output_router_logits", False))  # experts have an auxiliary loss
+    has_own_loss = balanced or any(name in _OWN_LOSS for name in _names(model))
     shifts = labels == "next-token" and not any(name in _UNSHIFTED for name in _names(model))
-    return Head(model, "model" if own else labels, labels, shifts)
+    return Head(model, "model" if has_own_loss else labels, labels, shifts)
 
 
 def preparation(head: Head, *, with_labels: bool) -> Prepare | None:
-    """Return what gives the model's forward the labels, or what it derives from them; None if it needs neither.
+    """Return the function that adds labels, or the decoder's inputs, to a batch; None if the forward needs neither.
 
     Args:
-        with_labels: the forward is to compute the loss.
+        with_labels: The forward has to compute the loss.
     """
     if with_labels:
         return _with_labels
     if head.labels != "seq2seq":
         return None
     derive = getattr(head.model, "prepare_decoder_input_ids_from_labels", None)
-    return _with_labels if derive is None else _DecoderInputs(derive)
+    return _with_labels if derive is None else partial(_with_decoder_inputs, derive)
 
 
-@dataclass(frozen=True, slots=True)
-class _DecoderInputs:
-    """The decoder reads the target text shifted right by one, by the model's own rule."""
-
-    derive: Callable[[Tensor], Tensor]
-
-    def __call__(self, batch: Batch) -> Batch:
-        if not isinstance(batch.inputs, Mapping):
-            return batch
-        inputs = dict(batch.inputs)
-        labels = inputs.pop("labels", batch.targets)
-        if isinstance(labels, Tensor) and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
-            inputs["decoder_input_ids"] = self.derive(labels)
-        return replace(batch, inputs=inputs)
+def _with_decoder_inputs(derive: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Add the decoder's inputs: the target text, shifted right by the model's own rule."""
+    if not isinstance(batch.inputs, Mapping):
+        return batch
+    inputs = dict(batch.inputs)
+    labels = inputs.pop("labels", batch.targets)
+    if isinstance(labels, Tensor) and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs):
+        inputs["decoder_input_ids"] = derive(labels)
+    return replace(batch, inputs=inputs)
 
 
 def _with_labels(batch: Batch) -> Batch:
-    """The model computes its loss, or its decoder's inputs, of them."""
+    """Add the targets as labels, from which the model computes its loss, or its decoder's inputs."""
     if batch.targets is None or not isinstance(batch.inputs, Mapping) or "labels" in batch.inputs:
         return batch
     return replace(batch, inputs={**batch.inputs, "labels": batch.targets})
@@ -176,7 +153,7 @@ def _named(model: Any, registries: tuple[str, ...]) -> bool:
 
 
 def _names(model: Any) -> list[str]:
-    """Return the names of the library's classes that the model inherits from; else its class's."""
+    """Return the names of the library's classes that the model inherits from; otherwise that of its class."""
     return [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models")] or [
         type(model).__name__
     ]

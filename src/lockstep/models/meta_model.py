@@ -1,10 +1,10 @@
-"""Meta-device models: parameters have shapes and no memory until they are divided; values come later, block by block.
+"""Meta-device models: parameters have no memory until they are sharded; values are then set block by block.
 
     construct                shard              materialize
-    parameters: meta   -->   over ranks   -->   a block at a time: draw it whole, keep this rank's part of it
+    parameters: meta   -->   over ranks   -->   a block at a time: draw its full values, keep this rank's shards
     buffers: real
 
-For models that no rank could hold whole. The values are bitwise those of `build_model`.
+For models that don't fit into a rank's memory. The values are bitwise those of `build_model`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.distributed.shard_boxes import copy_from_full
-from lockstep.models.initialization import Draws, generators_keyed
+from lockstep.models.initialization import Draws, children_first, reset_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,15 @@ class MetaModel:
     """A model whose parameters are on the meta device.
 
     Attributes:
-        values: Yields the values of all parameters, and of the buffers that come with weights, whole, on the CPU, by
-            their names; those of one block of the model at a time.
+        values: Yields the full values, on the CPU, of all parameters and of the buffers in pretrained weights, by name;
+            one block of the model after the other.
     """
 
     model: nn.Module
     values: Callable[[], Iterator[tuple[str, Tensor]]]
 
     def materialize(self, device: torch.device) -> None:
-        """Give the model memory on a device, and its values. It may have been divided: each rank keeps what it
-        holds."""
+        """Give the model, which may have been sharded, memory on a device, and its values."""
         _allocate(self.model, device)
         missing = dict(self.model.named_parameters())
         tensors = {**missing, **dict(self.model.named_buffers())}
@@ -47,7 +46,7 @@ class MetaModel:
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Give parameters memory. They stay the same objects: two modules may share one, FSDP keeps references."""
+    """Give parameters memory. They stay the same objects: two modules may share one, and FSDP keeps references."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -55,15 +54,15 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         model.to_empty(device=device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
-    for module, name, buffer in buffers:  # they have their values
+    for module, name, buffer in buffers:  # they have values already
         module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 @contextmanager
 def parameters_without_values() -> Iterator[None]:
-    """Have modules made inside get their parameters on the meta device, and their buffers where they always are."""
+    """Construct modules within the block with their parameters on the meta device and their buffers as usual."""
     original = nn.Module.register_parameter
-    made = WeakIdKeyDictionary()  # a parameter that two modules share is one afterwards too
+    made = WeakIdKeyDictionary()  # keeps a parameter shared that two modules share
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         original(module, name, parameter)
@@ -80,71 +79,65 @@ def parameters_without_values() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-_UNSET = float("nan")
-
 Resets = Mapping[str, Callable[[], object]]
-"""Functions that draw modules' initial values, by qualified name."""
+"""Functions that draw the initial values of modules, by qualified name."""
 
 
 @torch.no_grad()
 def reset_by_block(module: nn.Module, seed: int, resets: Resets, blocks: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the values that `initialization.reset_modules` would give a module: each parameter, under its first name.
-    One that no reset sets is NaN (`is_unset`): its value is that of a constructor.
+    """Yield the values that `initialization.reset_modules` would give each parameter, under its first name.
+
+    A parameter that no reset sets, since its constructor does, is NaN (`is_unset`).
 
     Args:
-        module: Its parameters are on the meta device; it is as before afterwards.
-        blocks: Names of submodules that get memory one after the other; then all the rest does. No reset may reach from
-            one into another: `resets_stay_in_blocks`.
+        module: Its parameters are on the meta device, also afterwards.
+        blocks: Names of submodules that get memory one after the other; the other modules follow. No reset may change
+            parameters of another block: see `resets_stay_in_blocks`.
     """
-    parts = _modules_by_block(module, blocks)
-    names = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     modules = dict(module.named_modules(remove_duplicate=False))
-    for part in parts:
-        with _memory(module, {name: names[name] for name in names if _owner(name) in part}) as values:
+    for names in _modules_by_block(module, blocks):
+        of_block = {name: parameter for name, parameter in parameters.items() if _owner(name) in names}
+        with _memory(module, of_block) as values:
             done: set[Tensor] = set()
-            for name in part:
-                own = set(modules[name].parameters(recurse=False))
+            for name in names:
                 if name in resets:
-                    kept = {parameter: parameter.detach().clone() for parameter in own & done}
-                    with generators_keyed(seed, "module", name):
-                        resets[name]()
-                    for parameter, value in kept.items():  # a parameter that modules share is set by the first
-                        parameter.copy_(value)
-                    done |= own
+                    reset_module(modules[name], seed, name, resets[name], done)
             yield from values.items()
 
 
 def is_unset(value: Tensor) -> bool:
-    """Return whether no reset has set a value of `reset_by_block`."""
+    """Return whether no reset has set this value of `reset_by_block`."""
     return bool(value.numel()) and bool(value.flatten()[0].isnan()) and bool(value.isnan().all())
 
 
 @torch.no_grad()
 def resets_stay_in_blocks(module: nn.Module, resets: Resets, blocks: Sequence[str]) -> bool:
-    """Return whether no reset changes a parameter outside of the block that its module is in. Tried without memory."""
-    names = dict(module.named_parameters())
-    for part in _modules_by_block(module, blocks):
-        others = [parameter for name, parameter in names.items() if _owner(name) not in part]
+    """Run the resets of a meta-device module; return whether each changes only parameters of its module's block."""
+    parameters = dict(module.named_parameters())
+    for names in _modules_by_block(module, blocks):
+        others = [parameter for name, parameter in parameters.items() if _owner(name) not in names]
         before = [parameter._version for parameter in others]
         with Draws() as draws:
-            for name in part:
+            for name in names:
                 resets.get(name, lambda: None)()
-        if [parameter._version for parameter in others] != before or any(draws.was_drawn(other) for other in others):
+        drawn = {id(tensor) for tensor in draws.skipped}
+        if [other._version for other in others] != before or any(id(other) in drawn for other in others):
             return False
     return True
 
 
 def _modules_by_block(module: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
-    """Return the names of the modules of each block, and of those in none, children first."""
+    """Return the names of the modules of each block, then of the others, children first."""
     modules: dict[str | None, list[str]] = {block: [] for block in (*blocks, None)}
-    for name in _children_first("", module):
+    for name, _ in children_first("", module):
         modules[next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)].append(name)
     return list(modules.values())
 
 
 @contextmanager
 def _memory(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
-    """Give the parameters memory, wherever a module holds them, while the block runs."""
+    """Give the parameters memory in all modules that hold them, within the block; yield their values by name."""
     holders = [
         (holder, key, name)
         for name, parameter in parameters.items()
@@ -153,7 +146,7 @@ def _memory(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterat
         if held is parameter
     ]
     values = {
-        name: nn.Parameter(torch.full_like(parameter, _UNSET, device="cpu"), requires_grad=parameter.requires_grad)
+        name: nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), requires_grad=parameter.requires_grad)
         for name, parameter in parameters.items()
     }
     for holder, key, name in holders:
@@ -163,12 +156,6 @@ def _memory(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterat
     finally:
         for holder, key, name in holders:
             holder._parameters[key] = parameters[name]
-
-
-def _children_first(name: str, module: nn.Module) -> Iterator[str]:
-    for child_name, child in module.named_children():
-        yield from _children_first(f"{name}.{child_name}" if name else child_name, child)
-    yield name
 
 
 def _owner(name: str) -> str:

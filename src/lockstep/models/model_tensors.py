@@ -1,4 +1,4 @@
-"""The full list of a model's tensors, taken before any strategy divides it, to check what is saved and published.
+"""The list of a model's tensors, taken before any strategy shards it, to check saved and published weights.
 
 model --> ModelTensors: shapes by name, tied names
               |
@@ -7,7 +7,7 @@ gathered weights, a checkpoint's names, a published file's header --> missing or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.formatting import listed
 from lockstep.models.weight_matching import slots_of
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ class ModelTensors:
     """The parameters and saved buffers of a whole model.
 
     Attributes:
-        shapes: by name, in the model's order, tied ones once under their first name.
-        tied: other names -> first names.
-        parameters: the names that are parameters'; a buffer may change its shape while it trains.
+        shapes: Shapes by name, in the model's order, tied ones once under their first name.
+        tied: Other names of tied tensors -> first names.
+        parameters: Names of parameters; a buffer may change its shape during training.
     """
 
     shapes: Mapping[str, Shape]
@@ -39,19 +40,16 @@ class ModelTensors:
     parameters: frozenset[str]
 
     def with_tied_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors under all of their names."""
+        """Return the tensors under all of their names."""
         return {**tensors, **{other: tensors[first] for other, first in self.tied.items()}}
 
     def refuse_missing_names(self, names: Collection[str], what: str) -> None:
-        """Raise RunFailed if `names` lack some of the model's tensors.
-
-        Args:
-            what: names their origin in the message.
-        """
+        """Raise RunFailed if `names`, which come from `what`, lack some of the model's tensors."""
         missing = [name for name in self.shapes if name not in names]
         if missing:
             raise RunFailed(
-                f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors: {_listed(missing)}{_REPORT}"
+                f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors: "
+                f"{listed(missing, _SHOWN)}{_REPORT}"
             )
 
     def refuse_incomplete(self, tensors: Mapping[str, Tensor], what: str) -> None:
@@ -62,11 +60,11 @@ class ModelTensors:
     def refuse_incomplete_file(self, shapes: Mapping[str, Shape], left_out: Collection[str], what: str) -> None:
         """Raise RunFailed if a published file lacks tensors of the model.
 
-        The library that writes it may have renamed, split or joined tensors; then their elements must add up.
+        The library that writes it may rename, split or join tensors; then the numbers of elements must be equal.
 
         Args:
-            shapes: of the file's tensors, by the file's names.
-            left_out: names that the library never writes.
+            shapes: Shapes of the file's tensors, by the file's names.
+            left_out: Names that the library never writes.
         """
         names = {first: {first} for first in self.shapes}
         for other, first in self.tied.items():
@@ -74,15 +72,13 @@ class ModelTensors:
         missing = [first for first, tied in names.items() if not tied & {*shapes, *left_out}]
         renamed = [name for name in shapes if name not in self.shapes and name not in self.tied]
         self._refuse_reshaped(shapes, what)
-        lost, others_have = (
-            _elements(self.shapes[name] for name in missing),
-            _elements(shapes[name] for name in renamed),
-        )
-        if missing and lost != others_have:
-            others = f", and {others_have:,} elements under other names" if renamed else ""
+        num_missing = sum(prod(self.shapes[name]) for name in missing)
+        num_renamed = sum(prod(shapes[name]) for name in renamed)
+        if missing and num_missing != num_renamed:
+            others = f", but {num_renamed:,} elements under other names" if renamed else ""
             raise RunFailed(
-                f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors ({lost:,} elements{others}): "
-                f"{_listed(missing)}{_REPORT}"
+                f"{what} lack {len(missing)} of the model's {len(self.shapes)} tensors ({num_missing:,} elements"
+                f"{others}): {listed(missing, _SHOWN)}{_REPORT}"
             )
 
     def _refuse_reshaped(self, shapes: Mapping[str, Shape], what: str) -> None:
@@ -95,7 +91,7 @@ _REPORT = ". This is an error in Lockstep or in the model's code"
 
 
 def model_tensors(model: nn.Module) -> ModelTensors:
-    """Return the list of a whole model; its tensors need no memory."""
+    """Return the list of an unsharded model, which may be on the meta device."""
     slots = slots_of(model)
     parameters = {id(parameter) for parameter in model.parameters()}
     return ModelTensors(
@@ -103,12 +99,3 @@ def model_tensors(model: nn.Module) -> ModelTensors:
         tied={other: slot.name for slot in slots for other in slot.names[1:]},
         parameters=frozenset(slot.name for slot in slots if id(slot.tensor) in parameters),
     )
-
-
-def _elements(shapes: Iterable[Shape]) -> int:
-    return sum(prod(shape) for shape in shapes)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -1,16 +1,16 @@
-"""The objectives that Lockstep has: sums over valid targets, so that any split of the samples gives the same gradient.
+"""The built-in objectives: sums over valid targets, so that any split of the samples gives the same gradient.
 
-    next-token             the token after each         logits [B, T, V]    loss, perplexity, accuracy, bits_per_byte
+    kind                   targets                      outputs             metrics
+    next-token             the next token               logits [B, T, V]    loss, perplexity, accuracy, bits_per_byte
     masked-lm              the hidden tokens            logits [B, T, V]    loss, perplexity, accuracy
     seq2seq                the target text              logits [B, T, V]    loss, perplexity, accuracy
     classification         one per sample               logits [B, C]       loss, accuracy
     token-classification   one per position             logits [B, T, C]    loss, accuracy
     question-answering     start and end of answers     two of [B, T]       loss, accuracy
-    model                  the labels that the          loss                loss
-                           model's forward takes
+    model                  labels of the forward        loss                loss
 
 The last three are for models of the transformers library, whose heads (`heads`) define their labels. Targets of -100
-are ignored. Losses are computed in fp32, whatever the precision of the outputs.
+are ignored. Losses are computed in fp32 for outputs of any precision.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from lockstep.models.torch_losses import no_targets
 from lockstep.models.vocab_parallel_loss import full_logits, vocab_parallel_cross_entropy_sum
 
 IGNORED = -100
-"""The target of a position without one: padding, a prompt."""
+"""The target of positions that aren't trained, such as padding or a prompt."""
 
 
 class TargetLoss:
     """Cross-entropy with a target for each position that has logits, or for each sample.
 
     Args:
-        language: targets are tokens, and metrics have the perplexity.
-        shift: targets are the input tokens themselves, aligned with them (transformers' convention), and position t is
+        language: Targets are tokens, and metrics contain the perplexity.
+        shift: Targets are aligned with the input tokens (transformers' convention), and the logits of position t are
             compared with target t + 1; otherwise targets are at the positions of their logits.
-        bytes_per_token: mean length of the text behind a token; None if unknown.
+        bytes_per_token: Mean length of a token's text; None if unknown.
     """
 
     decomposes = True
@@ -97,13 +97,13 @@ class TargetLoss:
 
 
 class ClassifierLoss:
-    """The loss of a transformers classifier: targets are a class, several classes, or numbers.
+    """The loss of a transformers classifier, whose targets are a class, several classes, or numbers.
 
-    The library's rule selects the kind: `problem`, or else numbers if there is one output, a class if targets are
-    integers, several classes if they are not.
+    The kind follows the library's rule: `problem` if it is set, otherwise numbers if there is one output, a class if
+    targets are integers, and several classes if they are floats.
 
     Args:
-        labels: outputs of the model for each sample.
+        labels: Number of outputs of the model for each sample.
         problem: `problem_type` of its config.
     """
 
@@ -153,45 +153,51 @@ class ClassifierLoss:
         else:
             kind = f"{'multi' if targets.is_floating_point() else 'single'}_label_classification"
         if self.label_smoothing and kind != "single_label_classification":
-            why = f"{self.label_smoothing:g} is for one class a sample, and this is {kind}; leave it out"
-            raise ConfigError(Problem("", "objective.label_smoothing", why))
+            reason = f"{self.label_smoothing:g} is for one class a sample, but this is {kind}; remove it"
+            raise ConfigError(Problem("", "objective.label_smoothing", reason))
         return kind
 
 
 class SpanLoss:
-    """The loss of `start_positions` and `end_positions` [samples], where answers lie among the inputs; positions behind
-    the sequence are ignored."""
+    """The loss of the `start_positions` and `end_positions` [samples] of answers, which are among the inputs.
+
+    Positions beyond the sequence are ignored.
+    """
 
     decomposes = True
 
     def count(self, batch: Batch) -> int:
-        length = _sequence_length(batch)
+        inputs = batch.inputs if isinstance(batch.inputs, Mapping) else {}
+        sequence = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
+        if not isinstance(sequence, Tensor):
+            raise RunFailed("the inputs of a batch have no input_ids; question answering needs them")
+        length = sequence.shape[1]
         return sum(int((positions < length).sum()) for positions in _spans(batch))
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
         logits = part_of(outputs, "start_logits"), part_of(outputs, "end_logits")
         start, end = (
-            cross_entropy_sum(places, positions.masked_fill(positions >= places.shape[1], IGNORED))
-            for places, positions in zip(logits, _spans(batch), strict=True)
+            cross_entropy_sum(scores, positions.masked_fill(positions >= scores.shape[1], IGNORED))
+            for scores, positions in zip(logits, _spans(batch), strict=True)
         )
         return start + end
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
         start, end = _spans(batch)
-        right = (part_of(outputs, "start_logits").argmax(-1) == start).sum()
-        return {"right": right + (part_of(outputs, "end_logits").argmax(-1) == end).sum()}
+        right_starts = (part_of(outputs, "start_logits").argmax(-1) == start).sum()
+        return {"right": right_starts + (part_of(outputs, "end_logits").argmax(-1) == end).sum()}
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
         return _loss_and_accuracy(loss_sum, count, sums)
 
 
 class ModelLoss:
-    """The loss that the model's own forward computes from the labels it is given.
+    """The loss that the model's forward computes from labels.
 
     Args:
-        labels: kind of the labels: the loss is a mean over those that count; for an unknown head over samples.
-        summed: the loss is the sum over the samples instead.
-        decomposes: whether the loss of a batch is that of its samples.
+        labels: Kind of the labels: the loss is a mean over valid ones; for an unknown head, over samples.
+        summed: The loss is the sum over the samples instead.
+        decomposes: Whether the loss of a batch is the sum of its samples' losses.
     """
 
     def __init__(self, labels: str, *, shift: bool, summed: bool, decomposes: bool) -> None:
@@ -223,11 +229,11 @@ class ModelLoss:
 
 
 def count_targets(targets: Tensor | None) -> int:
-    """Return how many are not -100. NumPy counts 4,096 of them in 3 us, torch in 8."""
+    """Return the number of targets other than -100. NumPy counts 4,096 of them in 3 us, torch in 8."""
     if targets is None:
         raise no_targets()
     if targets.is_floating_point():
-        raise RunFailed(f"targets are {targets.dtype}; the built-in objectives take class or token numbers (int64)")
+        raise RunFailed(f"targets are {targets.dtype}; convert them to class or token numbers (int64)")
     if targets.is_cpu:
         return int(np.count_nonzero(targets.numpy() != IGNORED))
     return int((targets != IGNORED).sum())
@@ -237,11 +243,11 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
     """Return the sum over valid targets; fp32, 0-dim. logits [..., V], targets [...].
 
     With label smoothing e, each target's loss is (1 - e) x its own + e x the mean over all tokens (Szegedy et al. 2016,
-    arXiv:1512.00567, section 7), which is a sum over targets all the same.
+    arXiv:1512.00567, section 7).
     """
     if logits.shape[:-1] != targets.shape:
         raise RunFailed(
-            f"outputs are {list(logits.shape)} and targets {list(targets.shape)}; one target an output is needed"
+            f"outputs are {list(logits.shape)} and targets {list(targets.shape)}; give one target for each output"
         )
     if is_sharded(logits):
         return vocab_parallel_cross_entropy_sum(logits, targets, label_smoothing, IGNORED)
@@ -254,14 +260,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
     except IndexError as error:
         valid = targets[targets != IGNORED]
         raise RunFailed(
-            f"targets are {valid.min()} to {valid.max()}, and the model has {logits.shape[-1]} outputs, 0 to "
+            f"targets are {valid.min()} to {valid.max()}, but the model has {logits.shape[-1]} outputs, 0 to "
             f"{logits.shape[-1] - 1}"
         ) from error
 
 
 def _metric_sums(logits: Tensor, targets: Tensor, label_smoothing: float) -> dict[str, Tensor]:
-    """Return the number of right answers and, under label smoothing, the plain loss, from which perplexity and bits
-    per byte are computed."""
+    """Return the number of right answers and, with label smoothing, the loss without it, for the perplexity."""
     logits = full_logits(logits)
     sums = {"right": (logits.argmax(-1) == targets).sum()}  # -100 is never the argmax
     if label_smoothing:
@@ -275,16 +280,8 @@ def _loss_and_accuracy(loss_sum: float, count: float, sums: Mapping[str, float])
 
 
 def _without_last_dim(targets: Tensor) -> Tensor:
-    """Return targets [samples, 1], which transformers takes too, as [samples]."""
+    """Return targets [samples, 1], which transformers also takes, as [samples]."""
     return targets.flatten() if targets.dim() == 2 and targets.shape[1] == 1 else targets
-
-
-def _sequence_length(batch: Batch) -> int:
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(batch.inputs, Mapping) and isinstance(batch.inputs.get(name), Tensor):
-            length: int = batch.inputs[name].shape[1]
-            return length
-    raise RunFailed("the inputs of a batch have no input_ids; question answering needs them")
 
 
 def _spans(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from lockstep.core.errors import RunFailed
 
 
 def logits_of(outputs: object) -> Tensor:
-    """Return the logits.
+    """Return the logits in a model's outputs.
 
     Raises:
-        RunFailed: the outputs are neither a tensor nor a mapping with `logits`.
+        RunFailed: The outputs are neither a tensor nor a mapping with `logits`.
     """
     if isinstance(outputs, Tensor):
         return outputs
@@ -21,8 +21,8 @@ def logits_of(outputs: object) -> Tensor:
         logits: Tensor = outputs["logits"]
         return logits
     raise RunFailed(
-        f"the model returned {_described(outputs)}; this objective needs logits: a tensor, or a mapping with the key "
-        "`logits`. For anything else give a custom objective (objective.kind: custom)"
+        f"the model returned {_described(outputs)}, but this objective needs logits: a tensor, or a mapping with the "
+        "key `logits`. For other outputs set a custom objective (objective.kind: custom)"
     )
 
 
@@ -30,13 +30,13 @@ def part_of(outputs: object, name: str) -> Tensor:
     """Return a named tensor among the outputs of a transformers model.
 
     Raises:
-        RunFailed: there is none.
+        RunFailed: There is none.
     """
     tensor = outputs.get(name) if isinstance(outputs, Mapping) else None
     if isinstance(tensor, Tensor):
         return tensor
     raise RunFailed(
-        f"the model returned {_described(outputs)}, without `{name}`; give its head the labels it wants, or give a "
+        f"the model returned {_described(outputs)}, without `{name}`; give its head the labels that it needs, or set a "
         "custom objective (objective.kind: custom)"
     )
 

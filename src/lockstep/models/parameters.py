@@ -1,4 +1,4 @@
-"""Parameters that are not trained: frozen ones, and those that can't be trained here, refused before training."""
+"""Parameters that aren't trained: frozen ones, and unsupported ones, which are refused before training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.core.errors import ConfigError, Problem
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose qualified names match one of the patterns (`*`, `?`, `[...]`; `*` crosses dots).
 
-    A tied parameter has several names; each of them freezes it.
+    A tied parameter is frozen under any of its names.
 
     Raises:
-        ConfigError: a pattern matches nothing, or nothing is left to train.
+        ConfigError: A pattern matches nothing, or nothing is left to train.
     """
     if not patterns:
         return
@@ -30,7 +30,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         for name in _matching(pattern, named):
             named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise ConfigError(Problem("", "model.freeze", f"{list(patterns)} freeze every parameter: nothing is left"))
+        raise ConfigError(Problem("", "model.freeze", f"{list(patterns)} freeze every parameter; keep one to train"))
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
@@ -38,7 +38,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _no_match(pattern: str, names: list[str]) -> Problem:
-    """Return the problem, with the pattern that would match a whole module, if one was named, or the closest names."""
+    """Return the problem; suggest the pattern for all of a module, or the closest names."""
     if whole := _matching(f"{pattern}.*", names):
         hint = f"did you mean {pattern + '.*'!r} ({len(whole)} parameters)?"
     elif near := difflib.get_close_matches(pattern, names, n=3, cutoff=0.3):
@@ -49,7 +49,7 @@ def _no_match(pattern: str, names: list[str]) -> Problem:
 
 
 def refuse_parameters(model: nn.Module) -> None:
-    """Raise ConfigError if a parameter has no shape yet, is complex, or gets sparse gradients."""
+    """Raise ConfigError if a parameter has no shape yet, is complex, or has sparse gradients."""
     problems = [
         Problem("", "model", message)
         for path, module in model.named_modules()
@@ -64,16 +64,16 @@ def _problem(name: str, module: nn.Module, parameter: nn.Parameter) -> str | Non
     if isinstance(parameter, UninitializedParameter):
         kind = type(module).__name__
         return (
-            f"{name} of a {kind} has no shape before the first forward; call the model once on a batch before it is "
-            f"trained, or write {kind.removeprefix('Lazy')} with its input size"
+            f"{name} of a {kind} has no shape before the first forward; call the model once on a batch before "
+            f"training, or use {kind.removeprefix('Lazy')} with its input size"
         )
     if not parameter.requires_grad:
         return None
     if parameter.is_complex():
         return (
-            f"{name} is {str(parameter.dtype).removeprefix('torch.')}, and norms and optimizers take real numbers; "
-            "make torch.view_as_real of it the parameter, and take torch.view_as_complex in the forward"
+            f"{name} is {str(parameter.dtype).removeprefix('torch.')}, but norms and optimizers take real numbers; "
+            "store torch.view_as_real of it as the parameter, and use torch.view_as_complex in the forward"
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-        return f"{name} gets sparse gradients, which are not reduced here; write sparse=False"
+        return f"{name} has sparse gradients, which aren't supported; set sparse=False"
     return None

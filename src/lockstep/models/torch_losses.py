@@ -1,12 +1,12 @@
-"""The losses of torch as objectives: sums over targets, and the numbers that torch divides them by.
+"""The losses of torch as objectives: sums over targets, and the counts that torch divides them by.
 
     loss(outputs, targets), reduction "mean"   =   sum over the update / count over the update, for any split of it
 
-    CrossEntropyLoss, NLLLoss       targets that aren't ignored; with class weights the sum of their weights
+    CrossEntropyLoss, NLLLoss       valid targets; with class weights, the sum of their weights
     element-wise losses             elements: MSELoss, L1Loss, BCEWithLogitsLoss, KLDivLoss, ...
     losses of several outputs       samples: MultiMarginLoss, MultiLabelMarginLoss, MultiLabelSoftMarginLoss
 
-Reduction "batchmean" divides by samples; "sum" by the targets that aren't ignored, or by samples.
+Reduction "batchmean" divides by samples; "sum" by valid targets, or by samples.
 """
 
 from __future__ import annotations
@@ -36,25 +36,20 @@ _PAIRED = (*_ELEMENT_LOSSES, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLos
 LOSSES: Mapping[str, type[nn.Module]] = {
     kind.__name__: kind for kind in (*_CLASS_LOSSES, *_ELEMENT_LOSSES, *_SAMPLE_LOSSES)
 }
-"""The losses that are known, by the names that a config may give them."""
+"""The supported losses, by their names in a config."""
 
-_FUNCTIONS: Mapping[object, type[nn.Module]] = {
-    F.cross_entropy: nn.CrossEntropyLoss,
-    F.nll_loss: nn.NLLLoss,
-    F.l1_loss: nn.L1Loss,
-    F.mse_loss: nn.MSELoss,
-    F.smooth_l1_loss: nn.SmoothL1Loss,
-    F.huber_loss: nn.HuberLoss,
-    F.binary_cross_entropy: nn.BCELoss,
-    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    F.soft_margin_loss: nn.SoftMarginLoss,
-    F.poisson_nll_loss: nn.PoissonNLLLoss,
-    F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
-    F.kl_div: nn.KLDivLoss,
-    F.multi_margin_loss: nn.MultiMarginLoss,
-    F.multilabel_margin_loss: nn.MultiLabelMarginLoss,
-    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
-}
+_FUNCTIONS: Mapping[object, type[nn.Module]] = dict(
+    zip(
+        (
+            F.cross_entropy, F.nll_loss, F.l1_loss, F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+            F.binary_cross_entropy_with_logits, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss,
+            F.kl_div, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
+        ),
+        LOSSES.values(),
+        strict=True,
+    )
+)  # fmt: skip
+"""The loss modules of functions, which are in the order of `LOSSES`."""
 _TARGET_NAMES = ("target", "targets", "label", "labels", "y", "y_true")
 _WRITE_A_CLASS = (
     "write a class with count(batch), the number of targets, and loss_sum(outputs, batch), the sum of their losses"
@@ -62,12 +57,12 @@ _WRITE_A_CLASS = (
 
 
 def construct_objective(target: str, arguments: Mapping[str, Any]) -> object:
-    """Return what a config names: a class or function of the user or of a package, or a loss of torch by its name.
+    """Return the objective that a config names: from a user's file, a package, or a loss of torch by its name.
 
     Class weights of a loss of torch may be lists of numbers.
 
     Raises:
-        ConfigError: as `extensions.construct`.
+        ConfigError: As for `extensions.construct`.
     """
     name = f"torch.nn:{target}" if target in LOSSES else target
     kind = extensions.load("objectives", name, builtin=LOSSES)
@@ -78,10 +73,10 @@ def construct_objective(target: str, arguments: Mapping[str, Any]) -> object:
 
 
 def loss_module(objective: object) -> nn.modules.loss._Loss | None:
-    """Return the loss module that the object is or, for a function of `torch.nn.functional`, stands for; else None.
+    """Return a loss module of torch, or that of a function of `torch.nn.functional`; None for other objects.
 
     Raises:
-        ConfigError: it is a function of torch that is not known, or a function of (outputs, targets).
+        ConfigError: It is an unsupported function of torch, or a function of (outputs, targets).
     """
     if isinstance(objective, nn.modules.loss._Loss):
         return objective
@@ -114,19 +109,19 @@ def _refuse_function_of_targets(objective: object) -> None:
     if len(names) > 1 and names[1] in _TARGET_NAMES:
         name = type(objective).__name__ if isinstance(objective, nn.Module) else getattr(called, "__name__", "it")
         raise ConfigError(
-            f"{name} takes ({', '.join(names)}), and what it divides by is not known; {_WRITE_A_CLASS}, which it may "
-            "compute from batch.targets"
+            f"{name} takes ({', '.join(names)}), and the count it divides by is unknown; {_WRITE_A_CLASS}, which it "
+            "may compute from batch.targets"
         )
 
 
 class TorchLoss:
-    """The objective that gives the value and the gradient of a loss module of torch, however the samples are split.
+    """An objective with the value and the gradient of a loss module of torch, for any split of the samples.
 
     Args:
-        loss: copied; outputs that are a mapping have the key `logits`.
+        loss: The module, which is copied. Outputs that are a mapping need the key `logits`.
 
     Raises:
-        ConfigError: it takes more than outputs and targets, or its reduction doesn't say what to divide by.
+        ConfigError: It takes more than outputs and targets, or the count it divides by is unknown.
     """
 
     decomposes = True
@@ -139,23 +134,23 @@ class TorchLoss:
             takes = ", ".join([*inspect.signature(loss.forward).parameters])
             raise ConfigError(f"{name} takes ({takes}), more than outputs and targets; {_WRITE_A_CLASS}")
         if loss.reduction == "none":
-            raise ConfigError(f"{name} has reduction='none', a loss for each target; give reduction='mean' or 'sum'")
+            raise ConfigError(f"{name} has reduction='none', a loss for each target; set reduction='mean' or 'sum'")
         if not self.is_known and loss.reduction != "sum":
             raise ConfigError(
-                f"{name} has reduction={loss.reduction!r}, and what its forward divides by is not known; a run is the "
-                "same under any split of its samples only if losses are summed and divided once, by the global count: "
-                f'give {name}(reduction="sum")'
+                f"{name} has reduction={loss.reduction!r}, and the count its forward divides by is unknown; losses "
+                "must be summed and divided once, by the global count, to be the same under any split of the samples: "
+                f'use {name}(reduction="sum")'
             )
         self._reduction = loss.reduction
         self._loss = copy.deepcopy(loss)
         self._loss.reduction = "sum"
         self._device = torch.device("cpu")
-        self._ignored: int | None = getattr(loss, "ignore_index", None)  # of cross entropy and NLL alone
+        self._ignored: int | None = getattr(loss, "ignore_index", None)  # of cross entropy and NLL
         weight = loss.weight if isinstance(loss, _CLASS_LOSSES) and loss.reduction == "mean" else None
         self._class_weights = None if weight is None else weight.detach().cpu()
 
     def count(self, batch: Batch) -> float:
-        """Return what torch divides the sum by."""
+        """Return the number that torch divides the sum by."""
         targets = _targets_of(batch)
         if self._ignored is not None:
             return self._count_classes(targets)
@@ -176,42 +171,44 @@ class TorchLoss:
             return float(self._class_weights[classes].double().sum())
         except IndexError as error:
             highest, number = int(classes.max()), len(self._class_weights)
-            raise RunFailed(f"targets go up to {highest}, and the loss has {number} class weights") from error
+            raise RunFailed(f"targets go up to {highest}, but the loss has {number} class weights") from error
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Return the sum that torch's reduction "sum" gives.
+        """Return the loss with reduction "sum".
 
         Raises:
-            ConfigError: torch would fail, or silently repeat outputs or targets until they fit each other.
+            ConfigError: Torch would fail, or broadcast outputs or targets silently.
         """
-        made, targets = logits_of(outputs).float(), _targets_of(batch)
+        predicted, targets = logits_of(outputs).float(), _targets_of(batch)
         remedy = None
         if isinstance(self._loss, _CLASS_LOSSES):
-            remedy = _class_remedy(list(made.shape), list(targets.shape), probabilities=targets.is_floating_point())
-        elif isinstance(self._loss, _PAIRED) and made.shape != targets.shape:
-            remedy = f"give targets of {list(made.shape)}, or have the forward return outputs of {list(targets.shape)}"
+            remedy = _class_remedy(
+                list(predicted.shape), list(targets.shape), probabilities=targets.is_floating_point()
+            )
+        elif isinstance(self._loss, _PAIRED) and predicted.shape != targets.shape:
+            remedy = f"give targets of {list(predicted.shape)}, or return outputs of {list(targets.shape)}"
         if remedy is not None:
-            shapes = f"outputs are {list(made.shape)} and targets {list(targets.shape)}"
+            shapes = f"outputs are {list(predicted.shape)} and targets {list(targets.shape)}"
             raise ConfigError(Problem("", "objective", f"{type(self._loss).__name__}: {shapes}; {remedy}"))
-        if made.device != self._device:  # class weights follow the outputs
-            self._loss, self._device = self._loss.to(made.device), made.device
-        summed: Tensor = self._loss(made, targets.to(made.dtype) if targets.is_floating_point() else targets)
+        if predicted.device != self._device:  # moves class weights
+            self._loss, self._device = self._loss.to(predicted.device), predicted.device
+        summed: Tensor = self._loss(predicted, targets.to(predicted.dtype) if targets.is_floating_point() else targets)
         return summed
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
-        """Return nothing: only the loss is measured."""
+        """Return no sums: the loss is the only metric."""
         return {}
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the loss as torch reduces it over the whole set."""
+        """Return the loss as torch reduces it over the whole dataset."""
         return {"loss": loss_sum / count if count else float("nan")}
 
 
 def no_targets() -> RunFailed:
     """Return the failure of an objective that needs targets."""
     return RunFailed(
-        "a batch has no targets, and this objective needs them: give items the key `labels` (or label, targets, "
-        "target); those of a causal language model are a copy of input_ids, -100 where there is padding"
+        "a batch has no targets, but this objective needs them: give items the key `labels` (or label, targets, "
+        "target); those of a causal language model are a copy of input_ids, with -100 for padding"
     )
 
 
@@ -222,22 +219,22 @@ def _targets_of(batch: Batch) -> Tensor:
     return targets
 
 
-def _class_remedy(made: list[int], targets: list[int], *, probabilities: bool) -> str | None:
-    """Return what to do about shapes that torch's losses of classes don't take; None if it takes them.
+def _class_remedy(outputs: list[int], targets: list[int], *, probabilities: bool) -> str | None:
+    """Return the remedy for shapes that torch's losses of classes don't take; None if they take them.
 
-    Classes are in the second dim, always: [B, C, N] and [B, N] are never taken for [B, N, C], also where C is N.
+    Classes are always in the second dim: outputs [B, C, N] with targets [B, N] never mean [B, N, C], even if C is N.
     """
-    if len(made) < 2:
-        return f"torch takes classes in the second dim: have the forward return outputs of [{made[0]}, classes]"
-    wanted = made if probabilities else [made[0], *made[2:]]
-    if targets == wanted:
+    if len(outputs) < 2:
+        return f"torch takes classes in the second dim: have the forward return outputs of [{outputs[0]}, classes]"
+    expected = outputs if probabilities else [outputs[0], *outputs[2:]]
+    if targets == expected:
         return None
-    if targets == made[:-1]:
+    if targets == outputs[:-1]:
         return (
-            "torch takes classes in the second dim, and here they are in the last. In place of the loss write "
+            "torch takes classes in the second dim, but they are in the last. Instead of the loss write "
             "objective: {kind: next-token} in the config, or masked-lm for labels at their own positions; or have the "
-            f"forward return outputs.movedim(-1, 1), {[made[0], made[-1], *made[1:-1]]}"
+            f"forward return outputs.movedim(-1, 1), {[outputs[0], outputs[-1], *outputs[1:-1]]}"
         )
     if probabilities:
-        return f"class probabilities have the shape of the outputs: give targets of {wanted}"
-    return f"torch takes classes in the second dim and one target for each of the others: give targets of {wanted}"
+        return f"class probabilities have the shape of the outputs: give targets of {expected}"
+    return f"torch takes classes in the second dim and one target for each of the others: give targets of {expected}"

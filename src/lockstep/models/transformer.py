@@ -8,9 +8,9 @@
 
 Shapes: B samples, T tokens, W width, H heads, K key-value heads, D width of a head, M width of the mlp, V vocabulary.
 
-Every projection is a separate Linear (query, key, value, gate, up): tensor parallelism then shards by whole
-heads, an optimizer of matrices sees matrices, and one fused product of them was not faster (230 and 233 ms a step at
-W 128, 4 layers, B 16, T 256, bf16, one core).
+Every projection is a separate Linear (query, key, value, gate, up), so that tensor parallelism shards by whole heads
+and an optimizer of matrices gets matrices. One fused projection wasn't faster (230 and 233 ms a step at W 128, 4
+layers, B 16, T 256, bf16, one core).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lockstep.distributed.forward_mode import current_sequences, positions
 from lockstep.models.initialization import Rule, constant, normal
 
 _SHORT = 512
-"""Most tokens for which plain bf16 products beat the CPU's flash kernel, whose bf16 backward is slow."""
+"""The most tokens for which matrix products in bf16 are faster than the CPU's flash kernel, whose backward is slow."""
 _QUERIES = 64
-"""Queries of one such product."""
+"""Number of queries in such a product."""
 
 TENSOR_PLAN = {
     "embedding": "rowwise",
@@ -45,7 +45,7 @@ TENSOR_PLAN = {
     "blocks.*.mlp.down": "rowwise",
     "head": "colwise_gather_output",
 }
-"""The tensor-parallel plan of its matrices, in the styles of `transforms.tensor_plans`: by whole heads."""
+"""The tensor-parallel plan of the matrices, by whole heads, in the styles of `transforms.tensor_plans`."""
 SEQUENCE_PLAN = {
     **TENSOR_PLAN,
     "embedding": "rowwise_sequence",
@@ -61,7 +61,7 @@ SEQUENCE_PLAN = {
 
 
 class Transformer(nn.Module):
-    """The model; `section` has its shape."""
+    """A decoder-only transformer with the shape in `section`."""
 
     def __init__(self, section: TransformerModel, vocabulary: int) -> None:
         super().__init__()
@@ -93,7 +93,9 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(section.width, eps=1e-6)
         self.attention = Attention(section.width, section.heads, section.kv_heads or section.heads)
         self.mlp_norm = nn.RMSNorm(section.width, eps=1e-6)
-        self.mlp = SwiGLU(section.width, section.mlp_width or default_mlp_width(section.width))
+        # as many weights as a plain MLP of 4 widths
+        default_width = math.ceil(8 * section.width / 3 / 32) * 32
+        self.mlp = SwiGLU(section.width, section.mlp_width or default_width)
         self.dropout = nn.Dropout(section.dropout)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -120,7 +122,7 @@ class Attention(nn.Module):
         return mixed
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Return [B, T, heads * D] as [B, heads, T, D]; however many heads this rank holds."""
+        """Return [B, T, heads * D] as [B, heads, T, D], for the heads of this rank."""
         samples, length, width = x.shape
         return x.view(samples, length, width // self.head_width, self.head_width).transpose(1, 2)
 
@@ -140,18 +142,14 @@ class SwiGLU(nn.Module):
         return narrowed
 
 
-def default_mlp_width(width: int) -> int:
-    """Return 8/3 of the width (as many weights as a plain MLP of 4 widths), rounded up to a multiple of 32."""
-    return math.ceil(8 * width / 3 / 32) * 32
-
-
 def rotary_angles(places: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, D], fp32, for `rotate`: position t turns pair i, (x[i], x[i + D/2]), by t *
-    base^(-2i/D).
+    """Return cosines and sines [T, D], fp32, for `rotate`.
 
-    places: [T] int64, the positions.
+    Position t rotates pair i, (x[i], x[i + D/2]), by t * base^(-2i/D). They are computed in every forward (40 us), so
+    that there is no buffer to move, to shard or to save.
 
-    Computed in every forward (40 us) and kept nowhere: no buffer to put on a device, to shard, or to save.
+    Args:
+        places: The positions, [T] int64.
     """
     frequencies = base ** (torch.arange(0, head_width, 2, device=places.device, dtype=torch.float32) / -head_width)
     angles = torch.outer(places.float(), frequencies)
@@ -167,7 +165,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return softmax(query key' / sqrt(D)) value over the past and the present.
+    """Return softmax(query key' / sqrt(D)) value over past and present positions.
 
     query [B, H, T, D]; key and value [B, K, T, D], K a divisor of H -> [B, H, T, D].
     """
@@ -179,24 +177,24 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return the same by plain products, a few queries at a time with no keys but those that they see: 9 ms instead of
-    25, forward and backward, for B 8, H 4, T 256, D 24 in bf16 on one core.
+    """Return the same by matrix products of a few queries and the keys that they attend to.
 
-    Queries of a group lie one behind the other, so that keys need no copies.
+    Forward and backward take 9 ms instead of 25, for B 8, H 4, T 256, D 24 in bf16 on one core. The queries of a group
+    are concatenated, so that keys need no copies.
     """
     samples, heads, length, width = query.shape
     kv_heads = key.shape[1]
-    group, together = heads // kv_heads, samples * kv_heads
-    queries = query.reshape(together, group, length, width)
-    keys = key.reshape(together, length, width).transpose(1, 2)
-    values = value.reshape(together, length, width)
+    group, batch = heads // kv_heads, samples * kv_heads
+    queries = query.reshape(batch, group, length, width)
+    keys = key.reshape(batch, length, width).transpose(1, 2)
+    values = value.reshape(batch, length, width)
     future = torch.full((length, length), -math.inf, dtype=query.dtype, device=query.device).triu(1)
     mixed = []
     for start in range(0, length, _QUERIES):
         end = min(start + _QUERIES, length)
         scores = torch.baddbmm(
-            future[start:end, :end].repeat(group, 1).expand(together, -1, -1),
-            queries[:, :, start:end].reshape(together, group * (end - start), width),
+            future[start:end, :end].repeat(group, 1).expand(batch, -1, -1),
+            queries[:, :, start:end].reshape(batch, group * (end - start), width),
             keys[:, :, :end],
             alpha=width**-0.5,
         )
@@ -206,8 +204,11 @@ def _short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def rule_of(layers: int, name: str, tensor: Tensor) -> Rule:
-    """Return the initial values: normal of std 0.02; what writes into the residual stream 1/sqrt(2 layers) of that, so
-    that the stream's variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3); norms one."""
+    """Return the rule of a parameter's initial values.
+
+    Matrices are normal with std 0.02, or 0.02/sqrt(2 layers) if they write into the residual stream, so that its
+    variance doesn't grow with depth (Radford et al. 2019, GPT-2, section 2.3); norms are one.
+    """
     if tensor.dim() < 2:
         return constant(1.0)
     if name.endswith((".out.weight", ".down.weight")):
@@ -216,36 +217,37 @@ def rule_of(layers: int, name: str, tensor: Tensor) -> Rule:
 
 
 def flops_per_token(module: nn.Module, facts: DataFacts) -> float | None:
-    """Return the floating-point operations of forward and backward for each token; None for a model that is neither a
-    `Transformer` nor a text model of the transformers library, or has two sequences or experts.
+    """Return the floating-point operations of forward and backward for each token.
 
-    6 N + 12 L W T (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B): N weights that are multiplied (tables
-    that are only looked up don't count, an output head does, tied or not), L layers, W width, T tokens of a sample.
-    Recomputation is not counted, and nothing is taken off for causality. A frozen weight counts 4 instead of 6; where
-    samples differ in length, the second term is left out.
+    6 N + 12 L W T (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B), for N weights in matrix products (an
+    output head is included, tied or not; embeddings aren't), L layers, W width, T tokens of a sample. Recomputation is
+    not counted, nor is causality. A frozen weight counts 4 instead of 6; if samples differ in length, the second term
+    is left out.
+
+    Returns:
+        None for a model that is neither a `Transformer` nor a text model of the transformers library, or that has an
+        encoder and a decoder, or experts.
     """
     shape = _layers_and_width(module)
     if shape is None:
         return None
     layers, width = shape
-    weights = sum(parameter.numel() * (6 if parameter.requires_grad else 4) for parameter in _multiplied(module))
+    others = [child for child in module.modules() if not isinstance(child, nn.Embedding)]
+    multiplied = {parameter for child in others for parameter in child.parameters(recurse=False)}
+    weights = sum(parameter.numel() * (6 if parameter.requires_grad else 4) for parameter in multiplied)
     return float(weights + 12 * layers * width * (facts.tokens_per_sample or 0))
 
 
 def _layers_and_width(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, Transformer):
         return len(module.blocks), module.embedding.embedding_dim
-    config = getattr(module, "config", None)  # of the transformers library
+    config = getattr(module, "config", None)  # a transformers model's
     reads_text = getattr(module, "main_input_name", None) == "input_ids"
     if not reads_text or getattr(config, "is_encoder_decoder", True):
         return None
     shape = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
-    sparse = any(name.endswith(".experts") for name, _ in module.named_modules())  # of which a token meets a few
+    sparse = any(
+        name.endswith(".experts") for name, _ in module.named_modules()
+    )  # a token is computed by a few of them
     known = all(isinstance(size, int) for size in shape) and not sparse
     return cast("tuple[int, int]", shape) if known else None
-
-
-def _multiplied(module: nn.Module) -> set[nn.Parameter]:
-    """Return all parameters but those of tables."""
-    others = (child for child in module.modules() if not isinstance(child, nn.Embedding))
-    return {parameter for child in others for parameter in child.parameters(recurse=False)}

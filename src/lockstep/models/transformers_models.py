@@ -1,9 +1,9 @@
-"""Models of the transformers library: the names in its files, where these aren't those of its modules.
+"""Models of the transformers library: tensor names in its files, where they differ from those of the modules.
 
     model.layers.0.block_sparse_moe.experts.0.w1.weight  --.
     model.layers.0.block_sparse_moe.experts.1.w1.weight  --+-->  model.layers.0.mlp.experts.gate_up_proj
 
-The library renames, joins and splits while it loads and, the other way round, while it saves; its own loader is asked.
+The library renames, joins and splits tensors when it loads, and the reverse when it saves; its own loader is used.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def translated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return the tensors under the names of the model's `state_dict`; what it has no place for stays as it is.
+    """Return the tensors under the names of the model's `state_dict`, and the others unchanged.
 
-    None if the library can't load them.
+    Returns:
+        None if the library can't load them.
     """
     try:
         with quiet(), generators_keyed(0, "names"):
@@ -53,16 +54,16 @@ def translated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] |
 
 
 def never_written(model: Any) -> frozenset[str]:
-    """Return the names of tensors that the library leaves out of the files of such a model."""
+    """Return the names of the model's tensors that the library never writes to files."""
     return frozenset(model._keys_to_ignore_on_save or ())
 
 
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give modules that FSDP2 has wrapped their own classes back while it lasts.
+    """Restore the classes of modules that FSDP2 has wrapped, within the block.
 
-    FSDP2 makes a class FSDPLlamaForCausalLM of a LlamaForCausalLM, and the library looks up by the name of the class
-    which tensors its files call otherwise.
+    FSDP2 replaces the class LlamaForCausalLM by FSDPLlamaForCausalLM, but the library looks up by the class name which
+    tensors have other names in files.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrapped: list[Any] = (
@@ -80,13 +81,13 @@ def own_classes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Mute the library's progress bars and reports within the block."""
+    """Mute the library's progress bars and log messages within the block."""
     from transformers.utils import logging as reports
 
     verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
     reports.set_verbosity_error()
     reports.disable_progress_bar()
-    deepspeed = logging.getLogger("DeepSpeed")  # saving imports it where it is installed, and it speaks on stdout
+    deepspeed = logging.getLogger("DeepSpeed")  # saving imports it if it is installed, and it logs to stdout
     deepspeed.addFilter(_is_an_error)
     try:
         yield

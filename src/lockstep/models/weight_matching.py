@@ -1,12 +1,12 @@
-"""Loads weights from a file into a model, tensor by tensor, by name, once all are known to fit.
+"""Match the tensors of a file with those of a model by name, and copy them once all are known to fit.
 
     the model's tensors, each with its names         the file's names
-    embedding.weight = head.weight (tied)     <----  embedding.weight                       as it stands
+    embedding.weight = head.weight (tied)     <----  embedding.weight                       the same
     body.0.weight                             <----  module.body.0.weight                   without wrappers
-    body.0.bias                               <----  model.body.0.bias                      behind one prefix for all
+    body.0.bias                               <----  model.body.0.bias                      with one prefix for all
 
-Wrappers are those of DistributedDataParallel and torch.compile. Where names of a model of transformers don't fit, the
-library translates them (`transformers_models`).
+Wrappers are DistributedDataParallel and torch.compile. If names don't match those of a transformers model, the library
+translates them (`transformers_models`).
 """
 
 from __future__ import annotations
@@ -23,48 +23,41 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import ModelSection
 from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.formatting import listed
 from lockstep.distributed.shard_boxes import copy_from_full
 from lockstep.models.transformers_models import is_transformers_model, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
 
 _KEY = "model.init_from"
-_PARTIAL = "model.init_partial: true starts what is missing or has another shape with its usual first weights"
+_PARTIAL = "set model.init_partial: true to initialize missing tensors and those of another shape as usual"
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 _PARALLEL = "module."
 _SHOWN = 6
 
 
 def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatch | None:
-    """Return how the weights that `init_from` names match the model; None if it names none. Changes nothing.
-
-    Args:
-        model: may be without values.
+    """Match the weights of `init_from` with the model, which may be on the meta device; None if the key is unset.
 
     Raises:
-        ConfigError: it can't be read, or doesn't fit; states all that is missing, left over, or of another shape.
+        ConfigError: They can't be read, or don't match; it lists missing, unexpected and reshaped tensors.
     """
     if section.init_from is None:
         return None
     try:
-        fit = match_weights(model, read_weights(Path(section.init_from)))
-        if not fit.whole and not (section.init_partial and fit.pairs):
-            raise ConfigError(
-                f"{fit.mismatches()}{_PARTIAL if fit.pairs and not section.init_partial else ''}".rstrip()
-            )
+        match = match_weights(model, read_weights(Path(section.init_from)))
+        if not match.whole and not (section.init_partial and match.pairs):
+            remedy = _PARTIAL if match.pairs and not section.init_partial else ""
+            raise ConfigError(f"{match.mismatches()}{remedy}".rstrip())
     except ConfigError as error:
         raise ConfigError([Problem("", _KEY, problem.message) for problem in error.problems]) from error
     except RunFailed as error:
         raise ConfigError(Problem("", _KEY, str(error))) from error
-    return fit
+    return match
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor of the model: a parameter or a saved buffer.
-
-    Attributes:
-        names: several if it is tied.
-    """
+    """A tensor of the model: a parameter or a saved buffer, with several names if it is tied."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -75,10 +68,10 @@ class Slot:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return all that `state_dict` has, each tensor once.
+    """Return the tensors of the model's `state_dict`, each once.
 
     Raises:
-        ConfigError: it has a value that is no tensor.
+        ConfigError: It has a value that isn't a tensor.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -95,32 +88,32 @@ class WeightMatch:
     """The match of weights with a model.
 
     Attributes:
-        place: of the weights.
-        pairs: slots, and the tensors that go into them.
-        missing: slots without a tensor.
-        reshaped: slots whose tensor has another shape.
-        left: names of the file that are no slot's.
-        prefix: that all names of the file have, and none of the model's.
+        place: File or folder of the weights.
+        pairs: Slots and their tensors.
+        missing: Slots without a tensor.
+        reshaped: Slots whose tensor has another shape.
+        unexpected: Tensors of the file without a slot, by name.
+        prefix: A prefix of all names of the file, and of none of the model's.
     """
 
     place: Path
     pairs: Sequence[tuple[Slot, Tensor]]
     missing: Sequence[Slot]
     reshaped: Sequence[tuple[Slot, Tensor]]
-    left: Mapping[str, Tensor]
+    unexpected: Mapping[str, Tensor]
     prefix: str
 
     @property
     def whole(self) -> bool:
-        """True if every slot has its tensor, and every tensor its slot."""
-        return not (self.missing or self.reshaped or self.left)
+        """Whether every slot has its tensor, and every tensor its slot."""
+        return not (self.missing or self.reshaped or self.unexpected)
 
     @torch.no_grad()
     def put(self, model: nn.Module | None = None) -> None:
         """Copy the tensors into the model, in its dtype, on its device.
 
         Args:
-            model: the sharded model, if it was sharded since; tensors that this rank has no shard of are left out.
+            model: The sharded model, if it has been sharded since; this rank may have no shard of some tensors.
         """
         sharded = None if model is None else model.state_dict(keep_vars=True)
         for slot, tensor in self.pairs:
@@ -131,61 +124,60 @@ class WeightMatch:
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each kind of mismatch."""
-        notes = []
-        if self.prefix:
-            notes.append(f"the names in {self.place} were taken without the {readable(self.prefix)} before them")
-        if self.missing:
-            notes.append(
-                f"{self.place} lacks {_many(self.missing, 'tensor')} of the model, left at the usual first weights: "
-                f"{_listed([slot.name for slot in self.missing])}"
-            )
-        if self.reshaped:
-            notes.append(
-                f"{self.place} has {_many(self.reshaped, 'tensor')} in another shape, left at the usual first weights: "
-                f"{_listed([_shapes(*pair) for pair in self.reshaped])}"
-            )
-        if self.left:
-            notes.append(f"{self.place} has {_many(self.left, 'tensor')} that the model lacks: {_listed([*self.left])}")
+        notes = [f"the prefix {readable(self.prefix)} of the names in {self.place} was removed"] if self.prefix else []
+        kinds = (
+            ("lacks", self.missing, "of the model, initialized as usual", [slot.name for slot in self.missing]),
+            ("has", self.reshaped, "in another shape, initialized as usual", self._reshaped_names()),
+            ("has", self.unexpected, "that the model lacks", [*self.unexpected]),
+        )
+        for verb, tensors, what, names in kinds:
+            if tensors:
+                notes.append(f"{self.place} {verb} {_counted(tensors)} {what}: {listed(names, _SHOWN)}")
         return tuple(notes)
 
     def mismatches(self) -> str:
-        """Return all that doesn't fit; ends with a new line."""
-        if not self.pairs and not self.reshaped:
-            names = [slot.name for slot in self.missing]
-            return (
-                f"{self.place} has none of the model's {_many(names, 'tensor')}\n"
-                f"  the model has: {_listed(names)}\n"
-                f"  the file has: {_listed([*self.left])}{_nearest(names, self.left)}\n"
-            )
+        """Return a description of all mismatches, which ends with a new line."""
         names = [slot.name for slot in self.missing]
+        if not self.pairs and not self.reshaped:
+            lines = [f"{self.place} has none of the model's {_counted(names)}"]
+            lines.append(f"the model has: {listed(names, _SHOWN)}")
+            lines.append(f"the file has: {listed([*self.unexpected], _SHOWN)}{_nearest(names, self.unexpected)}")
+            return "\n  ".join(lines) + "\n"
         lines = [f"{self.place} doesn't have the weights of this model"]
         if self.missing:
-            lines.append(f"missing: {_listed([_shaped(slot.name, slot.tensor) for slot in self.missing])}")
-        if self.left:
-            left = [_shaped(name, tensor) for name, tensor in self.left.items()]
-            lines.append(f"left over: {_listed(left)}{_nearest(names, self.left)}")
+            missing = [f"{slot.name} {list(slot.tensor.shape)}" for slot in self.missing]
+            lines.append(f"missing: {listed(missing, _SHOWN)}")
+        if self.unexpected:
+            unexpected = [f"{name} {list(tensor.shape)}" for name, tensor in self.unexpected.items()]
+            lines.append(f"unexpected: {listed(unexpected, _SHOWN)}{_nearest(names, self.unexpected)}")
         if self.reshaped:
-            lines.append(f"of another shape: {_listed([_shapes(*pair) for pair in self.reshaped])}")
+            lines.append(f"of another shape: {listed(self._reshaped_names(), _SHOWN)}")
         return "\n  ".join(lines) + "\n"
+
+    def _reshaped_names(self) -> list[str]:
+        return [
+            f"{slot.name} {list(tensor.shape)} where the model has {list(slot.tensor.shape)}"
+            for slot, tensor in self.reshaped
+        ]
 
 
 def match_weights(model: nn.Module, weights: Weights, *, translate: bool = True) -> WeightMatch:
-    """Return which tensor goes where. Changes nothing.
+    """Match the tensors of a file with those of the model, without changing it.
 
     Args:
-        translate: have transformers translate names that don't fit, which takes a second model in memory.
+        translate: Let transformers translate names that don't match, which takes the memory of a second model.
 
     Raises:
-        ConfigError: a tied parameter has two values in the file, or the model's dtype can't hold a tensor.
+        ConfigError: A tied parameter has two values in the file, or the model's dtype can't hold a tensor.
     """
-    fit = _fit(slots_of(model), weights)
-    if fit.whole or not translate or not is_transformers_model(model):
-        return fit
+    match = _match(slots_of(model), weights)
+    if match.whole or not translate or not is_transformers_model(model):
+        return match
     tensors = translated(model, weights.tensors)
-    return fit if tensors is None else _fit(slots_of(model), Weights(weights.place, tensors))
+    return match if tensors is None else _match(slots_of(model), Weights(weights.place, tensors))
 
 
-def _fit(slots: Sequence[Slot], weights: Weights) -> WeightMatch:
+def _match(slots: Sequence[Slot], weights: Weights) -> WeightMatch:
     file_names, prefix = _match_names([name for slot in slots for name in slot.names], weights.tensors)
     pairs, missing, reshaped = [], [], []
     for slot in slots:
@@ -197,20 +189,20 @@ def _fit(slots: Sequence[Slot], weights: Weights) -> WeightMatch:
         else:
             _check(weights.place, slot, tensors)
             pairs.append((slot, tensors[0]))
-    taken = set(file_names.values())
-    left = {readable(name): weights.tensors[name] for name in sorted(weights.tensors) if name not in taken}
-    return WeightMatch(weights.place, pairs, missing, reshaped, left, prefix)
+    matched = set(file_names.values())
+    unexpected = {readable(name): weights.tensors[name] for name in sorted(weights.tensors) if name not in matched}
+    return WeightMatch(weights.place, pairs, missing, reshaped, unexpected, prefix)
 
 
 def _check(place: Path, slot: Slot, tensors: Sequence[Tensor]) -> None:
     if any(not _equal(tensors[0], other) for other in tensors[1:]):
-        raise ConfigError(f"{' and '.join(slot.names)} are one tensor in this model, and differ in {place}")
+        raise ConfigError(f"{' and '.join(slot.names)} are one tensor in this model, but differ in {place}")
     if not torch.can_cast(tensors[0].dtype, slot.tensor.dtype):
         raise ConfigError(f"{slot.name} is {tensors[0].dtype} in {place}, which {slot.tensor.dtype} can't hold")
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether all bits are equal, those of a NaN too."""
+    """Return whether the tensors are bitwise identical, NaN included."""
     if tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride():
         return True
     return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
@@ -220,10 +212,10 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _match_names(model_names: Collection[str], file_names: Collection[str]) -> tuple[dict[str, str], str]:
-    """Return the model's names --> the file's, as far as they are there; and the prefix that the file's have."""
+    """Return the file's name for each of the model's names that it contains, and the prefix of the file's names."""
     matches = {name: name for name in model_names if name in file_names}
     others = [name for name in file_names if name not in matches]
-    counts = Counter(map(_unwrapped, others))  # two names that differ in wrappers alone match nothing
+    counts = Counter(map(_unwrapped, others))  # two names that only differ in wrappers don't match
     rest = {_unwrapped(name): name for name in others if counts[_unwrapped(name)] == 1}
     unmatched = {name: _unwrapped(name) for name in model_names if name not in matches}
     matches |= {name: rest[plain] for name, plain in unmatched.items() if plain in rest}
@@ -243,7 +235,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _prefix(model_names: Collection[str], file_names: Collection[str]) -> str:
-    """Return the prefix of most of the model's names; none if two prefixes would do as well."""
+    """Return the prefix with which most of the model's names are in the file; none if two prefixes are equally good."""
     counts: Counter[str] = Counter()
     for name in file_names:
         tail = name
@@ -260,27 +252,14 @@ def _prefix(model_names: Collection[str], file_names: Collection[str]) -> str:
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def _many(things: Collection[object], what: str) -> str:
-    return f"{len(things):,} {what}{'' if len(things) == 1 else 's'}"
+def _counted(tensors: Collection[object]) -> str:
+    return f"{len(tensors):,} tensor{'' if len(tensors) == 1 else 's'}"
 
 
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _SHOWN:,} more" if len(words) > _SHOWN else ""
-    return ", ".join(words[:_SHOWN]) + more
-
-
-def _shaped(name: str, tensor: Tensor) -> str:
-    return f"{name} {list(tensor.shape)}"
-
-
-def _shapes(slot: Slot, tensor: Tensor) -> str:
-    return f"{slot.name} {list(tensor.shape)} where the model has {list(slot.tensor.shape)}"
-
-
-def _nearest(missing: Sequence[str], left: Collection[str]) -> str:
-    """Return the names left over that are closest to missing ones."""
+def _nearest(missing: Sequence[str], unexpected: Collection[str]) -> str:
+    """Return the unexpected names that are closest to missing ones."""
     pairs = []
     for name in missing[:_SHOWN]:
-        near = difflib.get_close_matches(name, left, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.75)
         pairs += [f"{near[0]} for {name}"] if near else []
     return f" (is it {', '.join(pairs)}?)" if pairs else ""

@@ -9,13 +9,14 @@ the config and aren't saved; `groups` is empty except for a user's optimizer tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.formatting import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,8 +93,9 @@ def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
     names = {name for name, _ in named}
     missing, unexpected = names - set(parameters), set(parameters) - names
     if missing or unexpected:
-        parts = filter(None, (_listed("lacks", missing), _listed("also has", unexpected)))
-        raise RunFailed(f"the saved optimizer state is of another model: it {' and '.join(parts)}")
+        differences = (("lacks", missing), ("also has", unexpected))
+        text = " and ".join(f"{verb} {listed(sorted(names), 3)}" for verb, names in differences if names)
+        raise RunFailed(f"the saved optimizer state is of another model: it {text}")
     for name, parameter in named:
         _check_shapes(name, optimizer.state.get(parameter, {}), parameters[name])
     for name, parameter in named:
@@ -107,12 +109,6 @@ def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
                 live[entry] = value.clone()
             else:
                 live[entry] = value.to(parameter.device, copy=True)
-
-
-def _listed(verb: str, names: Iterable[str]) -> str:
-    shown = sorted(names)
-    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-    return f"{verb} {', '.join(shown[:3])}{more}" if shown else ""
 
 
 def _check_shapes(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -1,0 +1,54 @@
+"""Draws of a fetch are keyed, and leave the generators of the process unchanged."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.data.noise import keyed_generators, uniform, use_epoch
+
+
+def _draws() -> tuple[float, float, float]:
+    return random.random(), np.random.random(), float(torch.rand(()))
+
+
+def _draws_of(key: int) -> tuple[float, float, float]:
+    with keyed_generators(key):
+        return _draws()
+
+
+def test_keyed_generators_draw_the_same_for_a_key_and_differ_between_keys() -> None:
+    keys = [0, 1, 2**62 + 3]
+    assert _draws_of(1) == _draws_of(1)
+    for draws in zip(*map(_draws_of, keys), strict=True):  # of Python, NumPy and torch
+        assert len(set(draws)) == len(keys)
+
+
+def _fail_with_key(key: int) -> None:
+    with keyed_generators(key):
+        _draws()
+        raise KeyError
+
+
+def test_keyed_generators_are_restored_after_nesting_and_errors() -> None:
+    with keyed_generators(1):
+        expected = [_draws(), _draws()]
+    with keyed_generators(1):
+        first = _draws()
+        with pytest.raises(KeyError):
+            _fail_with_key(2)
+        assert [first, _draws()] == expected
+
+
+def test_noise_depends_only_on_epoch_and_sample() -> None:
+    use_epoch(5)
+    noise = uniform(np.arange(10), 3)
+    assert noise.shape == (10, 3)
+    assert ((noise >= 0) & (noise < 1)).all()
+    assert np.array_equal(uniform(np.array([7, 2]), 3), noise[[7, 2]])
+    assert np.array_equal(uniform(np.array([4]), 2)[0], noise[4, :2])
+    use_epoch(6)
+    assert (uniform(np.arange(10), 3) != noise).all()
