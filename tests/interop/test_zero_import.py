@@ -238,7 +238,7 @@ def test_a_hostile_file_is_refused_by_name(copied: Callable[[str], Path], rank: 
     file = folder / (MODEL if rank is None else OPTIM.format(rank))
     changed(file, lambda contents: contents.update(more=Hostile(os.system, f"touch {mark}")))
     refused(
-        folder, rf"{file.name} asks for posix\.system to be unpickled.*\n  python -m deepspeed\.utils\.zero_to_fp32"
+        folder, rf"{file.name} needs posix\.system to be unpickled.*\n  python -m deepspeed\.utils\.zero_to_fp32"
     )
     assert not mark.exists()
 
@@ -248,7 +248,7 @@ def test_a_class_of_deepspeed_that_is_not_listed_is_refused(copied: Callable[[st
 
     folder = copied("3-fp32")
     changed(folder / OPTIM.format(1), lambda contents: contents.update(more=LossScalerBase(2.0)))
-    refused(folder, r"asks for deepspeed\.runtime\.fp16\.loss_scaler\.LossScalerBase to be unpickled")
+    refused(folder, r"needs deepspeed\.runtime\.fp16\.loss_scaler\.LossScalerBase to be unpickled")
 
 
 def test_the_loss_scaler_of_fp16_is_ignored(copied: Callable[[str], Path], saves: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_stand_in_keeps_numbers_at_most(tmp_path: Path) -> None:
 def test_stand_ins_apply_to_deepspeed_checkpoints_only(saves: Path) -> None:
     file = saves / "2" / "2-fp32" / TAG / OPTIM.format(0)
     read_zero(file.parent)
-    with pytest.raises(ConfigError, match=r"asks for deepspeed\..* to be unpickled"):
+    with pytest.raises(ConfigError, match=r"needs deepspeed\..* to be unpickled"):
         read_torch(file)
 
 

@@ -579,7 +579,7 @@ class Hostile:
 
 def test_a_hostile_file_is_not_imported(tmp_path: Path) -> None:
     torch.save({"state_dict": _state(), "callbacks": Hostile(tmp_path / "executed")}, tmp_path / "last.ckpt")
-    with pytest.raises(ConfigError, match=r"asks for posix\.system to be unpickled"):
+    with pytest.raises(ConfigError, match=r"needs posix\.system to be unpickled"):
         import_weights(tmp_path / "last.ckpt", tmp_path / "out")
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "out").exists()
