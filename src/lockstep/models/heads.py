@@ -80,12 +80,12 @@ class Head:
 
     @property
     def summed(self) -> bool:
-        """Whether the loss that the forward returns is the sum of its samples' losses, not their mean."""
+        """Return whether the loss that the forward returns is the sum of its samples' losses, not their mean."""
         return _named(self.model, ("CTC",)) and getattr(self.config, "ctc_loss_reduction", "mean") == "sum"
 
     @property
     def by_samples(self) -> bool:
-        """Whether the loss that the forward returns is a mean over samples."""
+        """Return whether the loss that the forward returns is a mean over samples."""
         return _named(self.model, ("CTC",))
 
 

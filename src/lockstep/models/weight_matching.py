@@ -105,7 +105,7 @@ class WeightMatch:
 
     @property
     def whole(self) -> bool:
-        """Whether every slot has its tensor, and every tensor its slot."""
+        """Return whether every slot has its tensor, and every tensor its slot."""
         return not (self.missing or self.reshaped or self.unexpected)
 
     @torch.no_grad()
