@@ -237,9 +237,7 @@ def test_a_hostile_file_is_refused_by_name(copied: Callable[[str], Path], rank: 
     mark = folder / "executed"
     file = folder / (MODEL if rank is None else OPTIM.format(rank))
     changed(file, lambda contents: contents.update(more=Hostile(os.system, f"touch {mark}")))
-    refused(
-        folder, rf"{file.name} needs posix\.system to be unpickled.*\n  python -m deepspeed\.utils\.zero_to_fp32"
-    )
+    refused(folder, rf"{file.name} needs posix\.system to be unpickled.*\n  python -m deepspeed\.utils\.zero_to_fp32")
     assert not mark.exists()
 
 
