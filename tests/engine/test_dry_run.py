@@ -1,4 +1,4 @@
-"""Dry runs: what is compared, and that they have no effect."""
+"""Dry runs: the tensor-parallel check compares outputs and gradients, and nothing is left of a forward."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def batch(points: int) -> Batch:
     return Batch(inputs=(torch.ones(points, 4),), targets=torch.zeros(points), samples=points, tokens=points)
 
 
-class Other:
-    """Computes something else, or the same, once it stands for a model that is divided."""
+class Differing:
+    """A model whose fourth forward, the tensor-parallel one, is off by a factor."""
 
     def __init__(self, model: nn.Module, off: float, returns: Returns) -> None:
         self.model, self.off, self.returns = model, off, returns
@@ -56,16 +56,16 @@ class Made:
     cache: list[int]
 
 
-def checked(off: float, returns: Returns = lambda made: made) -> Other:
-    other = Other(nn.Linear(4, 2), off, returns)
+def checked(off: float, returns: Returns = lambda made: made) -> Differing:
+    model = Differing(nn.Linear(4, 2), off, returns)
     group = TensorParallelGroup(LocalGroup(), frozenset(), frozenset())
-    TensorCheck(other.model, other.whole_weights, {}, group, LocalGroup(), CPU).run(other.forward, [batch(1), batch(4)])
-    return other
+    TensorCheck(model.model, model.whole_weights, {}, group, LocalGroup(), CPU).run(model.forward, [batch(1), batch(4)])
+    return model
 
 
-def test_what_draws_is_compared_in_evaluation_and_what_takes_one_length_at_that() -> None:
-    assert checked(off=0.0).given == [1, 4, 4, 4]  # too few; drawn; evaluated; and divided
-    with pytest.raises(ConfigError, match=r"the gradient of (weight|bias) is another one"):
+def test_a_model_that_draws_is_compared_in_evaluation_on_the_first_batch_that_works() -> None:
+    assert checked(off=0.0).given == [1, 4, 4, 4]  # too few; draws; evaluated whole; evaluated sharded
+    with pytest.raises(ConfigError, match=r"the gradient of (weight|bias) differs"):
         checked(off=0.01)
 
 
@@ -77,17 +77,17 @@ RETURNS: dict[str, Returns] = {
 
 
 @pytest.mark.parametrize("name", RETURNS)
-def test_whatever_a_model_returns_is_compared(name: str) -> None:
+def test_outputs_of_any_form_are_compared(name: str) -> None:
     checked(0.0, RETURNS[name])
-    with pytest.raises(ConfigError, match="is another one"):
+    with pytest.raises(ConfigError, match="differs between tensor-parallel and whole"):
         checked(0.01, RETURNS[name])
 
 
-def test_rounding_is_no_difference() -> None:
+def test_rounding_errors_are_no_difference() -> None:
     assert checked(off=1e-5).given == [1, 4, 4, 4]
 
 
-class Noting(nn.Module):
+class Stateful(nn.Module):
     """Changes its buffers, replaces one, and draws."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Noting(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.last = nn.Buffer(torch.zeros(4))
         self.seen = nn.Buffer(torch.zeros(()))
-        self.mask = nn.Buffer(torch.ones(4).expand(3, 4))  # which nobody could write to
+        self.mask = nn.Buffer(torch.ones(4).expand(3, 4))  # no forward could write to it
         self.calls, self._means, self.of = 0, list[float](), torch.zeros(4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,11 +108,11 @@ class Noting(nn.Module):
         return self.norm(F.dropout(x, 0.5)) + torch.rand(()) + random.random()
 
 
-def test_nothing_is_left_of_a_dry_run() -> None:
-    model = Noting()
+def test_a_dry_run_has_no_effect() -> None:
+    model = Stateful()
     model.norm.eval()
-    kept = {name: one.clone() for name, one in model.named_buffers()}
-    memory = {name: one.data_ptr() for name, one in model.named_buffers()}
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    memory = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
     torch.manual_seed(1)
     random.seed(1)
     with dry_run(model, CPU) as drawn:
@@ -121,8 +121,8 @@ def test_nothing_is_left_of_a_dry_run() -> None:
         model(torch.randn(5, 4))
         assert drawn()
     assert (model.training, model.norm.training) == (True, False)
-    assert {name: one.data_ptr() for name, one in model.named_buffers()} == memory
-    assert all(torch.equal(one, kept[name]) for name, one in model.named_buffers())
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == memory
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
     assert (model.calls, model._means, model.of.tolist(), "lately" in vars(model)) == (0, [], [0] * 4, False)
     after = torch.rand(()), random.random()
     torch.manual_seed(1)
@@ -131,8 +131,8 @@ def test_nothing_is_left_of_a_dry_run() -> None:
     assert F.dropout(torch.ones(1000), 0.5).eq(0).any()
 
 
-def test_a_dry_run_that_fails_has_none_either() -> None:
-    model = Noting()
+def test_a_dry_run_that_fails_has_no_effect() -> None:
+    model = Stateful()
     with pytest.raises(ValueError, match="Expected more than 1 value"), dry_run(model, CPU):
         model(torch.randn(1, 4))
     assert float(model.seen) == 0

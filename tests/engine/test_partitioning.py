@@ -1,4 +1,4 @@
-"""Where a model is partitioned, and what its stages compute without a pipeline around them."""
+"""Where a model is partitioned, and what its stages compute, without a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_each_parameter_belongs_to_one_stage_unless_it_is_tied() -> None:
         assert ranks[0].shared == (["table.weight"] if tied else [])
 
 
-def test_a_side_is_where_weights_are_used_not_where_they_are_defined() -> None:
+def test_the_side_of_weights_is_where_they_are_used_not_where_they_are_defined() -> None:
     model = Chain()
     used = sides_of_use(model, names(model), INPUTS)
     assert (used["table.weight"], used["norm.weight"], used["head.weight"]) == ("before", "after", "after")
@@ -94,7 +94,7 @@ def test_a_side_is_where_weights_are_used_not_where_they_are_defined() -> None:
     assert (sides["table"], sides["norm"], sides["head"]) == ("before", "after", "after")
 
 
-def test_the_last_stage_has_fewer_blocks_since_it_has_the_head() -> None:
+def test_the_last_stage_has_fewer_blocks_because_it_has_the_head() -> None:
     model = Chain(blocks=6)  # a head of 128 weights weighs as much as two blocks of 72
     used = sides_of_use(model, names(model), INPUTS)
     assert first_blocks(model, names(model), spec(0, ranks=3), outer_modules(model, names(model), used)) == [0, 2, 5]

@@ -1,4 +1,4 @@
-"""Schedules of torch that updates of any number of micro-batches get."""
+"""The schedules of torch for updates of any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LENGTHS = ((3, 5, 2), (4, 1, 6))
 
 
 def _gradients() -> list[float]:
-    """The gradient of each rank's one weight, after two updates of micro-batches of unequal lengths."""
+    """Return the gradient of this rank's weight in two updates of micro-batches of unequal lengths."""
     with in_group():
         rank, cpu = dist.get_rank(), torch.device("cpu")
         weight = nn.Parameter(torch.tensor(2.0 + rank))

@@ -80,6 +80,7 @@ def refused_on_rank_1(numbers: list[int]) -> str:
         ([4, 6], "rank 1 gathered 6 where in its first such pass it gathered 5, as other ranks still do"),
         ([4], "rank 1 was done where in its first such pass it gathered 5"),
         ([4, 5, 6], "rank 1 gathered 6 where in its first such pass it was done"),
+        ([4, 5, END, 6], "rank 1 gathered 6 where in its first such pass it was done"),
     ],
 )
 def test_a_rank_that_differs_by_itself_is_refused_before_it_waits(numbers: list[int], message: str) -> None:

@@ -303,9 +303,9 @@ def test_a_rehearsal_leaves_no_trace_and_lets_models_draw() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a model that counts for itself": (of("Unaware"), "place makes something else of a position"),
-    "a model that counts for itself in training": (of("UnawareInTraining"), "place makes something else of a position"),
-    "a model that looks aside": (of("Neighbours"), "before makes something else of a position"),
+    "a model that counts for itself": (of("Unaware"), "place has another output at a position"),
+    "a model that counts for itself in training": (of("UnawareInTraining"), "place has another output at a position"),
+    "a model that looks aside": (of("Neighbours"), "before has another output at a position"),
     "dropped attention": (architecture("gpt2", attn_pdrop=0.1), "drops 0.1 of its attention"),
     "a window": (
         architecture("llama", model_type="mistral", sliding_window=3),

@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "blocks that take more": (
         chain("Skips", **pipeline(2, "1f1b")),
-        "blocks.2 takes more than what blocks.1 made: a tensor made with lift.weight",
+        "blocks.2 takes more than the output of blocks.1: a tensor made with lift.weight",
     ),
     "code between blocks": (
         chain("Between", **pipeline(2, "1f1b")),
@@ -154,11 +154,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "blocks that are left out": (
         chain("LeavesOut", **pipeline(2, "1f1b")),
-        "norm.weight is of what comes after the blocks, and used before the last of them is met",
+        "norm.weight belongs after the blocks, and is used before the last block is called",
     ),
     "what was computed before the blocks": (
         chain("Keeps", **pipeline(2, "1f1b")),
-        "what the model computes with lift.weight before the blocks, or of what an earlier block gives, is used after",
+        "what the model computes with lift.weight before the blocks, or from the output of an earlier block, is used",
     ),
     "blocks that are met twice": (chain("Twice", **pipeline(2, "1f1b")), "blocks.0 is called twice or out of order"),
     "blocks that share": (chain("Repeats", **pipeline(2, "1f1b")), "blocks.3.inner.weight is tied to blocks.0.inner"),

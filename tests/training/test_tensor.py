@@ -264,16 +264,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weights of own columns": (
         planned({"layers.*.of_heads": None}),
-        "gradient of layers.1.of_heads.weight is another one where matrices are divided than whole: weights that each "
+        "gradient of layers.1.of_heads.weight differs between tensor-parallel and whole matrices: weights that each "
         "rank uses for its own columns alone take sum_gradient",
     ),
     "weights of all columns": (
         planned({"layers.*.before": "sum_gradient"}),
-        "gradient of layers.1.before.weight is another one where matrices are divided than whole: sum_gradient is for",
+        "gradient of layers.1.before.weight differs between tensor-parallel and whole matrices: sum_gradient is for",
     ),
     "three matrices in one": (
         planned({}, "fused"),
-        "gradient of layers.1.out.weight is another one where matrices are divided than whole, behind layers.0.out "
+        "gradient of layers.1.out.weight differs between tensor-parallel and whole matrices, after layers.0.out "
         "(rowwise), layers.1.mixed (colwise), layers.1.out (rowwise). One reason may be a Linear that holds several",
     ),
     "a plan of nothing": (own({}), "it divides no matrix; name some"),
@@ -296,19 +296,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an input by keyword": (
         planned({}, "by_keyword"),
-        "head fails where matrices are divided: it is called with its input by keyword; hand it over by position",
+        "head fails with tensor-parallel matrices: it is called with its input by keyword; pass it by position",
     ),
     "columns that are never put together": (
         planned({"head": "colwise"}),
-        "the model gives [2, 21, 32] where matrices are divided, and [2, 21, 64] whole; colwise_gather_output puts",
+        "the model returns [2, 21, 32] with tensor-parallel matrices, and [2, 21, 64] with whole ones; "
+        "colwise_gather_output",
     ),
     "columns that something whole is given": (
         planned({"layers.*.down": None}),
-        "layers.0.down fails where matrices are divided: mat1 and mat2 shapes cannot be multiplied",
+        "layers.0.down fails with tensor-parallel matrices: mat1 and mat2 shapes cannot be multiplied",
     ),
     "positions that something whole is given": (
         planned({}, tensor_parallel={"plan": {"layers.*.norm": "sequence", "head": "colwise"}, **SEQUENCE}),
-        "layers.0.query fails where matrices are divided: it is given what lies on several ranks",
+        "layers.0.query fails with tensor-parallel matrices: its input is sharded over ranks",
     ),
     "options of DDP": (text(tensor=2, ddp={"compression": "fp16"}), "leave it out"),
 }
@@ -322,11 +323,11 @@ def test_what_can_t_be_done_says_why(name: str, refusals: dict[str, list[str]]) 
 WRONG_ON_FOUR: dict[str, tuple[dict[str, Any], str]] = {
     "own columns x fsdp": (
         planned({"layers.*.of_heads": None}, strategy="fsdp"),
-        "layers.1.of_heads.weight is another",
+        "layers.1.of_heads.weight differs between",
     ),
-    "own columns x pipeline": (planned({"layers.*.of_heads": None}, pipeline=2), "of_heads.weight is another"),
-    "all columns x fsdp": (planned({"layers.*.norm": "sum_gradient"}, strategy="fsdp"), "norm.weight is another"),
-    "three in one x pipeline": (planned({}, "fused", pipeline=2), "out.weight is another"),
+    "own columns x pipeline": (planned({"layers.*.of_heads": None}, pipeline=2), "of_heads.weight differs between"),
+    "all columns x fsdp": (planned({"layers.*.norm": "sum_gradient"}, strategy="fsdp"), "norm.weight differs between"),
+    "three in one x pipeline": (planned({}, "fused", pipeline=2), "out.weight differs between"),
 }
 
 

@@ -1,4 +1,4 @@
-"""A check that blocks form a chain: each is met once, in order, and stages hand on one tensor."""
+"""A check that blocks form a chain: each is called once, in order, and stages pass on one tensor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class PassedThrough(NamedTuple):
         return cls(value, value._version if isinstance(value, Tensor) else 0)
 
     def is_unchanged(self, value: object) -> bool:
-        """Return whether the next block takes just that, and nothing was done to it in place."""
+        """Return whether `value` is the same tensor, and was not written to."""
         return value is self.value and (not isinstance(value, Tensor) or value._version == self.version)
 
 
 def something_between(before: str, block: str) -> ConfigError:
+    """Return the error for a computation between the blocks of two stages."""
     return no_chain(
-        f"the model's forward computes something between {before} and {block}, which neither stage would know of (such "
-        f"as h = h + block(h)); move it into the block, or split elsewhere by parallel.pipeline_parallel.split"
+        f"the model's forward computes something between {before} and {block}, which neither stage would compute (such "
+        "as h = h + block(h)); move it into the block, or split elsewhere by parallel.pipeline_parallel.split"
     )
 
 
@@ -39,9 +40,9 @@ class ChainCheck:
     """Checks in a dry run that blocks form a chain.
 
     Args:
-        names: Of all blocks.
-        firsts: Blocks that stages begin with, from the second stage on.
-        returns: What blocks return, as `in_form` takes it.
+        names: All blocks.
+        firsts: The first block of each stage, from the second stage on.
+        returns: The form of what blocks return; see `in_form`.
         zeros: An activation at a stage boundary.
     """
 
@@ -53,39 +54,35 @@ class ChainCheck:
         self._returns = returns
         self._zeros = zeros
         self._mode = mode
-        self._met = -1
+        self._last_called = -1
         self._passed = PassedThrough.of(None)
 
     def handle(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace a block's call."""
-        if index != self._met + 1:
+        if index != self._last_called + 1:
             raise no_chain(
-                f"{self._names[index]} is called twice or out of order: stages meet each block once, in order"
+                f"{self._names[index]} is called twice or out of order: stages call each block once, in order"
             )
-        self._met, given = index, first_argument(args, kwargs)
+        self._last_called, given = index, first_argument(args, kwargs)
         if index in self._firsts:
-            self._refuse_more(index, given, [*args, *kwargs.values()][1:])
-        if index == len(self._names) - 1:
+            block, before = self._names[index], self._names[index - 1]
+            if not self._passed.is_unchanged(given):
+                raise something_between(before, block)
+            for other in tree_leaves([*args, *kwargs.values()][1:]):
+                if isinstance(other, RemoteStagePlaceholder):
+                    raise no_chain(f"{block} takes more than the output of {before}: a tensor made with {other.weight}")
+        is_last = index == len(self._names) - 1
+        if is_last:
             self._mode.refused_sides = frozenset(("before",))
-        hands_on = index + 1 in self._firsts or index == len(self._names) - 1
-        self._passed = PassedThrough.of(self._zeros.clone() if hands_on else given)
+        ends_stage = is_last or index + 1 in self._firsts
+        self._passed = PassedThrough.of(self._zeros.clone() if ends_stage else given)
         return in_form(self._returns, self._passed.value)
 
     def end(self) -> None:
-        """Raise ConfigError if a block was not met."""
-        if self._met != len(self._names) - 1:
-            raise no_chain(
-                f"{self._names[self._met + 1]} is not met in a forward: stages meet each block once, in order"
-            )
-
-    def _refuse_more(self, index: int, given: object, others: list[Any]) -> None:
-        """Raise ConfigError if a stage's first block takes more than what the one before has returned."""
-        block, before = self._names[index], self._names[index - 1]
-        if not self._passed.is_unchanged(given):
-            raise something_between(before, block)
-        for other in tree_leaves(others):
-            if isinstance(other, RemoteStagePlaceholder):
-                raise no_chain(f"{block} takes more than what {before} made: a tensor made with {other.weight}")
+        """Raise ConfigError if a block was not called."""
+        if self._last_called != len(self._names) - 1:
+            missing = self._names[self._last_called + 1]
+            raise no_chain(f"{missing} is not called in a forward: stages call each block once, in order")
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -94,5 +91,5 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def in_form(form: str | int, value: Any) -> Any:
-    """Return a value as blocks return it: "tensor", or a tuple of `form` items whose first it is."""
+    """Return a value in the form of a block's output: "tensor", or a tuple of `form` items of which it is the first."""
     return value if isinstance(form, str) else (value, *(None for _ in range(form - 1)))

@@ -4,16 +4,15 @@
                                                                                                                  |
     gradient of this rank's part of the loss, added to the others' as any data rank's  <--  sum of own losses  <-+
 
-Targets are aligned with their logits before anything is divided: the target of a rank's last position is the first
+Targets are aligned with their logits before sequences are divided: the target of a rank's last position is the first
 token of its neighbor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,43 +36,30 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.core.records import GlobalBatch, Inputs
     from lockstep.distributed.collectives import Ring
+    from lockstep.transforms.context_parallel import ContextParallel
 
 _KEY = "parallel.context"
 _NO_TARGET = -100
-_CHECKED = 16  # positions for each rank
+_CHECKED = 16  # positions for each rank that the check computes
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative
 
 
-class DividedAttention(Protocol):
-    """The attention of a model while its sequences are divided (`transforms.context_parallel.ContextParallel`)."""
-
-    @property
-    def takes_mask(self) -> bool: ...
-
-    @property
-    def takes_positions(self) -> bool: ...
-
-    def active(self) -> AbstractContextManager[None]: ...
-
-    def divide(self, division: SequencePartition) -> None: ...
-
-
 class SequenceDivider:
-    """Gives a rank its part of each micro-batch.
+    """Selects a rank's part of each micro-batch.
 
     Args:
         model: The module without wrappers.
-        attention: The model's.
+        attention: The model's attention.
         ring: The ranks that have the same samples.
         targets_of: Returns the target of each position that has logits; -100 for none.
 
     Attributes:
-        rule: Where the model sees the tokens of a padded sequence; None: it isn't known for padding that comes before
-            tokens, and batches with such padding are refused.
+        rule: The positions at which the model sees the tokens of a padded sequence; None: they aren't known for padding
+            before tokens, and batches with such padding are refused.
     """
 
     def __init__(
-        self, model: nn.Module, attention: DividedAttention, ring: Ring, targets_of: Callable[[Batch], Tensor]
+        self, model: nn.Module, attention: ContextParallel, ring: Ring, targets_of: Callable[[Batch], Tensor]
     ) -> None:
         self.model = model
         self.attention = attention
@@ -86,7 +72,7 @@ class SequenceDivider:
         """Return this rank's part; its division is the current one from then on.
 
         Raises:
-            RunFailed: Something in the batch isn't laid out by positions.
+            RunFailed: A tensor of the batch isn't laid out by positions.
         """
         targets = self.targets_of(batch)
         if targets.dim() != 2:
@@ -94,25 +80,25 @@ class SequenceDivider:
                 f"{_KEY} divides sequences, and the targets of a batch are {list(targets.shape)}, not a row of "
                 "positions for each sample"
             )
-        length, ranks = targets.shape[1], self._ring.size
-        own = positions_of(self._ring.rank, ranks, length).to(targets.device)
+        length = targets.shape[1]
+        own = positions_of(self._ring.rank, self.ranks, length).to(targets.device)
         inputs, mask = _without_mask(batch.inputs, length) if self.attention.takes_mask else (batch.inputs, None)
         real = self._real(mask, targets)
         last = real is not None and self._hides_nothing(real, targets)
         division = SequencePartition(self._ring, length, own.clamp(max=length - 1), real, last)
         self.attention.divide(division)
-        given = self._own_inputs(inputs, length, division.positions)
-        if self.attention.takes_positions and isinstance(given, dict) and "position_ids" not in given:
+        own_inputs = self._own_inputs(inputs, length, division.positions)
+        if self.attention.takes_positions and isinstance(own_inputs, dict) and "position_ids" not in own_inputs:
             rule = self.rule or _by_row
-            given["position_ids"] = rule(real, targets)[:, division.positions]
+            own_inputs["position_ids"] = rule(real, targets)[:, division.positions]
         own_targets = targets[:, division.positions].masked_fill(own >= length, _NO_TARGET)
-        return replace(batch, inputs=given, targets=own_targets)
+        return replace(batch, inputs=own_inputs, targets=own_targets)
 
     def _hides_nothing(self, real: Tensor, targets: Tensor) -> bool:
         """Return whether causal attention needs no mask: padding comes last, and has no targets.
 
         Raises:
-            RunFailed: There is padding before tokens, and a divided forward can't be the whole one's.
+            RunFailed: There is padding before tokens, and a divided forward can't be the same as a whole one.
         """
         from_padding = (targets != _NO_TARGET) & ~real[:, : targets.shape[1]]
         if bool((real[:, 1:] <= real[:, :-1]).all()):
@@ -120,7 +106,7 @@ class SequenceDivider:
         row = int((real[:, 1:] > real[:, :-1]).any(1).nonzero()[0, 0])
         where = f"{_KEY}: sample {row} of a batch has padding before its tokens (attention_mask), and"
         if self.rule is None:
-            raise RunFailed(f"{where} where the model sees tokens behind padding isn't known; pad on the right")
+            raise RunFailed(f"{where} the positions that the model uses after padding aren't known; pad on the right")
         if bool(from_padding.any()):
             raise RunFailed(
                 f"{where} {int(from_padding.sum())} targets are predicted from padding, such as a text's first token "
@@ -131,7 +117,7 @@ class SequenceDivider:
     def _real(self, mask: Tensor | None, targets: Tensor) -> Tensor | None:
         """Return [B, padded]: which positions are real; None: all are."""
         length = targets.shape[1]
-        more = padded_length(length, self._ring.size) - length
+        more = padded_length(length, self.ranks) - length
         if mask is None and not more:
             return None
         real = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask.bool()
@@ -158,7 +144,7 @@ PositionRule = Callable[["Tensor | None", Tensor], Tensor]
 
 
 def _by_row(real: Tensor | None, targets: Tensor) -> Tensor:
-    """Return each token's place in the row, padding or not, as Llama does."""
+    """Return each token's index in the row, counting padding, as Llama does."""
     return torch.arange(targets.shape[1], device=targets.device).expand(targets.shape)
 
 
@@ -170,8 +156,10 @@ def _by_mask(real: Tensor | None, targets: Tensor) -> Tensor:
 
 
 def _padded_before(batch: Batch) -> Batch | None:
-    """Return the batch with the first third of every second sample's tokens masked; None: it has no mask of tokens, or
-    such a sample has fewer than three."""
+    """Return the batch with the first third of every second sample masked; None: it has no mask, or is too short.
+
+    A sample is too short with fewer than three tokens.
+    """
     mask = None if isinstance(batch.inputs, tuple) else batch.inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
@@ -188,57 +176,41 @@ def _padded_before(batch: Batch) -> Batch | None:
 def _first_different(
     whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: SequencePartition
 ) -> str | None:
-    """Return the module whose outputs are the first to differ; None: none do, as far as the roughest of their dtypes
-    shows. What isn't real may differ."""
+    """Return the first module whose outputs differ at real tokens; None: none do, within their lowest precision."""
     tolerance = max((_TOLERANCE[part.dtype] for part in divided.values()), default=0.0)
     for name, part in divided.items():
         expected = whole.get(name)
-        axis = None if expected is None else _axis_of_positions(expected, part, division.own)
-        if expected is None or axis is None:
+        if expected is None or expected.dim() != part.dim():
             continue
-        expected, part = expected.index_select(axis, division.positions).float(), part.float()
+        differing = [dim for dim in range(part.dim()) if expected.shape[dim] != part.shape[dim]]
+        if len(differing) != 1 or part.shape[differing[0]] != division.own:
+            continue  # not [samples, positions, ...] or [positions, ...]
+        dim = differing[0]
+        expected, part = expected.index_select(dim, division.positions).float(), part.float()
         if division.real is not None:
-            expected, part = (_of_real_tokens(item, axis, division) for item in (expected, part))
+            expected, part = (_without_padding(item, dim, division, division.real) for item in (expected, part))
         if (part - expected).norm() > tolerance * expected.norm():
             return name or "the model itself"
     return None
 
 
-def _of_real_tokens(outputs: Tensor, axis: int, division: SequencePartition) -> Tensor:
-    """Return outputs with 0 at padding: what attention gives there means nothing, and differs. Outputs without an axis
-    of samples, such as those of positions alone, stay as they are.
+def _without_padding(outputs: Tensor, dim: int, division: SequencePartition, real: Tensor) -> Tensor:
+    """Return outputs with 0 at padding, where those of attention mean nothing and differ.
+
+    Outputs without a dim of samples, such as those of positions alone, are returned unchanged.
 
     Args:
-        axis: Of the positions; the samples' is the first of the others that is as large.
+        dim: The dim of the positions; that of the samples is the first other one of their number.
     """
-    assert division.real is not None, "there is padding"
     own = positions_of(division.ring.rank, division.ring.size, division.length)
-    real = division.real[:, own.to(outputs.device)]
-    samples = next((item for item in range(outputs.dim()) if item != axis and outputs.shape[item] == len(real)), None)
+    real = real[:, own.to(outputs.device)]
+    samples = next((item for item in range(outputs.dim()) if item != dim and outputs.shape[item] == len(real)), None)
     if samples is None:
         return outputs
     shape = [1] * outputs.dim()
-    shape[samples], shape[axis] = real.shape
-    hidden = ~(real if samples < axis else real.T).reshape(shape)
+    shape[samples], shape[dim] = real.shape
+    hidden = ~(real if samples < dim else real.T).reshape(shape)
     return outputs.masked_fill(hidden, 0)
-
-
-def _fails_divided(inside: Sequence[str], error: Exception) -> ConfigError:
-    name = inside[-1] if inside and inside[-1] else "the model"
-    why = (
-        f"{name} fails where sequences are divided, and works on whole ones ({first_line(error)}): its attention isn't "
-        "one that ring attention can replace, such as F.scaled_dot_product_attention, or a mask of its own is for "
-        "whole sequences. Leave parallel.context out"
-    )
-    return ConfigError(Problem("", _KEY, why))
-
-
-def _axis_of_positions(whole: Tensor, part: Tensor, own: int) -> int | None:
-    """Return the axis along which a part has `own` of the whole's; [samples, positions, ...] or [positions, ...]."""
-    if whole.dim() != part.dim():
-        return None
-    differ = [axis for axis in range(part.dim()) if whole.shape[axis] != part.shape[axis]]
-    return differ[0] if len(differ) == 1 and part.shape[differ[0]] == own else None
 
 
 def _without_mask(inputs: Inputs, length: int) -> tuple[Inputs, Tensor | None]:
@@ -251,11 +223,7 @@ def _without_mask(inputs: Inputs, length: int) -> tuple[Inputs, Tensor | None]:
 
 
 class ContextEngine:
-    """The engine of a model whose sequences are divided.
-
-    Args:
-        engine: Its micro-batches are prepared by `divider`.
-    """
+    """The engine of a model whose sequences are divided; `engine` prepares micro-batches with `divider`."""
 
     def __init__(self, engine: EagerEngine, divider: SequenceDivider) -> None:
         self._engine = engine
@@ -264,15 +232,16 @@ class ContextEngine:
         self.outputs: Callable[[Inputs], object] = engine.outputs  # of whole sequences, on each rank
 
     def check(self, batch: Batch, axis: Axis) -> None:
-        """Compare the model's forward on divided sequences with that on whole ones, module by module, without autocast.
-        All ranks together.
+        """Compare the model's forward under context parallelism with that on whole sequences. All ranks together.
+
+        They are compared module by module, without autocast.
 
         Args:
-            batch: Of a few samples, of whose sequences the first positions are taken.
-            axis: All ranks, which share what they find.
+            batch: A few samples; the first positions of their sequences are used.
+            axis: All ranks, which share their results.
 
         Raises:
-            ConfigError: A module makes something else of a position when it doesn't see those around it.
+            ConfigError: A module's output at a position depends on positions that it doesn't see.
         """
         model, targets = self._divider.model, self._divider.targets_of(batch)
         batch = first_positions(batch, targets.shape[1], _CHECKED * self._divider.ranks)
@@ -285,10 +254,10 @@ class ContextEngine:
                 self._divider.rule = self._rule_of_padding(batch, axis)
         if module is not None:
             why = (
-                f"{module} makes something else of a position in a divided sequence than in a whole one. Layers see "
-                "this rank's positions alone, but for attention by F.scaled_dot_product_attention or of the "
-                "transformers library; where they are is told by lockstep.positions(), in place of torch.arange(), "
-                "or a forward's `position_ids`. Leave parallel.context out, or change the model"
+                f"{module} has another output at a position of its sequence's part than in the whole sequence. Layers "
+                "see this rank's positions alone, except for attention by F.scaled_dot_product_attention or of the "
+                "transformers library. Take positions from lockstep.positions() instead of torch.arange(), or from a "
+                "forward's `position_ids`; or leave parallel.context out"
             )
             raise ConfigError(Problem("", _KEY, why))
 
@@ -298,7 +267,7 @@ class ContextEngine:
         self._divider.rule = rule
         with dry_run(model, device) as drawn:
             module = self._different(batch, axis)
-            if any(axis.gather(drawn())):  # each rank for its own positions: that means nothing
+            if any(axis.gather(drawn())):  # each rank for its own positions, so they differ
                 module = None
         if module is not None:
             return module
@@ -307,8 +276,7 @@ class ContextEngine:
             return self._different(batch, axis)
 
     def _rule_of_padding(self, batch: Batch, axis: Axis) -> PositionRule | None:
-        """Return the rule by which a divided forward is the whole one's where padding comes before tokens, if any
-        is."""
+        """Return the rule under which forwards are the same where padding comes before tokens; None: none is known."""
         padded = _padded_before(batch)
         if not all(axis.gather(padded is not None)):
             return None
@@ -333,17 +301,21 @@ class ContextEngine:
                     call(model, part.inputs)
                 except Failure:
                     raise
-                except Exception as error:  # whatever a model runs into whose attention is another one; on all ranks
-                    raise _fails_divided(inside, error) from error
+                except Exception as error:  # on all ranks
+                    name = inside[-1] if inside and inside[-1] else "the model"
+                    why = (
+                        f"{name} fails where sequences are divided, and works on whole ones ({first_line(error)}): its "
+                        "attention isn't one that ring attention can replace, such as F.scaled_dot_product_attention, "
+                        "or has a mask for whole sequences. Leave parallel.context out"
+                    )
+                    raise ConfigError(Problem("", _KEY, why)) from error
         modules = axis.gather(_first_different(whole, divided, division))
         return next((item for item in modules if isinstance(item, str)), None)
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
-        """See `core.protocols.Engine`."""
         with self._attention.active():
             self._engine.accumulate(batch, seed_scale, announce)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        """See `core.protocols.Engine`."""
         with self._attention.active():
             return self._engine.evaluate(micro_batches)

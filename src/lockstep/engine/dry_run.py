@@ -1,14 +1,14 @@
-"""Dry runs: forwards that are made to be looked at, before anything is trained, and have no effect.
+"""Dry runs: forwards that check a model before it is trained, and have no effect.
 
-modes, buffers, attributes, generators     as they were before, whatever the forward does to them
-dropout                                    left out: what it draws means nothing
+modes, buffers, attributes, generators     restored, whatever the forward does to them
+dropout                                    left out: random differences mean nothing
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -28,16 +28,17 @@ _DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dro
 
 @contextmanager
 def dry_run(model: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Leave the model and the generators as they are, and torch.nn.functional's dropout out, while the block runs.
-    Yields what returns whether numbers were drawn nevertheless."""
+    """Restore the model and the generators at the block's end, and leave torch.nn.functional's dropout out in it.
+
+    Yields a function that returns whether numbers were drawn nevertheless.
+    """
     with unchanged(model), replayed_draws(device) as drawn, _no_dropout(), _full_precision():
         yield drawn
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Give the model's modules their modes, buffers and attributes back after the block; attributes of attributes only
-    where these are plain containers."""
+    """Restore the modes, buffers and attributes of the model's modules, and the contents of plain containers."""
     before = [(module, dict(_attributes(module)), dict(module._buffers)) for module in model.modules()]
     values = [value for _, *kept in before for of_module in kept for value in of_module.values()]
     copies = [(value, _copied(value)) for value in {id(value): value for value in values}.values()]
@@ -56,13 +57,13 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what user code keeps in a module, and its mode."""
+    """Return the attributes that user code keeps in a module, and its mode."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 def _copied(value: Any) -> Any:
     """Return a copy of its content; None: the content can't change, or its type isn't known."""
-    if type(value) is Tensor:  # no subclass, and nothing expanded: nobody can write to that
+    if type(value) is Tensor:  # no subclass, and not expanded: no forward can write to an expanded one
         expanded = any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
         return None if expanded else value.detach().clone()
     return copy(value) if type(value) in (list, dict, set, deque) else None
@@ -81,11 +82,13 @@ def _put_back(value: Any, before: Any) -> None:
 
 @contextmanager
 def _no_dropout() -> Iterator[None]:
-    """Replace torch's functions while the block runs. A `TorchFunctionMode` isn't active while `torch.autograd.grad`
-    computes blocks again (torch 2.13)."""
+    """Replace torch's functions while the block runs.
+
+    Process-wide: a `TorchFunctionMode` isn't active while `torch.autograd.grad` computes blocks again (torch 2.13).
+    """
     usual = {name: getattr(F, name) for name in _DROPS}
     for name in _DROPS:
-        setattr(F, name, _kept)
+        setattr(F, name, _unchanged_input)
     try:
         yield
     finally:
@@ -93,7 +96,7 @@ def _no_dropout() -> Iterator[None]:
             setattr(F, name, function)
 
 
-def _kept(input: Tensor, *_unused: object, **_further: object) -> Tensor:  # noqa: A002
+def _unchanged_input(input: Tensor, *_unused: object, **_further: object) -> Tensor:  # noqa: A002
     return input
 
 
@@ -115,8 +118,7 @@ def _full_precision() -> Iterator[None]:
 
 @contextmanager
 def outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a mapping that collects modules' outputs by name, in the order in which they end; of a module that is
-    called more than once, the last."""
+    """Yield a mapping that collects modules' last outputs by name, in the order in which they end."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
@@ -125,17 +127,15 @@ def outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             outputs.pop(name, None)
             outputs[name] = first.detach()
 
-    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(keep, name)))
         yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
 def entered_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Yield the names of the modules that a forward is in, from outside in; after an error those around it."""
+    """Yield the names of the modules that a forward is in, from outside in; after an error, those that it was in."""
     inside: list[str] = []
 
     def enter(name: str, module: nn.Module, inputs: object) -> None:
@@ -144,14 +144,11 @@ def entered_modules(model: nn.Module) -> Iterator[list[str]]:
     def leave(module: nn.Module, inputs: object, outputs: object) -> None:
         inside.pop()
 
-    modules = list(model.named_modules())
-    hooks = [module.register_forward_pre_hook(partial(enter, name), prepend=True) for name, module in modules]
-    hooks += [module.register_forward_hook(leave) for _, module in modules]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+            hooks.enter_context(module.register_forward_hook(leave))
         yield inside
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def first_line(error: Exception) -> str:
@@ -161,12 +158,7 @@ def first_line(error: Exception) -> str:
 
 
 def first_positions(batch: Batch, length: int, most: int) -> Batch:
-    """Return the first positions of the same samples.
-
-    Args:
-        length: Of the sequences.
-        most: Positions to keep.
-    """
+    """Return the same samples with the first `most` positions of their sequences, which have `length`."""
     first = lambda value: value[:, :most] if is_by_position(value, length) else value  # noqa: E731
     return replace(batch, inputs=tree_map(first, batch.inputs), targets=tree_map(first, batch.targets))
 

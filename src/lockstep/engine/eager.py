@@ -4,7 +4,8 @@
                                                                                          loss scale / global count
 
 The gradient of an update is that of (sum of losses / global count of valid targets), however it was split. Evaluation
-adds losses, counts and metrics in fp64; filler, which makes ranks have as many batches, adds zeros.
+adds losses, counts and metrics in fp64. Batches of padding samples, which give all ranks the same number of batches,
+add zeros.
 """
 
 from __future__ import annotations
@@ -27,23 +28,25 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch, GlobalBatch, Inputs
 
 Context = Callable[[], AbstractContextManager[object]]
-"""Makes a context, each time anew."""
+"""Makes a new context at each call."""
 KeyDraws = Callable[["GlobalBatch", int, int], None]
 """Keys what the forward of a micro-batch draws: (update, micro-batch, stage)."""
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _FORWARD: Phase = "forward"
 _BACKWARD: Phase = "backward"
+_ONE_VALUE = "Expected more than 1 value per channel when training"
+"""The message of torch's batch norm."""
 
 
 class EagerEngine:
     """The engine of a model whose forward runs in one process.
 
     Args:
-        model: What an evaluation's forward calls: the module without wrappers.
+        model: The module without wrappers, which an evaluation's forward calls.
         autocast: Makes the context of a forward.
         key_draws: Called before each forward.
-        muted: Makes the context in which what user code logs is dropped, such as that of filler.
-        prepare: Called with each micro-batch before its forward; returns what is computed. None: the micro-batch is.
+        muted: Makes a context in which what user code logs is dropped, such as for padding samples.
+        prepare: Returns the micro-batch to compute, of a micro-batch; None: the same.
     """
 
     def __init__(
@@ -64,13 +67,7 @@ class EagerEngine:
         self._muted = muted
         self._prepare = prepare
 
-    def accumulate(
-        self,
-        batch: GlobalBatch,
-        seed_scale: float | Tensor,
-        announce: Callable[[Tensor], None],
-    ) -> None:
-        """See `core.protocols.Engine`."""
+    def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         micro_batches = batch.micro_batches
         step, objective = self._step, self._objective
         module, last = step.module, len(micro_batches) - 1
@@ -80,7 +77,7 @@ class EagerEngine:
             for index, micro_batch in enumerate(micro_batches):
                 phase = _FORWARD
                 self._key_draws(batch, index, 0)
-                with step.sync_context(index == last), muted_filler(micro_batch, self._muted):
+                with step.sync_context(index == last), muted_padding(micro_batch, self._muted):
                     if self._prepare is not None:
                         micro_batch = self._prepare(micro_batch)
                     with self._autocast():
@@ -104,12 +101,10 @@ class EagerEngine:
 
     @torch.no_grad()
     def outputs(self, inputs: Inputs) -> object:
-        """See `core.protocols.Engine`."""
         with self._autocast():
             return call(self._model, inputs)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        """See `core.protocols.Engine`."""
         return sum_over(self._model, micro_batches, self._sums, self._muted)
 
     def _sums(self, batch: Batch) -> dict[str, Tensor]:
@@ -118,36 +113,27 @@ class EagerEngine:
         return sums_of_outputs(self._objective, self.outputs(batch.inputs), batch)
 
 
-def call(module: nn.Module, inputs: Inputs) -> object:
-    """Return what the module makes of inputs: a mapping's values go in by name, a tuple's by position.
+def call(module: nn.Module, inputs: Inputs, *, hooks: bool = True) -> object:
+    """Return the module's output: a mapping's values are passed by name, a tuple's by position.
+
+    Args:
+        hooks: Whether the module's hooks run.
 
     Raises:
-        ConfigError: The forward doesn't take these.
+        ConfigError: The forward doesn't take these inputs.
     """
-    return _called(module, module, inputs)
-
-
-def call_without_hooks(module: nn.Module, inputs: Inputs) -> object:
-    """Return what the module's forward makes of inputs, without the hooks around it.
-
-    Raises:
-        ConfigError: The forward doesn't take these.
-    """
-    return _called(module.forward, module, inputs)
-
-
-def _called(forward: Callable[..., object], module: nn.Module, inputs: Inputs) -> object:
+    forward = module if hooks else module.forward
     try:
         return forward(*inputs) if isinstance(inputs, tuple) else forward(**inputs)
-    except Exception as error:  # a model that swallows other names fails in its own way
+    except Exception as error:  # a model with **kwargs fails in its own way
         misfit = inputs_misfit(module, inputs)
         if misfit is None:
             raise
         raise misfit from error
 
 
-def muted_filler(batch: Batch, muted: Context) -> AbstractContextManager[object]:
-    """Return the context of a batch's forward: what user code logs of filler is dropped."""
+def muted_padding(batch: Batch, muted: Context) -> AbstractContextManager[object]:
+    """Return the context of a batch's forward: what user code logs of padding samples is dropped."""
     return _NOTHING if batch.samples else muted()
 
 
@@ -161,7 +147,7 @@ def sum_over(
     model.eval()
     try:
         for batch in batches:
-            with muted_filler(batch, muted):
+            with muted_padding(batch, muted):
                 sums = sums_of(batch)
             for name, value in sums.items():
                 value = value.double() if batch.samples else torch.zeros_like(value, dtype=torch.float64)
@@ -172,35 +158,31 @@ def sum_over(
 
 
 def sums_of_outputs(objective: EvaluatedObjective, outputs: object, batch: Batch) -> dict[str, Tensor]:
-    """Return what an evaluation sums of one batch."""
+    """Return the numbers of one batch that an evaluation sums."""
     count = torch.tensor(float(objective.count(batch)))
     loss_sum = objective.loss_sum(outputs, batch)
     return {"loss_sum": loss_sum, "count": count, **objective.metric_sums(outputs, batch)}
 
 
 def _seed(scale: float | Tensor, loss: Tensor) -> Tensor:
-    """Return the gradient that a backward starts from."""
+    """Return the gradient from which a backward starts."""
     if isinstance(scale, torch.Tensor):
         return scale.to(loss)
     return torch.tensor(scale, dtype=loss.dtype, device=loss.device)
 
 
-_ONE_VALUE = "Expected more than 1 value per channel when training"
-"""The message of torch's batch norm."""
-
-
 def _one_sample(samples: int) -> ConfigError:
-    message = (
+    why = (
         f"batch norm needs more than one value, and a rank's micro-batch has {samples} sample{'s' * (samples != 1)}; "
-        "take a larger batch.global_size or batch.micro_size, so that no rank is left with one, or a norm without a "
-        "batch, such as group norm"
+        "set a larger batch.global_size or batch.micro_size, so that no rank has a single sample, or use a norm "
+        "without a batch, such as group norm"
     )
-    return ConfigError(Problem("", "batch", message))
+    return ConfigError(Problem("", "batch", why))
 
 
 def _no_loss(returned: object) -> ConfigError:
-    message = (
+    why = (
         f"loss_sum returned a {type(returned).__name__}, and an update has one loss: a tensor with the sum over valid "
-        "targets. Losses that train different parts (a GAN's) take a run each; else return their sum"
+        "targets. Train parts with losses of their own (a GAN's) in a run each; else return the sum of the losses"
     )
-    return ConfigError(Problem("", "objective", message))
+    return ConfigError(Problem("", "objective", why))

@@ -14,11 +14,11 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Inputs
 
 _WRAPPED = ("module", "_orig_mod")
-"""The names that wrappers which pass inputs on (DDP, torch.compile) give what they wrap."""
+"""The attributes in which wrappers that pass their inputs on (DDP, torch.compile) hold the wrapped module."""
 
 
 def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
-    """Return why the forward doesn't take the inputs; None: it does, and an error has other reasons."""
+    """Return the error if the forward doesn't take the inputs; None: it does, and an error has other reasons."""
     module = _unwrapped(module)
     signature = _plain(inspect.signature(module.forward))
     name = _class_name(module)
@@ -34,21 +34,20 @@ def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
         ]
         differences = _differences(signature, inputs, lacking)
         return ConfigError(Problem("", "model.inputs", f"{name} has {taken}, and {differences}"))
-    main = _lost_main_input(module, signature, inputs)
-    if main is None or isinstance(inputs, tuple):
+    main = getattr(module, "main_input_name", None)  # of a model of the transformers library
+    if not isinstance(main, str) or main not in signature.parameters or {main, "inputs_embeds"} & set(inputs):
         return None
-    differences = _differences(signature, inputs, [main])
+    if isinstance(inputs, tuple) or all(key in signature.parameters for key in inputs):
+        return None
+    differences = _differences(signature, inputs, [main])  # the data's inputs went into `**kwargs`
     return ConfigError(Problem("", "model.inputs", f"the forward of {name} takes {main}, and {differences}"))
 
 
 def refuse_unknown_names(module: nn.Module, names: Mapping[str, str | None]) -> None:
-    """Check `model.inputs` before any data is read.
+    """Raise ConfigError if the forward has no inputs of the names in `model.inputs`, before any data is read.
 
     Args:
-        names: the data's names to the forward's; None: the input is left out.
-
-    Raises:
-        ConfigError: the forward has no such inputs.
+        names: The data's names to the forward's; None: the input is left out.
     """
     signature = _plain(inspect.signature(module.forward))
     parameters = signature.parameters
@@ -68,24 +67,11 @@ def _as_yaml(names: Mapping[str, str | None]) -> str:
 
 def _class_name(module: nn.Module) -> str:
     """Return the name of the user's class, which fsdp replaces by a subclass."""
-    return next(
-        parameter.__name__
-        for parameter in type(module).__mro__
-        if not parameter.__module__.startswith("torch.distributed.")
-    )
-
-
-def _lost_main_input(module: nn.Module, signature: inspect.Signature, inputs: Inputs) -> str | None:
-    """Return the input that a model of the transformers library computes from, if the data's went into its
-    `**kwargs`."""
-    main = getattr(module, "main_input_name", None)
-    if not isinstance(main, str) or main not in signature.parameters or {main, "inputs_embeds"} & set(inputs):
-        return None
-    return main if any(name not in signature.parameters for name in inputs) else None
+    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the user's module, inside wrappers that pass on their inputs."""
+    """Return the user's module inside wrappers that pass their inputs on."""
     children = dict(module.named_children())
     inner = next((children[name] for name in _WRAPPED if name in children), None)
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]

@@ -19,7 +19,7 @@ from lockstep.engine.placeholders import OuterModule, no_chain, outer_modules, r
 from lockstep.plan.stages import Schedule, balanced
 
 _COLLECTED = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""Keys of a config of transformers by which outputs hold something of each block."""
+"""Keys of a transformers config with which outputs contain something of each block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,8 @@ class PartitionSpec:
     """How a pipeline is to be partitioned.
 
     Attributes:
-        rank: This rank's coordinate on the pipeline.
-        ranks: Of the pipeline.
-        split: Names of the blocks that stages begin with, from the second on; None: stages of about the same cost.
+        rank, ranks: This rank's coordinate on the pipeline, and the pipeline's number of ranks.
+        split: Names of the first blocks of stages, from the second on; None: stages of about the same cost.
     """
 
     rank: int
@@ -45,14 +44,14 @@ class PartitionSpec:
 
 
 def check_partition(model: nn.Module, blocks: Sequence[str], spec: PartitionSpec) -> None:
-    """Raise ConfigError if the model can't be partitioned so, as far as its modules tell."""
+    """Raise ConfigError if the model can't be partitioned so, as far as its modules show."""
     refuse_no_chain(model, blocks)
     first_blocks(model, blocks, spec, outer_modules(model, blocks, {}))
     refuse_tied_blocks(model, blocks)
 
 
 def refuse_no_chain(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise ConfigError if the model has no chain of blocks, or needs more of each than it hands on."""
+    """Raise ConfigError if the model has no chain of blocks, or needs more of each than it passes on."""
     kind = type(model).__name__
     collected = next((key for key in _COLLECTED if getattr(getattr(model, "config", None), key, False)), None)
     if collected is not None:
@@ -75,9 +74,9 @@ def first_blocks(
         ConfigError: There are too few blocks, or the names of the split don't fit.
     """
     if len(blocks) < spec.stages:
-        sum_ = f"{spec.ranks} x {spec.stages_per_rank} = " if spec.stages_per_rank > 1 else ""
+        product = f"{spec.ranks} x {spec.stages_per_rank} = " if spec.stages_per_rank > 1 else ""
         has = f"{type(model).__name__} has {len(blocks)} blocks"
-        why = f"{sum_}{spec.stages} stages, but {has}; take at most that many"
+        why = f"{product}{spec.stages} stages, but {has}; take at most that many"
         raise ConfigError(Problem("", "parallel.pipeline", why))
     if spec.split is None:
         costs = [_cost(model.get_submodule(name)) for name in blocks]
@@ -95,9 +94,7 @@ def _named_blocks(blocks: Sequence[str], split: Sequence[str], stages: int) -> l
         known = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
         why = f"the model has no block {unknown[0]!r}; there are {known}"
     elif len(firsts) != stages:
-        why = (
-            f"{len(split)} names make {len(firsts)} stages, but there are {stages}; name those that begin with a block"
-        )
+        why = f"{len(split)} names make {len(firsts)} stages, but there are {stages}; name {stages - 1} first blocks"
     elif firsts != sorted(set(firsts)):
         why = f"{', '.join(split)}: names go in the model's order, from its second block on, {blocks[1]}, each once"
     if why is not None:
@@ -106,7 +103,7 @@ def _named_blocks(blocks: Sequence[str], split: Sequence[str], stages: int) -> l
 
 
 def _cost(module: nn.Module) -> float:
-    """Return the weights that a token meets: those of tables are only looked up."""
+    """Return the number of weights with which a token is multiplied: those of tables are only looked up."""
     tables = {
         id(parameter)
         for child in module.modules()

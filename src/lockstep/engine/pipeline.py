@@ -3,21 +3,21 @@
     rank 0   F0 F1 F2    B0 F3 B1    B2    B3        1f1b, two stages: a stage computes on one micro-batch while the
     rank 1      F0 B0 F1 B1    F2 B2 F3 B3           next one computes on the one before
 
-Every rank of a pipeline has the micro-batches; stages send each other the outputs of blocks, and their gradients back.
+Every rank of a pipeline has the micro-batches; stages send each other the outputs of blocks, and gradients back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from lockstep.core.errors import Failure
 from lockstep.core.out_of_memory import note_location
 from lockstep.distributed.collectives import receive, send
-from lockstep.engine.eager import muted_filler, sum_over, sums_of_outputs
+from lockstep.engine.eager import muted_padding, sum_over, sums_of_outputs
 from lockstep.engine.schedule_runner import ScheduleRunner, StageOfSchedule
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class PipelineEngine:
     """The engine of a model that is partitioned into stages.
 
     Args:
-        stages: This rank's.
-        axis: The ranks of the pipeline; `group` is theirs.
-        autocast, key_draws, muted: As of `EagerEngine`.
+        stages: This rank's stages.
+        axis, group: The ranks of the pipeline.
+        autocast, key_draws, muted: See `EagerEngine`.
     """
 
     def __init__(
@@ -74,13 +74,8 @@ class PipelineEngine:
     def _has_last(self) -> bool:
         return self._stages.count - 1 in self._stages.own
 
-    def accumulate(
-        self,
-        batch: GlobalBatch,
-        seed_scale: float | Tensor,
-        announce: Callable[[Tensor], None],
-    ) -> None:
-        """See `core.protocols.Engine`. Losses are known on the last stage's rank; the others announce none."""
+    def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
+        """Accumulate the gradient. Losses are known on the last stage's rank; the others announce zero."""
         micro_batches = batch.micro_batches
         with self._autocast():
             specs = [self._stages.activation_specs(micro_batch.inputs) for micro_batch in micro_batches]
@@ -124,33 +119,31 @@ class PipelineEngine:
         micro_batch = batch.micro_batches[number]
         self._key_draws(batch, number, stage)
         try:
-            with muted_filler(micro_batch, self._muted):
+            with muted_padding(micro_batch, self._muted):
                 with self._autocast():
                     output = self._stages.run(stage, activation, micro_batch.inputs)
-                return self._seeded_loss(output, micro_batch) if stage == self._stages.count - 1 else output
+                if stage < self._stages.count - 1:
+                    return output
+                loss = self._objective.loss_sum(output, micro_batch)
+                if not micro_batch.samples:
+                    return loss * 0.0
+                self._total = self._total + loss.detach()
+                return loss * self._scale  # the backward starts from it
         except Exception as error:
             micro = f"micro-batch {number + 1} of {len(batch.micro_batches)}, update {batch.step + 1}"
             note_location(error, "forward", f"in stage {stage + 1}'s forward pass of {micro}")
             raise
 
     def run_alone(self, stage: int, batch: Batch) -> object:
-        """Return what a stage makes of noise, without the other stages."""
+        """Return a stage's output for noise, without the other stages."""
         noise = torch.Generator().manual_seed(stage)
         with self._autocast():
             spec = self._stages.activation_specs(batch.inputs)[stage]
             activation = torch.randn(spec.shape, generator=noise).to(self._device, spec.dtype).requires_grad_()
             return self._stages.run(stage, activation if stage else None, batch.inputs)
 
-    def _seeded_loss(self, outputs: object, micro_batch: Batch) -> Tensor:
-        """Return what the backward of a micro-batch starts from."""
-        loss = self._objective.loss_sum(outputs, micro_batch)
-        if not micro_batch.samples:
-            return loss * 0.0
-        self._total = self._total + loss.detach()
-        return loss * self._scale
-
     def _sync_context(self) -> AbstractContextManager[object]:
-        """Return the context of a backward that gives weights their gradients."""
+        """Return the context of a backward that computes gradients of weights."""
         self._backwards -= 1
         return self._step.sync_context(self._backwards == 0)
 
@@ -158,35 +151,28 @@ class PipelineEngine:
 
     @torch.no_grad()
     def outputs(self, inputs: Inputs) -> object:
-        """See `core.protocols.Engine`."""
+        stages, output = self._stages, cast("Any", None)
         with self._autocast():
-            outputs = self._run_stages(inputs)
-        return outputs if self._has_last else None
+            specs = stages.activation_specs(inputs)
+            for stage in stages.own:
+                activation = None
+                if stage > 0:
+                    spec, source = specs[stage], stages.owners[stage - 1]
+                    activation = output
+                    if source != self._axis.rank:
+                        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                        activation = receive(buffer, self._group, source)
+                output = stages.run(stage, activation, inputs)
+                if stage < stages.count - 1 and stages.owners[stage + 1] != self._axis.rank:
+                    send(output, self._group, stages.owners[stage + 1])
+        return output if self._has_last else None
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        """See `core.protocols.Engine`; the same on all ranks of the pipeline."""
+        """Return the sums, the same on all ranks of the pipeline."""
         sums = sum_over(self._stages.model, micro_batches, self._sums, self._muted)
         numbers = {name: value.item() for name, value in sums.items()} if self._has_last else None
-        of_last: Any = self._axis.gather(numbers)[self._stages.owners[-1]]
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in of_last.items()}
-
-    def _run_stages(self, inputs: Inputs) -> Any:
-        """Run this rank's stages, one after the other; return the last one's output."""
-        stages, output = self._stages, None
-        specs = stages.activation_specs(inputs)
-        for stage in stages.own:
-            activation = None
-            if stage > 0:
-                activation = self._receive(specs[stage], stages.owners[stage - 1], output)
-            output = stages.run(stage, activation, inputs)
-            if stage < stages.count - 1 and stages.owners[stage + 1] != self._axis.rank:
-                send(output, self._group, stages.owners[stage + 1])
-        return output
-
-    def _receive(self, spec: ActivationSpec, source: int, own: Any) -> Any:
-        if source == self._axis.rank:
-            return own
-        return receive(torch.empty(spec.shape, dtype=spec.dtype, device=self._device), self._group, source)
+        last_numbers: Any = self._axis.gather(numbers)[self._stages.owners[-1]]
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in last_numbers.items()}
 
     def _sums(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.outputs(batch.inputs)

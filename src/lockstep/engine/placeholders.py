@@ -1,12 +1,12 @@
 """Modules around the blocks of a model, and placeholders for those of other ranks.
 
-    embedding        before    the first stage's; what is tied to something after the blocks is the last one's, too
+    embedding        before    the first stage's; also the last one's, if tied to a weight after the blocks
     blocks.0 ...
     norm, head       after     the last stage's
 
-On which side a module lies is told by where it is used, or, where that isn't known, by where it is defined. That it is
-used there alone is checked in the forward: what is computed from weights of another stage is a
-`RemoteStagePlaceholder`, and a stage that would use it raises.
+The side of a module follows from where it is used or, if that isn't known, from where it is defined. That it is used
+there alone is checked in the forward: results computed from weights of another stage are `RemoteStagePlaceholder`s, and
+a stage that would use one raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.distributed.forward_mode import ForwardMode, Side
 
 
 class OuterModule(NamedTuple):
-    """A module that is in no block, with what it holds itself."""
+    """A module that is in no block, with its own parameters and buffers."""
 
     name: str
     module: nn.Module
@@ -32,14 +32,13 @@ class OuterModule(NamedTuple):
 
 
 class RemoteStagePlaceholder(Tensor):
-    """Replaces weights that another stage has, and what is computed with them. It takes no memory as long as it stands
-    for weights.
+    """Replaces weights that another stage holds, without memory, and tensors that are computed with them.
 
     Attributes:
         side: The side of the weights; None: they are tied, and belong to both.
-        weight: Their name.
-        is_computed: Whether it stands for what is computed with them.
-        forward_mode: States which sides may not be used now.
+        weight: The name of the weights.
+        is_computed: Whether it replaces a tensor that is computed with them.
+        forward_mode: Holds the sides that may not be used now.
     """
 
     side: Side | None = None
@@ -71,29 +70,26 @@ def _used_on_the_other_side(placeholder: RemoteStagePlaceholder) -> str:
     name = placeholder.weight
     if placeholder.side == "after":
         return (
-            f"{name} is of what comes after the blocks, and used before the last of them is met; if the forward "
-            "leaves blocks out, have it meet each"
+            f"{name} belongs after the blocks, and is used before the last block is called; if the forward leaves "
+            "blocks out, have it call each"
         )
     if placeholder.is_computed:
         return (
-            f"what the model computes with {name} before the blocks, or of what an earlier block gives, is used "
-            "after the last of them, where no stage has it"
+            f"what the model computes with {name} before the blocks, or from the output of an earlier block, is used "
+            "after the last block, where no stage has it"
         )
-    return (
-        f"{name} is used before the blocks and after them, on two stages; two modules may have it, one on each side, "
-        "tied to each other"
-    )
+    return f"{name} is used before the blocks and after them, on two stages; use two modules, tied to each other"
 
 
 def reads_metadata(function: Any) -> bool:
-    """Return whether a torch function reads shape, device and the like alone."""
+    """Return whether a torch function reads nothing but shape, dtype or device."""
     return getattr(function, "__name__", "") in ("__get__", "size", "dim", "__repr__", "is_floating_point", "detach")
 
 
 def placeholder(
     weight: Tensor, device: torch.device, name: str, side: Side | None, mode: ForwardMode
 ) -> RemoteStagePlaceholder:
-    """Return what replaces a weight."""
+    """Return the placeholder of a weight."""
     zero = torch.zeros((), dtype=weight.dtype, device=device)
     made = zero.expand(weight.shape).as_subclass(RemoteStagePlaceholder)
     made.weight, made.side, made.forward_mode = name, side, mode
@@ -102,7 +98,7 @@ def placeholder(
 
 @contextmanager
 def shadowed(tensors: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Have modules find these tensors in place of their own while the block runs."""
+    """Have modules use these tensors instead of their own while the block runs."""
     slots = list(tensors)
     for module, key, tensor in slots:
         module.__dict__[key] = tensor
@@ -117,7 +113,7 @@ def outer_modules(model: nn.Module, blocks: Sequence[str], used: Mapping[str, Si
     """Return the modules that are not in blocks.
 
     Args:
-        used: The side on which a forward computes with a parameter, where it is known.
+        used: The side on which a forward computes with a parameter, if it is known.
     """
     outer: list[OuterModule] = []
     defined: Side = "before"
@@ -142,17 +138,17 @@ def tied_over_sides(model: nn.Module, outer: Sequence[OuterModule]) -> list[str]
 
 
 def refuse_tied_blocks(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise ConfigError if a block shares a parameter with another one, or with what lies around them."""
-    places: dict[int, tuple[str, str]] = {}
+    """Raise ConfigError if a block shares a parameter with another block, or with a module outside of blocks."""
+    owners: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        place = next((block for block in blocks if name.startswith(f"{block}.")), "")
-        first, first_place = places.setdefault(id(parameter), (name, place))
-        if place != first_place:
+        owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        first, first_owner = owners.setdefault(id(parameter), (name, owner))
+        if owner != first_owner:
             raise no_chain(f"{name} is tied to {first}, and weights of a block can't be shared by stages")
 
 
 def remove_sides(outer: Sequence[OuterModule], kept: set[Side], device: torch.device, mode: ForwardMode) -> None:
-    """Remove the weights of other sides than the `kept` ones, and leave their buffers out of the state."""
+    """Replace the weights of sides that aren't `kept` by placeholders, and leave their buffers out of the state."""
     used = {id(item) for _, module, side in outer if side in kept for item in module.parameters(recurse=False)}
     for name, module, side in outer:
         for key, parameter in list(module._parameters.items()):

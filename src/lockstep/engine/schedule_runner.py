@@ -1,7 +1,7 @@
-"""torch's pipeline stages and schedules, with micro-batches of unequal shapes. All that is private of them is here.
+"""torch's pipeline stages and schedules, with micro-batches of unequal shapes. All uses of private names are here.
 
-A stage of torch keeps the shape of the first micro-batch it saw. Here it gets, before each update, the activation specs
-of each micro-batch, so that ragged text needs no padding beyond that of its own micro-batch.
+torch's stage keeps the shape of its first micro-batch. This one gets, before each update, the activation specs of each
+micro-batch, so that ragged text needs no padding beyond that of its own micro-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lockstep.plan.stages import Schedule
 
 Compute = Callable[[int, "Tensor | None", int], Any]
-"""(stage, what the stage before has sent, micro-batch) -> its output; of the last, what the backward starts from."""
+"""(stage, activation of the stage before, micro-batch) -> output; the last stage's is the loss, already scaled."""
 
 _SINGLE: Mapping[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI: Mapping[str, type[PipelineScheduleMulti]] = {
@@ -45,9 +45,8 @@ class StageOfSchedule(PipelineStage):
     """One stage, as torch's schedules run it.
 
     Args:
-        parameters: The stage's.
         specs: The activation specs of a first micro-batch, by stage.
-        sync_context: Returns the context of a backward.
+        sync_context: Makes the context of a backward.
     """
 
     def __init__(
@@ -61,10 +60,13 @@ class StageOfSchedule(PipelineStage):
         specs: Sequence[ActivationSpec],
         sync_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        given = torch.empty(0, device=device) if number == 0 else _example(specs[number], device)
-        made = torch.empty((), device=device) if number == stages - 1 else _example(specs[number + 1], device)
+        def example(spec: ActivationSpec) -> Tensor:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=True)
+
+        given = torch.empty(0, device=device) if number == 0 else example(specs[number])
+        output = torch.empty((), device=device) if number == stages - 1 else example(specs[number + 1])
         part = _StageModule(number, compute, parameters)
-        super().__init__(part, number, stages, device, input_args=given, output_args=made, group=group)
+        super().__init__(part, number, stages, device, input_args=given, output_args=output, group=group)
         self._sync_context = sync_context
 
     def expect(self, specs: Sequence[Sequence[ActivationSpec]]) -> None:
@@ -87,19 +89,15 @@ class StageOfSchedule(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run a backward as torch does; one that gives weights their gradients, in the sync context."""
+        """Run a backward as torch does, in the sync context if it computes gradients of weights."""
         if backward_type == "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         with self._sync_context():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
-def _example(spec: ActivationSpec, device: torch.device) -> Tensor:
-    return torch.empty(spec.shape, dtype=spec.dtype, device=device, requires_grad=True)
-
-
 class _StageModule(nn.Module):
-    """The module that torch calls; the weights stay the model's."""
+    """The module that torch calls; the weights remain the model's."""
 
     def __init__(self, number: int, compute: Compute, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -115,11 +113,7 @@ class _StageModule(nn.Module):
 
 
 class ScheduleRunner:
-    """A schedule for updates of one number of micro-batches, over this rank's stages.
-
-    Args:
-        ranks: Of the pipeline.
-    """
+    """A schedule for updates of one number of micro-batches, over this rank's stages; `ranks` are the pipeline's."""
 
     def __init__(self, schedule: Schedule, stages: Sequence[StageOfSchedule], ranks: int, micro_batches: int) -> None:
         self._stages = stages
@@ -127,15 +121,15 @@ class ScheduleRunner:
         self._numbers = [{"micro_batch": number} for number in range(micro_batches)]
         kind = schedule_class(schedule, micro_batches, ranks)
         if issubclass(kind, PipelineScheduleSingle):
-            self._schedule: Any = kind(stages[0], micro_batches, _computed, scale_grads=False)
+            self._schedule: Any = kind(stages[0], micro_batches, _loss_of_stage, scale_grads=False)
             connect: Any = self._schedule._initialize_stage
         else:
-            self._schedule = kind(list(stages), micro_batches, _computed, scale_grads=False)
+            self._schedule = kind(list(stages), micro_batches, _loss_of_stage, scale_grads=False)
             connect = self._schedule._initialize_stages
         self._schedule._has_backward = True
         for stage in stages:
             stage.has_backward = True
-        connect(self._given[0], self._numbers[0])  # as in torch's first step; afterwards stages can be set
+        connect(self._given[0], self._numbers[0])  # as in torch's first step; afterwards specs can be set
 
     def run(self, specs: Sequence[Sequence[ActivationSpec]]) -> None:
         """Make one update: all forwards and backwards of this rank's stages.
@@ -151,16 +145,19 @@ class ScheduleRunner:
         self._schedule._step_microbatches(self._given, self._numbers, targets, None, return_outputs=False)
 
 
-def _computed(loss: Tensor, micro_batch: int) -> Tensor:
-    """Return the loss, which the last stage has made: its outputs need not be tensors."""
+def _loss_of_stage(loss: Tensor, micro_batch: int) -> Tensor:
+    """Return the loss, which the last stage has computed: the model's outputs need not be tensors."""
     return loss
 
 
 def schedule_class(
     schedule: Schedule, micro_batches: int, ranks: int
 ) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
-    """Return torch's class for an update. One of too few micro-batches, such as an epoch's last, or of a number that
-    rounds don't divide, runs all forwards first: the same gradients, a longer bubble."""
+    """Return torch's class for an update of N micro-batches.
+
+    All forwards run first if there are too few of them, such as in an epoch's last update, or if rounds don't divide
+    their number: the same gradients, a longer bubble.
+    """
     if schedule in _SINGLE:
         return _SINGLE[schedule] if micro_batches >= ranks else ScheduleGPipe
     rounds = max(1, micro_batches // ranks)

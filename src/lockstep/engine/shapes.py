@@ -2,7 +2,7 @@
 
     [8, 16] -> Linear -> [8, 64] -> ReLU -> [8, 64] -> Linear -> [8, 4]
 
-For a model whose layers return different shapes; each rank keeps all of them with fake weights, which take no memory.
+For a model whose layers return different shapes; each rank keeps all layers with fake weights, which take no memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from lockstep.core.records import Inputs
 
 
 class LayerShapes:
-    """Shapes of the outputs of a Sequential's layers.
-
-    Args:
-        model: Whole; it isn't changed.
-        device: Where it is to compute.
-    """
+    """Shapes of the outputs of a Sequential's layers on a device. The model, which is whole, isn't changed."""
 
     def __init__(self, model: nn.Sequential, device: torch.device) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -40,7 +35,7 @@ class LayerShapes:
 
     @torch.no_grad()
     def outputs(self, inputs: Inputs) -> list[Tensor]:
-        """Return each layer's output, a tensor without values; in the autocast of the caller."""
+        """Return each layer's output, a tensor without values; in the caller's autocast."""
         given = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs[0]
         outputs = []
         with self._mode:

@@ -1,13 +1,12 @@
-"""The stages that this rank runs of a model, by the model's own forward.
+"""The stages of a model that this rank runs, by the model's own forward.
 
-A stage runs the forward on the micro-batch, which every rank has: what comes before its first block makes masks and the
-like; blocks of other stages return their input; its first block takes what the stage before has sent; and after its
-last block the forward is abandoned. So it works for any model whose blocks form a chain, without a forward for a part
-of it.
+A stage runs the forward on the micro-batch, which every rank has: the code before its first block makes masks and
+positions; blocks of other stages return their input; its first block takes the activation that the stage before has
+sent; and after its last block the forward is abandoned. So any model works whose blocks form a chain.
 
-That they form a chain is checked before anything is trained, alike on every rank, in a dry run that computes nothing:
-each block is met once, in order; where a stage begins, a block takes the very tensor that the one before has returned,
-and nothing else that is made from weights of other stages.
+That they form a chain is checked before training, alike on every rank, in a dry run that computes nothing: each block
+is called once, in order; a stage's first block takes the very tensor that the block before has returned, and no other
+tensor that is computed with weights of other stages.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from lockstep.core.records import Inputs
 from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
 from lockstep.engine.chain_check import ChainCheck, PassedThrough, first_argument, in_form, something_between
 from lockstep.engine.dry_run import entered_modules, first_line, unchanged
-from lockstep.engine.eager import Context, call, call_without_hooks
+from lockstep.engine.eager import Context, call
 from lockstep.engine.partitioning import PartitionSpec, empty_block, first_blocks, refuse_no_chain
 from lockstep.engine.placeholders import (
     no_chain,
@@ -43,7 +42,7 @@ from lockstep.engine.usage import sides_of_use
 from lockstep.plan.stages import owner
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-"""Replaces a block's call: its index, and its arguments."""
+"""Replaces a block's call; gets the block's index and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +59,14 @@ class PartitionedModel:
     Args:
         model: Partitioned in place, before it is moved to `device` or sharded.
         inputs: Inputs of a few samples, on the CPU: they show on which side of the blocks other modules are used.
-        muted: Makes the context in which what user code logs is dropped.
+        muted: Makes a context in which what user code logs is dropped.
 
     Attributes:
-        model: It runs one stage at a time, by `run`.
         blocks: Names of the blocks that are kept.
         own: Numbers of this rank's stages, in order.
-        count: Stages of the whole model.
+        count: Number of stages of the whole model.
         owners: The rank of each stage, by its coordinate on the pipeline.
-        shared: Names of parameters that the first and the last stage both have, since they are tied.
+        shared: Names of the tied parameters that the first and the last stage both hold.
 
     Raises:
         ConfigError: The model can't be partitioned so.
@@ -124,36 +122,31 @@ class PartitionedModel:
         cast("Any", model).forward = _until_abandoned(model.forward)
 
     def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
-        """Yield those of its blocks, and of what lies before or after all blocks, if that belongs to it."""
-        own = {id(parameter) for index in self._spans[stage] for parameter in self._modules[index].parameters()}
-        of_blocks = {
-            id(parameter)
-            for span in self._spans.values()
+        """Yield the parameters of a stage's blocks; of the first and last stage also those outside of blocks."""
+        in_blocks = {
+            id(parameter): number
+            for number, span in self._spans.items()
             for index in span
             for parameter in self._modules[index].parameters()
         }
-        at_end = stage in (0, self.count - 1)
-        return (
-            parameter
-            for parameter in self.model.parameters()
-            if id(parameter) in own or (at_end and id(parameter) not in of_blocks)
-        )
+        outside = stage if stage in (0, self.count - 1) else None
+        return (item for item in self.model.parameters() if in_blocks.get(id(item), outside) == stage)
 
     def run(self, stage: int, activation: Tensor | None, inputs: Inputs) -> Any:
         """Run a stage's part of a forward on a micro-batch.
 
         Args:
-            activation: What the stage before has sent; None for the first.
+            activation: The activation that the stage before has sent; None for the first.
 
         Returns:
-            What is sent to the next stage; of the last, what the model returns.
+            The activation for the next stage; of the last, the model's output.
 
         Raises:
             ConfigError: The model's blocks are no chain, and can't be separated here.
         """
         span, last = self._spans[stage], len(self._modules) - 1
         passed: PassedThrough | None = None
-        others = ExitStack()  # what comes before the stage's own blocks is logged by another one
+        others = ExitStack()  # another stage logs what is logged before this one's blocks
 
         def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal passed
@@ -178,24 +171,20 @@ class PartitionedModel:
             return call(self.model, inputs)
 
     def activation_specs(self, inputs: Inputs) -> list[ActivationSpec]:
-        """Return the spec of what each stage receives of a micro-batch; the first stage's means nothing. No weights are
-        used for it, except in the first call; in the autocast of the run."""
-        key = tuple(
-            (tuple(parameter.shape), parameter.dtype)
-            for parameter in tree_leaves(inputs)
-            if isinstance(parameter, Tensor)
-        )
+        """Return the spec of the activation that each stage receives; the first stage's means nothing.
+
+        No weights are used for it, except in the first call. To be called in the autocast of the run.
+        """
+        key = tuple((tuple(item.shape), item.dtype) for item in tree_leaves(inputs) if isinstance(item, Tensor))
         if key not in self._specs:
-            self._specs[key] = self._different_specs(inputs) if self._layer_shapes else self._equal_specs(inputs)
+            self._specs[key] = self._new_specs(inputs)
         return self._specs[key]
 
-    def _different_specs(self, inputs: Inputs) -> list[ActivationSpec]:
-        assert self._layer_shapes is not None, "a Sequential has them"
-        outputs = self._layer_shapes.outputs(inputs)
-        specs = [_spec(output, name) for output, name in zip(outputs, self._names, strict=True)]
-        return [specs[max(0, first - 1)] for first in self._firsts]
-
-    def _equal_specs(self, inputs: Inputs) -> list[ActivationSpec]:
+    def _new_specs(self, inputs: Inputs) -> list[ActivationSpec]:
+        if self._layer_shapes is not None:
+            outputs = self._layer_shapes.outputs(inputs)
+            specs = [_spec(output, name) for output, name in zip(outputs, self._names, strict=True)]
+            return [specs[max(0, first - 1)] for first in self._firsts]
         example = self._first_input(inputs)
         if self._dtype is None:
             self._run_one_block(inputs, example)
@@ -207,7 +196,7 @@ class PartitionedModel:
 
     @torch.no_grad()
     def _run_one_block(self, inputs: Inputs, example: Tensor) -> None:
-        """Find out what blocks return, by running one of this rank's on zeros."""
+        """Determine the form of what blocks return, by running one of this rank's on zeros."""
         name, first = self.blocks[0], self._spans[self.own[0]][0]
         returned: list[Any] = []
 
@@ -215,11 +204,11 @@ class PartitionedModel:
             zeros = torch.zeros(example.shape, dtype=example.dtype, device=self._device)
             args, kwargs = _with_first(zeros, args, kwargs)
             try:
-                returned.append(self._calls[first](*args, **kwargs))  # in the place of the model's first
+                returned.append(self._calls[first](*args, **kwargs))  # instead of the model's first
             except Failure:
                 raise
-            except Exception as error:  # whatever it runs into
-                why = f"{name} fails on what {self._names[0]} is given ({first_line(error)}): stages hand on one shape"
+            except Exception as error:
+                why = f"{name} fails on the input of {self._names[0]} ({first_line(error)}): stages pass on one shape"
                 raise no_chain(why) from error
             raise _Abandoned(None)
 
@@ -228,7 +217,7 @@ class PartitionedModel:
         self._returns = _form(returned[0], name)
         output = _first_tensor(returned[0])
         if output.shape != example.shape:
-            raise no_chain(f"{name} makes {list(output.shape)} of {list(example.shape)}: stages hand on one shape")
+            raise no_chain(f"{name} makes {list(output.shape)} of {list(example.shape)}: stages pass on one shape")
         self._dtype = output.dtype
 
     @torch.no_grad()
@@ -245,7 +234,7 @@ class PartitionedModel:
         check.end()
 
     def _first_input(self, inputs: Inputs) -> Tensor:
-        """Return what the first block of all would take, in shape and precision."""
+        """Return a tensor of the shape and precision of the first block's input."""
 
         def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise _Abandoned(first_argument(args, kwargs))
@@ -257,47 +246,40 @@ class PartitionedModel:
         """Run a forward in which blocks return their inputs, or are left out.
 
         Raises:
-            ConfigError: The model's own code needs more of blocks than what they return.
+            ConfigError: The model's own code needs more of blocks than their output.
         """
         with entered_modules(self.model) as inside:
             try:
-                return call_without_hooks(self.model, inputs)
+                return call(self.model, inputs, hooks=False)
             except Failure:
                 raise
-            except Exception as error:  # whatever it runs into that looks into a block; on all ranks alike
+            except Exception as error:  # on all ranks alike
                 where = inside[-1] if inside and inside[-1] else "the model"
                 raise no_chain(
-                    f"the forward of {where} fails where blocks lie on other ranks ({first_line(error)}): it needs "
-                    "more of them than the tensor that each hands on"
+                    f"the forward of {where} fails where blocks are on other ranks ({first_line(error)}): it needs "
+                    "more of them than the tensor that each passes on"
                 ) from error
 
     @contextmanager
     def _without_effects(self) -> Iterator[None]:
-        """Run forwards that don't count: nothing is drawn or logged, and no running mean, or anything else, changes."""
+        """Restore draws, running means and all else that forwards in the block change, and drop what they log."""
         forked = torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
         with self._muted(), unchanged(self.model), forked:
             self.model.eval()
             yield
 
     def _without_weights(self) -> AbstractContextManager[None]:
-        """Compute outside of the blocks with placeholders: shapes alone come out."""
+        """Compute outside of the blocks with placeholders, so with shapes alone."""
         shared = {id(parameter) for name, parameter in self.model.named_parameters() if name in self.shared}
-        return shadowed(
-            (
-                module,
-                key,
-                placeholder(
-                    parameter,
-                    self._device,
-                    f"{name}.{key}".lstrip("."),
-                    None if id(parameter) in shared else side,
-                    self._mode,
-                ),
-            )
-            for name, module, side in self._outer
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        )
+
+        def placeholders() -> Iterator[tuple[nn.Module, str, Tensor]]:
+            for name, module, side in self._outer:
+                for key, item in module._parameters.items():
+                    if item is not None:
+                        own_side, full_name = None if id(item) in shared else side, f"{name}.{key}".lstrip(".")
+                        yield module, key, placeholder(item, self._device, full_name, own_side, self._mode)
+
+        return shadowed(placeholders())
 
     # --- blocks ---------------------------------------------------------------------------------------------------
 
@@ -320,12 +302,12 @@ class PartitionedModel:
     def _to_send(self, output: Any) -> Tensor:
         activation = _first_tensor(output)
         if self._dtype is not None and activation.dtype != self._dtype:
-            raise no_chain(f"blocks return {activation.dtype} and {self._dtype}: stages hand on one precision")
+            raise no_chain(f"blocks return {activation.dtype} and {self._dtype}: stages pass on one precision")
         return activation.contiguous()
 
 
 class _Received(torch.autograd.Function):
-    """Receives an activation; its gradient is sent, and so has to be contiguous."""
+    """Receives an activation; its gradient is sent, and must be contiguous."""
 
     @staticmethod
     def forward(ctx: Any, activation: Tensor) -> Tensor:
@@ -337,7 +319,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Abandoned(BaseException):
-    """Ends a forward after the stage's last block. No `Exception`, which a model might catch."""
+    """Ends a forward after the stage's last block. It isn't an `Exception`, which a model might catch."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -366,7 +348,7 @@ def _with_first(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _spec(output: object, name: str) -> ActivationSpec:
     if not isinstance(output, Tensor):
-        raise no_chain(f"{name} returns a {type(output).__name__}, and stages hand on a tensor")
+        raise no_chain(f"{name} returns a {type(output).__name__}, and stages pass on a tensor")
     return ActivationSpec(tuple(output.shape), output.dtype)
 
 
@@ -375,10 +357,10 @@ def _form(output: Any, name: str) -> str | int:
     if isinstance(output, Tensor):
         return "tensor"
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-        if any(isinstance(parameter, Tensor) for parameter in tree_leaves(output[1:])):
-            raise no_chain(f"{name} returns more than one tensor, and stages hand on one")
+        if any(isinstance(item, Tensor) for item in tree_leaves(output[1:])):
+            raise no_chain(f"{name} returns more than one tensor, and stages pass on one")
         return len(output)
-    raise no_chain(f"{name} returns a {type(output).__name__}, and stages hand on a tensor")
+    raise no_chain(f"{name} returns a {type(output).__name__}, and stages pass on a tensor")
 
 
 def _first_tensor(output: Any) -> Tensor:

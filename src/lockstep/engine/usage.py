@@ -3,8 +3,8 @@
     defined    embedding, norm, blocks.0, blocks.1, head
     used       embedding | blocks.0, blocks.1 | norm, head
 
-Found in a forward with stand-ins for all weights, which computes as little as it can: only the first block, on zeros,
-in place of each.
+Found in a forward with stand-ins for all weights, which computes as little as it can: the first block, on zeros,
+replaces each block.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ _TOKENS = 8
 
 @torch.no_grad()
 def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> dict[str, Side]:
-    """Return the side on which each parameter is used; without those that are used on both, or not in this forward, and
-    empty if the forward fails.
+    """Return the side on which each parameter is used; empty if the forward fails.
+
+    Parameters that are used on both sides, or not in this forward, are left out.
 
     Args:
         model: On the CPU, perhaps without values; whole.
-        inputs: Of a few samples, on the CPU.
+        inputs: Inputs of a few samples, on the CPU.
     """
     tracker = _UseTracker(len(blocks))
     try:
@@ -56,7 +57,7 @@ def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> dic
 
 
 def _few_tokens(inputs: Inputs) -> Inputs:
-    """Return the first tokens of each text, if there are any: a block computes on them."""
+    """Return the first tokens of each text, if inputs are texts, to save time."""
     lengths = [
         tensor.shape[1]
         for tensor in tree_leaves(inputs)
@@ -70,7 +71,7 @@ class _UseTracker:
     """Tracks where a forward is, and which parameters it uses there.
 
     Attributes:
-        used: On which sides each parameter was; None: between blocks.
+        used: The sides on which each parameter was used; None: between blocks.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -93,7 +94,7 @@ class _UseTracker:
 
 
 class _TrackedZeros(Tensor):
-    """Stands for weights, and reports when something is computed with them. It takes no memory."""
+    """Replaces weights, without memory, and reports when something is computed with them."""
 
     use: Callable[[], None]
 

@@ -142,7 +142,7 @@ def _is_bypassed(mode: ForwardMode, module: Any) -> bool:
 def _refuse_keywords(inputs: tuple[object, ...]) -> None:
     """Raise TypeError: torch's styles look at inputs that come by position alone."""
     if not inputs:
-        raise TypeError("it is called with its input by keyword; hand it over by position")
+        raise TypeError("it is called with its input by keyword; pass it by position")
 
 
 def _style(word: str, module: nn.Module, mode: ForwardMode) -> ParallelStyle:
