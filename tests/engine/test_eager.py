@@ -163,4 +163,3 @@ def test_an_error_names_the_micro_batch_and_the_update() -> None:
     with pytest.raises(RuntimeError) as failed:
         accumulate(Failing(), (torch.ones(1),))
     assert "in the forward pass of micro-batch 1 of 1, update 8" in str(failed.value.__notes__)
-    )
