@@ -114,6 +114,8 @@ def test_an_evaluation_adds_in_fp64_and_padding_samples_add_nothing() -> None:
     assert {name: value.item() for name, value in evaluated.items()} == {"loss_sum": 7.0, "count": 3.0, "half": 3.5}
     assert {value.dtype for value in evaluated.values()} == {torch.float64}
     assert model.training
+    sums = engine(Recorder(model), []).evaluate([batch(2.0**24), batch(1.0), batch(1.0)])
+    assert sums["loss_sum"].item() == 2.0**24 + 2, "not in fp32"
 
 
 def test_micro_batches_are_prepared_for_training_and_evaluation() -> None:

@@ -1,4 +1,4 @@
-"""State by the names of parameters, and the shards of it that a rank holds."""
+"""Model and optimizer state by the names of parameters, and the shards of it that a rank holds."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from lockstep.sharding.wrapping import units
 
 
 class Momentum:
-    """The least that a state needs of an optimizer."""
+    """An optimizer with a state."""
 
     def __init__(self, model: nn.Module) -> None:
         self.entries: dict[str, Any] = {
-            name: {"momentum": torch.full_like(one, 2.0), "step": 3} for name, one in model.named_parameters()
+            name: {"momentum": torch.full_like(parameter, 2.0), "step": 3}
+            for name, parameter in model.named_parameters()
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,7 +48,7 @@ class Tied(nn.Module):
         self.scratch = nn.Buffer(torch.ones(2), persistent=False)
 
 
-def test_a_state_names_tensors_once_and_puts_them_back() -> None:
+def test_a_state_names_each_tensor_once_and_restores_it() -> None:
     model = Tied()
     optimizer: Any = Momentum(model)
     state = ModelState(model, optimizer)
@@ -56,7 +57,7 @@ def test_a_state_names_tensors_once_and_puts_them_back() -> None:
     assert live.values["tied"] == {"head.weight": "table.weight"}
     assert live.values["optimizer"] == {"table.weight": {"step": 3}}
     assert live.changes_in_forward == {"model.mean"}
-    saved = TrainingState({name: one.detach().clone() + 1 for name, one in live.tensors.items()}, live.values)
+    saved = TrainingState({name: tensor.detach().clone() + 1 for name, tensor in live.tensors.items()}, live.values)
     before = model.table.weight.detach().clone()
     state.restore(saved)
     assert torch.equal(model.table.weight, before + 1)
@@ -74,7 +75,7 @@ def test_another_models_state_is_refused() -> None:
         state.restore(TrainingState({**live.tensors, "model.table.weight": torch.ones(3, 3)}, live.values))
 
 
-def test_a_shard_of_optimizer_state_is_cut_from_the_whole_and_back() -> None:
+def test_a_zero_shard_is_a_range_of_the_whole_tensor() -> None:
     whole = torch.arange(12.0).view(3, 4)
     shard = ZeroShard(nn.Parameter(whole), whole.shape, 0, torch.zeros(5), 3, 2)
     assert shard.as_local(whole).tolist() == [3, 4, 5, 6, 7]
@@ -84,7 +85,7 @@ def test_a_shard_of_optimizer_state_is_cut_from_the_whole_and_back() -> None:
 
 
 def _shards() -> list[Any]:
-    """Of a parameter whose rows are divided unevenly over two ranks."""
+    """Return the shards of a parameter whose rows are sharded unevenly over two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -106,14 +107,14 @@ def _shards() -> list[Any]:
         ]
 
 
-def test_a_dtensors_shard_is_its_rows() -> None:
+def test_a_dtensor_s_shard_is_its_rows() -> None:
     first, second = in_world(2, _shards)
     assert first[:2] == [[[0, 1], [2, 3], [4, 5]]] * 2
     assert second[:2] == [[[6, 7], [8, 9]]] * 2
     assert first[2:] == second[2:] == [(5, 2), True, [1.0] * 5 + [2.0] * 5, 4.0]
 
 
-def test_units_that_share_a_parameter_with_the_outside_are_merged_into_what_is_around() -> None:
+def test_units_that_share_a_parameter_with_other_modules_are_merged_into_the_unit_around_them() -> None:
     from lockstep.config.schema import FSDP
 
     model = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3), "third": nn.Linear(3, 3)})
@@ -123,7 +124,7 @@ def test_units_that_share_a_parameter_with_the_outside_are_merged_into_what_is_a
         units(model, FSDP(wrap=("Liner",)), ())
 
 
-def test_a_snapshot_puts_buffers_back_that_forwards_have_changed() -> None:
+def test_a_snapshot_restores_buffers_that_forwards_have_changed() -> None:
     model = nn.BatchNorm1d(2)
     snapshot = BufferSnapshot(model)
     snapshot.take()

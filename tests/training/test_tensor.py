@@ -249,7 +249,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mesh that doesn't multiply out": (text(tensor=3), "start 3 ranks"),
     "sequences of the transformers library": (
         decoder("llama", tensor=2, tensor_parallel=SEQUENCE),
-        "don't say where a sequence is divided",
+        "don't name where to shard a sequence",
     ),
     "logits of a plan without a head": (
         own({"inner": "colwise", "head": "rowwise"})

@@ -1,4 +1,4 @@
-"""Blocks that are computed again: the same gradient to the bit, for less memory, under the names they had."""
+"""Activation checkpointing: bitwise identical gradients, for less memory, under the same names."""
 
 from __future__ import annotations
 
@@ -70,55 +70,55 @@ def config(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
         (2, {"strategy": "ddp"}),
         (2, {"strategy": "fsdp"}),
         (2, {"strategy": "fsdp", "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}),
-        (2, {"strategy": "fsdp", "fsdp": {"wrap": ["attention"]}}),  # units inside of what is computed again
+        (2, {"strategy": "fsdp", "fsdp": {"wrap": ["attention"]}}),  # units inside of blocks that are computed again
     ],
 )
-def test_a_run_is_the_same_to_the_bit(ranks: int, parallel: dict[str, Any]) -> None:
+def test_a_run_is_bitwise_identical(ranks: int, parallel: dict[str, Any]) -> None:
     configs = []
     for model, attention, compute in (
         (OWN, "Attention", "fp32"),
         (OWN, "Attention", "bf16"),
         (LLAMA, "LlamaAttention", "fp32"),
     ):
-        asked = copy.deepcopy(parallel)
-        if "wrap" in asked.get("fsdp", {}):
-            asked["fsdp"]["wrap"] = [attention]
+        options = copy.deepcopy(parallel)
+        if "wrap" in options.get("fsdp", {}):
+            options["fsdp"]["wrap"] = [attention]
         for memory in ({}, FULL, {"activation_checkpointing": {"mode": "full", "every": 2}}):
-            configs.append(config(model, parallel=asked, precision={"compute": compute}, memory=memory))
+            configs.append(config(model, parallel=options, precision={"compute": compute}, memory=memory))
     runs = recorded_all(configs, ranks, updates=2)
     for kept, *recomputed in (runs[:3], runs[3:6], runs[6:]):
         for run in recomputed:
-            _same_to_the_bit(run, kept)
+            _assert_identical(run, kept)
 
 
-def _same_to_the_bit(run: Trajectory, kept: Trajectory) -> None:
+def _assert_identical(run: Trajectory, kept: Trajectory) -> None:
     assert (run.losses, run.norms, run.evaluations) == (kept.losses, kept.norms, kept.evaluations)
-    for found, expected in zip((*run.gradients, run.weights), (*kept.gradients, kept.weights), strict=True):
-        assert list(found) == list(expected)
+    for tensors, expected in zip((*run.gradients, run.weights), (*kept.gradients, kept.weights), strict=True):
+        assert list(tensors) == list(expected)
         for name, values in expected.items():
-            assert np.array_equal(found[name], values), name
+            assert np.array_equal(tensors[name], values), name
 
 
 def test_models_of_every_family_are_computed_again() -> None:
-    """Under fsdp: what blocks hand on besides, such as T5's biases and a router's choice, comes back the same."""
+    """Under fsdp: further outputs of blocks, such as T5's biases and a router's choice, are the same again."""
     names = [name for name in FAMILIES if name != "own"]  # it has no blocks
     sections = {"parallel": {"strategy": "fsdp"}, "batch": {"global_size": 9, "micro_size": 3}}
     configs = [{**config(OWN), **family(name), **sections, "memory": memory} for name in names for memory in ({}, FULL)]
     runs = recorded_all(configs, ranks=2, updates=1)
     for kept, recomputed in zip(runs[::2], runs[1::2], strict=True):
-        _same_to_the_bit(recomputed, kept)
+        _assert_identical(recomputed, kept)
 
 
 def forwards_in_a_session(parallel: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """How often each block was computed in an update of one micro-batch, and in an evaluation of one."""
+    """Return how often each block was computed in an update of one micro-batch, and in an evaluation of one."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     counts: Counter[str] = Counter()
-    asked = config(OWN, parallel=parallel, memory={"activation_checkpointing": {"mode": "full", "every": 2}})
-    asked["batch"] = {"global_size": 8}
+    chosen = config(OWN, parallel=parallel, memory={"activation_checkpointing": {"mode": "full", "every": 2}})
+    chosen["batch"] = {"global_size": 8}
     try:
-        with lockstep.session(asked) as session:
+        with lockstep.session(chosen) as session:
             model = components_of(session).sharding.state.model
             assert all("checkpoint" not in name for name, _ in model.named_modules())
             for name in repeated_blocks(model):
@@ -150,27 +150,27 @@ def test_chosen_blocks_are_computed_twice_and_only_in_training(strategy: str) ->
 
 
 class Alive(TorchDispatchMode):
-    """Remembers every storage that is made."""
+    """Records every storage that is made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                self._found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return results
 
     @property
     def bytes(self) -> int:
-        return sum(size for reference, size in self._found.values() if not reference.expired())
+        return sum(size for reference, size in self._storages.values() if not reference.expired())
 
 
 def held_for_the_backward(model: nn.Module) -> int:
-    """Bytes alive between forward and backward."""
+    """Return the bytes alive between forward and backward."""
     tokens = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
     with Alive() as alive:
         outputs = model(tokens)
@@ -179,7 +179,7 @@ def held_for_the_backward(model: nn.Module) -> int:
     return held
 
 
-def test_what_is_held_for_the_backward() -> None:
+def test_fewer_bytes_are_held_for_the_backward() -> None:
     section = TransformerModel(kind="transformer", layers=8, width=32, heads=4)
     facts = DataFacts(100, 64, vocabulary=64)
     held = {
@@ -200,7 +200,7 @@ def test_what_is_held_for_the_backward() -> None:
 
 
 class Block(nn.Module):
-    """Takes what it needs by name, draws, and returns two things."""
+    """Takes its inputs by name, draws, and returns two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,12 +236,12 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_names_keyword_arguments_and_draws() -> None:
+def test_names_keyword_arguments_and_draws_are_preserved() -> None:
     kept = Stack()
     recomputed = recomputing(copy.deepcopy(kept))
     assert list(recomputed.state_dict()) == list(kept.state_dict())
-    found, expected = gradients(recomputed), gradients(kept)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    again, expected = gradients(recomputed), gradients(kept)
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:
@@ -253,7 +253,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert all(grad.abs().sum() > 0 for grad in gradients(other).values())
 
 
-def test_what_a_block_logs_is_heard_once() -> None:
+def test_a_block_s_logging_is_recorded_once() -> None:
     from lockstep.monitor.metric_log import MetricLog, recording
     from lockstep.training.engines import muted_logging
 
@@ -265,7 +265,7 @@ def test_what_a_block_logs_is_heard_once() -> None:
         assert log.drain().means["seen"] == (3.0, 3.0)
 
 
-def test_it_comes_before_compiling() -> None:
+def test_activation_checkpointing_comes_before_compiling() -> None:
     first = RecomputeBlocks(ActivationCheckpointing(mode="full"), ["layers.0"])
     for order in ([Compile(None), first], [first, Compile(None)]):
         assert [step.name for step in split_at("parallel.pipeline", order)[0]] == [
@@ -288,5 +288,5 @@ def test_running_means_are_refused(norm: nn.Module) -> None:
         recomputing(Stack(norm))
 
 
-def test_a_norm_without_running_means_is_not() -> None:
+def test_a_norm_without_running_means_is_allowed() -> None:
     recomputing(Stack(nn.InstanceNorm1d(4)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
-from transforms.test_recomputing_modes import MODES
+from transforms.test_recomputing import MODES
 
 import lockstep
 
@@ -24,20 +24,20 @@ class Block(nn.Module):
 
 
 class RunningMean(Block):
-    """Of its inputs, which it is subtracted from; changed by the last thing that the forward does."""
+    """Subtracts a running mean from its inputs, which the forward changes at its end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x - self.mean)
+        output = super().forward(x - self.mean)
         self.mean.data.lerp_(x.detach().mean(0), 0.1)
-        return found
+        return output
 
 
 class PlainMean(Block):
-    """No buffer, and not used in training."""
+    """Keeps a mean that is no buffer, and that it doesn't use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class InPlace(Block):
 
 
 class Cache(Block):
-    """What it keeps is made anew in each forward, or once."""
+    """Keeps tensors that each forward makes again, or the first one makes."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         super().__init__(layer)
@@ -139,35 +139,35 @@ STATEFUL: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_block_that_keeps_state_is_refused(name: str) -> None:
-    make, says = STATEFUL[name]
-    for asked in MODES.values():
+    make, message = STATEFUL[name]
+    for options in MODES.values():
         model = Chain(make)
-        lockstep.checkpoint_activations(model, **asked)
-        with pytest.raises(lockstep.ConfigError, match=says) as refused:
+        lockstep.checkpoint_activations(model, **options)
+        with pytest.raises(lockstep.ConfigError, match=message) as refused:
             trained(model, 1)
         assert str(refused.value).startswith("memory.activation_checkpointing: blocks.")
 
 
 @pytest.mark.parametrize("block", [Cache, of(weight_norm), of(parametrizations.weight_norm)])
 @pytest.mark.parametrize("chain", [Chain, Repeated])
-def test_what_is_made_anew_is_no_state(chain: type[Chain], block: Callable[[], nn.Module]) -> None:
+def test_tensors_that_each_forward_makes_again_are_no_state(chain: type[Chain], block: Callable[[], nn.Module]) -> None:
     torch.manual_seed(5)
     state = chain(block).state_dict()
-    found = []
-    for asked in ({}, *MODES.values()):
-        if chain is Repeated and asked.get("mode") in ("segments", "budget"):  # they want a chain
+    results = []
+    for options in ({}, *MODES.values()):
+        if chain is Repeated and options.get("mode") in ("segments", "budget"):  # they want a chain
             continue
         model = chain(block)
         model.load_state_dict(state)
-        if asked or found:
-            lockstep.checkpoint_activations(model, **asked)
-        found.append(trained(model))
-    for other in found[1:]:
-        assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+        if options or results:
+            lockstep.checkpoint_activations(model, **options)
+        results.append(trained(model))
+    for other in results[1:]:
+        assert all(torch.equal(left, right) for left, right in zip(results[0], other, strict=True))
 
 
 def test_a_run_is_refused_in_its_first_update() -> None:
-    asked: dict[str, Any] = {"memory": {"activation_checkpointing": {"mode": "adaptive"}}}
+    options: dict[str, Any] = {"memory": {"activation_checkpointing": {"mode": "adaptive"}}}
     data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.randint(0, 4, (12,)))
     sections = {
         "objective": {"kind": "classification"},
@@ -178,7 +178,7 @@ def test_a_run_is_refused_in_its_first_update() -> None:
     with (
         pytest.raises(lockstep.ConfigError, match=r"blocks\.3\.mean .*changes"),
         lockstep.session(
-            {**asked, **sections, "launch": {"device": "cpu"}}, model=Chain(RunningMean), train_dataset=data
+            {**options, **sections, "launch": {"device": "cpu"}}, model=Chain(RunningMean), train_dataset=data
         ) as session,
     ):
         list(session)

@@ -13,8 +13,6 @@ Each parallelized model has one mode, which its transforms keep and its engine c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,15 +86,6 @@ class ForwardMode:
         global _dividing
         self.sequences = sequences
         _dividing = self if sequences is not None else None
-
-    @contextmanager
-    def with_whole_weights(self) -> Iterator[None]:
-        """Compute with whole weights while the block runs."""
-        self.whole_weights = True
-        try:
-            yield
-        finally:
-            self.whole_weights = False
 
 
 _dividing: ForwardMode | None = None

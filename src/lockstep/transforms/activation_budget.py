@@ -1,12 +1,10 @@
-"""The blocks that a memory budget keeps: as many as fit, the last ones first.
+"""The blocks that a memory budget keeps: as many as fit, the last ones first, since the backward frees them first.
 
     measured, in the first forward     b0 40 MB   b1 40 MB   b2 40 MB   b3 40 MB      inputs 2 MB each
     budget 0.5 of 160 MB               again      again      again      kept          3 x 2 + 40 <= 80, 2 x 2 + 80 > 80
 
-The last ones, since the backward frees them first: they are gone by the time that another one is computed again.
-
-To measure, each block runs once more in the first forward, and what it would hold is counted and freed: memory never
-holds more than one block's.
+To measure, each block runs once more in the first forward, and the memory that it would hold is counted and freed:
+there is never more than one block's.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from lockstep.transforms.block_state import StateGuard
 from lockstep.transforms.recomputing import Recompute, replace_forward
 
 Broadcast = Callable[[object], object]
-"""Returns the first rank's value on every rank. All ranks together."""
+"""Returns the first rank's value on all ranks. All ranks together."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Bytes that a block holds between forward and backward: all of it, or its inputs alone."""
+    """Bytes that a block holds between forward and backward: all, and those of its inputs."""
 
     all: int
     inputs: int
@@ -38,27 +36,23 @@ class BlockMemory:
 
 def choose(held: Mapping[str, BlockMemory], share: float) -> frozenset[str]:
     """Return the names of the blocks to keep, so that they and the inputs of the others are at most `share` of all."""
-    room = share * sum(memory.all for memory in held.values()) - sum(memory.inputs for memory in held.values())
+    free = share * sum(memory.all for memory in held.values()) - sum(memory.inputs for memory in held.values())
     kept = []
     for name, memory in reversed(list(held.items())):
-        room -= memory.all - memory.inputs
-        if room < 0:
+        free -= memory.all - memory.inputs
+        if free < 0:
             break
         kept.append(name)
     return frozenset(kept)
 
 
 class Budget:
-    """Replaces the forwards of blocks, and decides in the second forward which of them are computed again.
-
-    Attributes:
-        kept: Names of the blocks that are not; None: not decided yet.
-    """
+    """Replaces the forwards of blocks, and decides in the second forward which of them are computed again."""
 
     def __init__(
         self, model: nn.Module, names: Sequence[str], share: float, recompute: Recompute, broadcast: Broadcast
     ) -> None:
-        self.kept: frozenset[str] | None = None
+        self._kept: frozenset[str] | None = None  # None: not decided yet
         self._share = share
         self._recompute = recompute
         self._broadcast = broadcast
@@ -72,18 +66,18 @@ class Budget:
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
-        if self.kept is None and name in self._held:  # the forward after the first has begun
-            self.kept = cast("frozenset[str]", self._broadcast(choose(self._held, self._share)))
-        if self.kept is None:
+        if self._kept is None and name in self._held:  # the second forward has begun
+            self._kept = cast("frozenset[str]", self._broadcast(choose(self._held, self._share)))
+        if self._kept is None:
             self._held[name] = self._measured(block, forward, inputs, named)
-        if self.kept is not None and name in self.kept:
+        elif name in self._kept:
             return forward(*inputs, **named)
         return self._recompute(guard, forward, *inputs, **named)
 
     def _measured(
         self, block: nn.Module, forward: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any]
     ) -> BlockMemory:
-        weights = {memory.untyped_storage().data_ptr() for memory in block.parameters()}
+        weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
         sizes: dict[int, int] = {}
 
         def measure(tensor: Tensor) -> Tensor:
@@ -92,11 +86,11 @@ class Budget:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        tensors = [memory for memory in tree_leaves((inputs, named)) if isinstance(memory, Tensor)]
+        tensors = [tensor for tensor in tree_leaves((inputs, named)) if isinstance(tensor, Tensor)]
         with torch.random.fork_rng(), self._recompute.muted(), saved_tensors_hooks(measure, lambda kept: kept):
             outputs = forward(*inputs, **named)
         del outputs
-        own = tensors[0].untyped_storage() if tensors else None  # what comes besides, others hold too
-        before = 0 if own is None else own.nbytes()
-        others = {memory.untyped_storage().data_ptr() for memory in tensors}
-        return BlockMemory(sum(size for pointer, size in sizes.items() if pointer not in others) + before, before)
+        own_input = tensors[0].untyped_storage().nbytes() if tensors else 0  # other blocks hold the further inputs, too
+        inputs_held = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        made = sum(size for pointer, size in sizes.items() if pointer not in inputs_held)
+        return BlockMemory(made + own_input, own_input)

@@ -1,13 +1,13 @@
-"""Activation checkpointing: what a forward keeps for the backward, and what is computed again instead.
+"""Activation checkpointing: the activations that a forward keeps for the backward, and those that it computes again.
 
-    full        only the inputs of every nth block are kept
-    selective   of these blocks, the results of matrix products and attention, too
-    segments    only the input of each run of blocks                                    segments.py
-    budget      all of as many blocks as there is memory for                            activation_budget.py
-    adaptive    all of all blocks, until a rank's memory passes a threshold: from then on full
+    full        keeps only the inputs of every nth block
+    selective   also keeps the results of matrix products and attention in these blocks
+    segments    keeps only the input of each run of blocks                              segments.py
+    budget      keeps all of as many blocks as there is memory for                      activation_budget.py
+    adaptive    keeps all of all blocks, until a rank's memory passes a threshold: from then on as full
 
-A block's own `forward` is replaced, so that no name changes, and FSDP's hooks lie around it: what it gathers for a
-block's backward exists when the block is computed again.
+A block's own `forward` is replaced, so that no name changes, and FSDP's hooks run around it: the parameters that FSDP
+gathers for a block's backward exist when the block is computed again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Recomputation:
     """The modules of a model that are computed again.
 
     Attributes:
-        mode: As of the config.
-        blocks: Names of the modules whose forward was replaced. What lies in the last of several segments isn't
-            computed again, and `budget` may keep some.
-        switch: Turns all of them on or off.
+        mode: The mode in the config.
+        blocks: Names of the modules whose forward was replaced. Those of the last of several segments aren't computed
+            again, and `budget` may keep some.
+        switch: Turns recomputation on or off.
     """
 
     mode: str
@@ -59,10 +59,8 @@ class RecomputeBlocks(Transform):
     """Replaces the forwards of blocks by ones that keep less.
 
     Args:
-        options: Which blocks, and what of them.
         blocks: Names of the model's repeated layers; for segments, of those that form a chain.
-        muted: Makes the context of the second forward: what user code logs in it was logged in the first.
-        broadcast: Returns the first rank's value on every rank.
+        muted: Makes the context of the second forward, in which logging is dropped: the first has logged the same.
     """
 
     name = _KEY
@@ -82,7 +80,7 @@ class RecomputeBlocks(Transform):
 
     @property
     def switch(self) -> Switch:
-        """Turns all blocks on or off."""
+        """Turns recomputation on or off."""
         return self._recompute.switch
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
@@ -102,7 +100,7 @@ class RecomputeBlocks(Transform):
         return model
 
     def applied(self, model: nn.Module) -> Recomputation:
-        """Apply it; return what it was applied to."""
+        """Apply the transform; return the modules that are computed again."""
         self.apply(model)
         return Recomputation(self._options.mode, tuple(self.chosen(model)), self.switch)
 
@@ -111,7 +109,8 @@ class RecomputeBlocks(Transform):
         wanted = self._options.modules
         if wanted == "blocks":
             return list(self._blocks[:: self._options.every])
-        return of_classes(model, wanted)[:: self._options.every]
+        names = [name for name, module in model.named_modules() if name and type(module).__name__ in wanted]
+        return names[:: self._options.every]
 
     def selective(self, model: nn.Module) -> list[str]:
         """Return the names of the modules that torch's selective checkpointing computes again."""
@@ -120,7 +119,7 @@ class RecomputeBlocks(Transform):
     def _each(self, model: nn.Module, chosen: Sequence[str]) -> None:
         for name in chosen:
             block = model.get_submodule(name)
-            # A partial of the bound method: a copy of the model has one of its own
+            # A partial of the bound method, which a copy of the model copies
             replace_forward(block, partial(self._recompute, StateGuard({name: block}), block.forward))
 
     def _segments(self, model: nn.Module, chosen: Sequence[str]) -> None:
@@ -134,11 +133,6 @@ class RecomputeBlocks(Transform):
         Budget(model, chosen, self._options.budget, self._recompute, self._broadcast)
 
 
-def of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
-    """Return the qualified names of the modules of these classes, by the names of the classes."""
-    return [name for name, module in model.named_modules() if name and type(module).__name__ in classes]
-
-
 def refuse(reason: str | None) -> None:
     """Raise ConfigError if there is a reason."""
     if reason is not None:
@@ -146,7 +140,7 @@ def refuse(reason: str | None) -> None:
 
 
 def none_of(model: nn.Module, classes: Sequence[str]) -> str:
-    """Return the message that it has no module of these classes, and which it has."""
+    """Return the message that the model has no module of these classes, and which it has."""
     kinds = list(dict.fromkeys(type(module).__name__ for name, module in model.named_modules() if name))
     return f"a {type(model).__name__} has no module of class {' or '.join(classes)}; it has {', '.join(kinds[:12])}"
 
@@ -155,12 +149,12 @@ def _inside_of_another(chosen: Sequence[str]) -> str | None:
     for name in chosen:
         for other in chosen:
             if other.startswith(f"{name}."):
-                return f"{other} lies in {name}, and would be computed three times; name one of their classes"
+                return f"{other} is in {name}, and would be computed three times; name one of their classes"
     return None
 
 
 def _already(model: nn.Module, chosen: Sequence[str]) -> str | None:
-    """Return the message that a block, what it lies in, or what lies in it was replaced before."""
+    """Return the message that a block, a module around it or a module inside it was replaced before."""
     before = [name for name, module in model.named_modules() if is_replaced(module)]
     for name in chosen:
         for other in before:
@@ -179,7 +173,7 @@ def _running_means(model: nn.Module, chosen: Sequence[str]) -> str | None:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if isinstance(module, _CHANGED_BY_FORWARD) and module.track_running_stats:
                 return (
-                    f"{name} keeps running means, which a second forward would count twice; take a norm without "
+                    f"{name} keeps running means, which a second forward would count twice; use a norm without "
                     "them, such as group norm, or leave activation checkpointing out"
                 )
     return None

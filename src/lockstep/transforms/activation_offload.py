@@ -1,10 +1,10 @@
-"""Activation offload: what the backward needs is kept in the host's memory.
+"""Activation offload: activations are kept in the host's memory until the backward needs them.
 
 forward     block --> activation --copied--> host (page-locked)     the GPU's copy is freed
 backward                         <--copied-- host
 
-With activation checkpointing, blocks' inputs are copied, and what is computed again stays on the GPU, as do weights and
-small tensors.
+With activation checkpointing, blocks' inputs are copied, and activations that are computed again stay on the GPU, as do
+weights and small tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OffloadActivations(Transform):
     after = ("parallel.ddp.sync_batchnorm", "memory.activation_checkpointing")
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        return None  # that it is for GPUs is known from the plan
+        return None  # the plan refuses it without GPUs
 
     def apply(self, model: nn.Module) -> nn.Module:
         cast("Any", model).forward = partial(_offloaded, model.forward, torch.cuda.is_available())
@@ -45,13 +45,13 @@ def _offloaded(forward: Callable[..., Any], pinned: bool, *inputs: Any, **named:
 
 
 class ActivationsOnHost(saved_tensors_hooks):
-    """A context in which what is saved for a backward is saved in the host's memory.
+    """A context in which tensors that autograd saves for the backward are saved in the host's memory.
 
     Args:
-        pinned: Whether that is page-locked, from which copies are fast.
+        pinned: Whether that memory is page-locked, from which copies are fast.
 
     Attributes:
-        bytes: How many were copied there.
+        bytes: Number of bytes that were copied there.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -59,7 +59,9 @@ class ActivationsOnHost(saved_tensors_hooks):
         copying = save_on_cpu(pin_memory=pinned)
 
         def put(tensor: Tensor) -> object:
-            if tensor.nbytes < _SMALL or _is_weight(tensor):
+            # a product may save a view of a weight, which stays on the device anyway
+            is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+            if tensor.nbytes < _SMALL or is_weight:
                 return tensor
             self.bytes += tensor.nbytes
             return copying.pack_hook(tensor)
@@ -68,8 +70,3 @@ class ActivationsOnHost(saved_tensors_hooks):
             return kept if isinstance(kept, Tensor) else copying.unpack_hook(kept)
 
         super().__init__(put, get)
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    """Return whether it is a weight or a view of one, such as a product saves: it stays on the device anyway."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

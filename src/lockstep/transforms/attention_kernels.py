@@ -1,6 +1,6 @@
-"""Attention of some queries to some keys, with what it takes to join it with that to others.
+"""Attention of some queries to some keys, with the sums by which it can be merged with attention to other keys.
 
-    queries x keys --> outputs, log of the sum of exponentials        (the sum weighs it against other keys')
+    queries x keys --> outputs, log of the sum of exponentials        (its weight against other keys' outputs)
 
     backward: of any part of the keys, given outputs and sums over all of them
 
@@ -28,7 +28,7 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         values: softmax(q k' scale + mask) v, in q's dtype.
-        lse: Log of the sums that the softmax was divided by.
+        lse: Log of the sums by which the softmax was divided.
     """
 
     values: Tensor
@@ -75,22 +75,14 @@ def attend_backward(
     """Return the gradients of attention.
 
     Args:
-        gradient: Of the values of the output, [B, H, Q, D].
+        gradient: The gradient of the output's values, [B, H, Q, D].
         output: Attention to all keys that the queries see, not these alone.
     """
     if query.device.type == "cpu":
         results = _flash_cpu_backward(
-            gradient,
-            query,
-            key,
-            value,
-            output.values,
-            output.lse,
-            0.0,
-            visibility.causal,
-            attn_mask=visibility.mask,
-            scale=visibility.scale,
-        )
+            gradient, query, key, value, output.values, output.lse, 0.0, visibility.causal,
+            attn_mask=visibility.mask, scale=visibility.scale,
+        )  # fmt: skip
         return AttentionGradients(*results)
     if _has_flash(query, visibility):
         none = torch.empty(0, device=query.device, dtype=torch.uint64)
@@ -103,7 +95,7 @@ def attend_backward(
 
 
 def attend_by_formula(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility) -> AttentionOutput:
-    """Return what `attend` does by its formula, in fp32 or better: all scores exist at once."""
+    """Return `attend`'s result by the formula, in fp32 or better: all scores exist at once."""
     scores = _scores(query, key, visibility)
     lse = torch.logsumexp(scores, dim=-1)
     values = torch.exp(scores - lse[..., None]) @ value.to(scores.dtype)
@@ -113,7 +105,7 @@ def attend_by_formula(query: Tensor, key: Tensor, value: Tensor, visibility: Vis
 def attend_by_formula_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: AttentionOutput, visibility: Visibility
 ) -> AttentionGradients:
-    """Return what `attend_backward` does by its formula."""
+    """Return `attend_backward`'s result by the formula."""
     scores = _scores(query, key, visibility)
     wide, shares = gradient.to(scores.dtype), torch.exp(scores - output.lse[..., None])
     grad_shares = wide @ value.to(scores.dtype).transpose(-1, -2)
@@ -142,8 +134,10 @@ def causal_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def masked_score(dtype: torch.dtype) -> float:
-    """Return what hides a key when it is added to its score. It is finite: a query that sees no key at all makes no
-    NaN, but a mean over keys, which nobody uses."""
+    """Return the number that hides a key when it is added to its score.
+
+    It is finite: the output of a query that sees no key is an unused mean over keys, and no NaN.
+    """
     return torch.finfo(dtype).min / 4
 
 

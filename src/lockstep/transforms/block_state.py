@@ -1,7 +1,7 @@
 """State that a block keeps from one forward to the next, and checks that recomputation doesn't change it.
 
     forward       mean 0.10 -> 0.19     the block's own running mean
-    backward      mean 0.19 -> 0.27     computed again: counted twice, and read where it was another --> ConfigError
+    backward      mean 0.19 -> 0.27     computed again: counted twice, and from another mean --> ConfigError
 
 Only a block's first forward is checked, and its second runs to the end (but see `StateGuard.stops_early`): afterwards a
 guard costs nothing.
@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _COUNTED = (list, dict, set)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _OF_DEEPSPEED = re.compile(r"ds_\w+|applied_pre_backward_ref_cnt")
-"""Attributes that stage 3 keeps in each module, for its hooks."""
+"""Attributes that DeepSpeed's stage 3 keeps in each module, for its hooks."""
 
 
 class StateGuard:
@@ -46,10 +46,10 @@ class StateGuard:
     def stops_early(self) -> bool:
         """True if the second forward must end where the backward needs no more of it.
 
-        DeepSpeed's stage 3 releases a module's parameters after its forward, also those that the backward, during which
-        the second forward runs, has just gathered.
+        DeepSpeed's stage 3 releases a module's parameters after its forward, also those that the backward, in which the
+        second forward runs, has just gathered.
         """
-        return any("ds_id" in vars(value) for block in self._blocks.values() for value in block.parameters())
+        return any("ds_id" in vars(item) for block in self._blocks.values() for item in block.parameters())
 
     def begin(self) -> bool:
         """Begin a forward. Return whether it is checked: it is the first."""
@@ -58,21 +58,13 @@ class StateGuard:
         return first
 
     def forward(self, inputs: Sequence[Any]) -> ChangedInputs:
-        """Return the context of the forward.
-
-        Args:
-            inputs: Those from which the second one will begin.
-        """
-        return ChangedInputs(next(iter(self._blocks)), _versions(inputs))
+        """Return the context of the forward; `inputs` are those from which the second one will begin."""
+        tensors = [item for item in tree_leaves(inputs) if isinstance(item, Tensor) and not item.is_inference()]
+        return ChangedInputs(next(iter(self._blocks)), [(tensor, tensor._version) for tensor in tensors])
 
     def again(self) -> ChangedState:
         """Return the context of the second forward."""
         return ChangedState(self._blocks, self)
-
-
-def _versions(inputs: Sequence[Any]) -> list[tuple[Tensor, int]]:
-    tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and not value.is_inference()]
-    return [(value, value._version) for value in tensors]
 
 
 @dataclass(slots=True)
@@ -91,12 +83,12 @@ class ChangedInputs:
 
 
 class ChangedState:
-    """Raises ConfigError at its end if what the blocks keep differs from its beginning."""
+    """Raises ConfigError at its end if the blocks' state has changed."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], guard: StateGuard) -> None:
         self._blocks = blocks
         self._guard = guard
-        self._shared = False  # a block that was called again since has written over what it had kept for others
+        self._shared = False  # a block that was called again since has overwritten the tensors of this call
         self._before: dict[str, Any] = {}
 
     def __enter__(self) -> None:
@@ -114,8 +106,9 @@ class ChangedState:
 
 
 def state_of(modules: Mapping[str, nn.Module], *, tensors: bool = True) -> dict[str, Any]:
-    """Return what modules keep besides their parameters, by name: buffers, and attributes that are tensors, plain
-    values or collections (their lengths).
+    """Return the modules' state without their parameters, by name.
+
+    It has buffers, and attributes that are tensors, plain values or collections (their lengths).
 
     Args:
         modules: By the prefix of their names.
@@ -130,7 +123,7 @@ def state_of(modules: Mapping[str, nn.Module], *, tensors: bool = True) -> dict[
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the names of what has changed."""
+    """Return the names of the state that has changed."""
     return [name for name, value in now.items() if not _equal(value, before.get(name))]
 
 
@@ -144,7 +137,7 @@ def _attributes(module: nn.Module, *, tensors: bool) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Return a tensor's values; of a collection its length, which shows whether something is added at each forward."""
+    """Return a copy of a tensor, or the length of a collection, which shows whether forwards append to it."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return len(value) if isinstance(value, _COUNTED) else value
@@ -160,7 +153,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 def _refusal(what: str) -> ConfigError:
     remedy = (
-        "take blocks that keep nothing from one forward to the next, name others "
+        "use blocks that keep nothing from one forward to the next, name other blocks "
         f"({_KEY}.modules; in Python blocks=[...]), or leave activation checkpointing out"
     )
     return ConfigError(Problem("", _KEY, f"{what}; {remedy}"))

@@ -18,7 +18,7 @@ class Compile(Transform):
 
     Args:
         compute: The precision of autocast; None for fp32.
-        budget: The share of the activation memory that torch's partitioner may keep; None: as much as it likes.
+        budget: The share of the activation memory that torch's partitioner may keep; None: no limit.
     """
 
     name = "model.compile"
@@ -31,7 +31,7 @@ class Compile(Transform):
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         grouped = any(isinstance(module, nn.GroupNorm) for module in model.modules())
         if grouped and device.type == "cpu" and self._compute is torch.bfloat16:
-            return (  # seen in torch 2.13: the compiled backward gives NaN where the eager one doesn't
+            return (  # in torch 2.13 the compiled backward gives NaN where the eager one doesn't
                 "torch's CPU compiler gets the gradient of group norm in bf16 wrong; "
                 "set precision.compute: fp32, or model.compile: false"
             )
@@ -46,6 +46,6 @@ class Compile(Transform):
 
 
 def _within_budget(budget: float, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a compiled model with torch's memory budget, which is the process's and read when a graph is compiled."""
+    """Call a compiled model with torch's memory budget, which is process-wide and read when a graph is compiled."""
     with cast("Any", functorch).patch(activation_memory_budget=budget):
         return call(*args, **kwargs)

@@ -27,16 +27,16 @@ _NAME = "lockstep_ring"
 
 
 class ContextParallel(Transform):
-    """Prepares a model for divided sequences.
+    """Prepares a model for sequences that are divided over ranks.
 
     Args:
-        degree: Ranks over which sequences are divided.
-        mode: The model's, in which the division is set.
+        degree: Number of ranks over which sequences are divided.
+        mode: The model's forward mode, in which the division is set.
         allow_untested: Whether GPUs, which were never tested, may be used.
 
     Attributes:
-        takes_mask: Whether the model passes its mask of padding on to its attention, which asks the division instead.
-        takes_positions: Whether its forward takes the positions of tokens, as those of the transformers library do.
+        takes_mask: Whether the model passes its padding mask to its attention, which uses the division's instead.
+        takes_positions: Whether its forward takes `position_ids`, as in the transformers library.
     """
 
     name = _KEY
@@ -69,18 +69,15 @@ class ContextParallel(Transform):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let `divide` take effect while the block runs; afterwards sequences are whole, however it ends."""
+        """Enable `divide` while the block runs; after it sequences are whole."""
         with _RingForAttention(self._mode):
             try:
                 yield
             finally:
-                self._set(None)
+                self.divide(None)
 
-    def divide(self, division: SequencePartition) -> None:
-        """Divide the sequences of the forwards and backwards that follow, inside `active`."""
-        self._set(division)
-
-    def _set(self, division: SequencePartition | None) -> None:
+    def divide(self, division: SequencePartition | None) -> None:
+        """Divide the sequences of the forwards and backwards that follow, inside `active`; None: they are whole."""
         self._mode.divide_sequences(division)
         for config, usual in zip(self._configs, self._usual, strict=True):
             config._attn_implementation = usual if division is None else _NAME
@@ -98,7 +95,7 @@ class _RingForAttention(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention and self._mode.sequences is not None:
             return _torch_attention(self._mode.sequences, *args, **(kwargs or {}))
-        if func is Tensor.backward:  # blocks that are computed again in it need the mode, too
+        if func is Tensor.backward:  # the mode also serves blocks that are computed again in it
             with self:
                 return _backward(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -130,9 +127,7 @@ def _torch_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Replace F.scaled_dot_product_attention."""
-    if attn_mask is not None:
-        raise _unsupported("makes a mask of its own for its attention", "attention that is causal, or sees everything")
-    _refuse_dropout(dropout_p)
+    _refuse_mask_and_dropout(attn_mask, dropout_p)
     return ring_attention(query, key, value, division, causal=is_causal, scale=scale)
 
 
@@ -148,8 +143,7 @@ def _transformers_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Replace an attention function of the transformers library."""
-    if attention_mask is not None:
-        raise _unsupported("makes a mask of its own for its attention", "attention that is causal, or sees everything")
+    _refuse_mask_and_dropout(attention_mask, dropout)
     division = current_sequences()
     assert division is not None, "sequences are divided"
     window = options.get("sliding_window")
@@ -160,17 +154,18 @@ def _transformers_attention(
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise _unsupported(f"gives its attention {name}", "plain attention")
-    _refuse_dropout(dropout)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     output = ring_attention(query, key, value, division, causal=causal, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _refuse_dropout(share: float) -> None:
-    if share:
+def _refuse_mask_and_dropout(mask: Tensor | None, dropout: float) -> None:
+    if mask is not None:
+        raise _unsupported("makes a mask of its own for its attention", "attention that is causal, or sees everything")
+    if dropout:
         why = (
-            f"the model drops {share:g} of its attention, whose weights no rank has together; set that dropout to 0 "
-            "(of a model of the transformers library: model.architecture.attention_dropout, attn_pdrop, or "
+            f"the model drops {dropout:g} of its attention weights, which are spread over ranks; set that dropout to 0 "
+            "(in the transformers library: model.architecture.attention_dropout, attn_pdrop, or "
             "attention_probs_dropout_prob)"
         )
         raise ConfigError(Problem("", _KEY, why))
@@ -182,10 +177,7 @@ def _unsupported(does: str, takes: str) -> ConfigError:
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:
-    """Return each config of the transformers library in the model that states which attention to take."""
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            configs[id(config)] = config
-    return list(configs.values())
+    """Return the configs of the transformers library in the model that choose an attention function."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    choosing = {id(config): config for config in configs if getattr(config, "_attn_implementation", None) is not None}
+    return list(choosing.values())

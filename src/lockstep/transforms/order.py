@@ -46,8 +46,9 @@ def apply_transforms(model: Module, transforms: Sequence[Transform], device: tor
 
 
 def split_at(step: str, transforms: Sequence[Transform]) -> tuple[list[Transform], list[Transform]]:
-    """Return the transforms that come before a step, and those that come after it: each after those that its rules
-    name, otherwise in the given order. The step is as late as rules allow.
+    """Return the transforms that come before a step, and those that come after it.
+
+    Each comes after those that its rules name, otherwise in the given order. The step is as late as rules allow.
 
     Raises:
         ConfigError: Two have one name, or the rules contradict each other.
@@ -65,18 +66,13 @@ def split_at(step: str, transforms: Sequence[Transform]) -> tuple[list[Transform
         for other in transform.before:
             if other in known:
                 graph[other].add(name)
-    graph[step] |= graph.keys() - _following(graph, step)
+    following = {step}
+    while more := {name for name, earlier in graph.items() if earlier & following} - following:
+        following |= more
+    graph[step] |= graph.keys() - following
     try:
         names = list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         raise ConfigError(f"transforms: their rules contradict each other: {' before '.join(error.args[1])}") from error
     index = names.index(step)
     return [by_name[name] for name in names[:index]], [by_name[name] for name in names[index + 1 :]]
-
-
-def _following(graph: dict[str, set[str]], step: str) -> set[str]:
-    """Return the step and all that comes after it."""
-    following = {step}
-    while more := {name for name, earlier in graph.items() if earlier & following} - following:
-        following |= more
-    return following

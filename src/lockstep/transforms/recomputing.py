@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.transforms.block_state import StateGuard
 
 Context = Callable[[], AbstractContextManager[object]]
-"""Makes a context, each time anew."""
+"""Makes a new context at each call."""
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 _EXPENSIVE = frozenset(
@@ -39,7 +39,7 @@ _EXPENSIVE = frozenset(
     )
     if (operator := getattr(getattr(torch.ops.aten, name, None), "default", None)) is not None
 )  # fmt: skip
-"""Operators whose results selective keeps: torch's matrix products and attentions, as far as this version has them."""
+"""Operators whose results selective keeps: torch's matrix products and attentions that this version has."""
 
 
 @dataclass(slots=True)
@@ -51,11 +51,11 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Makes calls that are computed again. It is copied with the model it belongs to.
+    """Makes calls that are computed again. It is copied with its model.
 
     Attributes:
         selective: Whether the results of products and attention are kept.
-        muted: Makes the context of a second forward: what user code logs in it was logged in the first.
+        muted: Makes the context of the second forward, in which logging is dropped: the first has logged the same.
     """
 
     selective: bool = False
@@ -63,32 +63,33 @@ class Recompute:
     switch: Switch = field(default_factory=Switch)
 
     def __call__(self, guard: StateGuard, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-        """Return what `forward` returns.
+        """Return `forward`'s result.
 
         Args:
-            guard: Of the blocks that `forward` computes; it checks their first calls, also where the switch is off.
+            guard: Checks the first calls of the blocks that `forward` computes, also where the switch is off.
         """
         if not torch.is_grad_enabled():
             return forward(*inputs, **named)
         checks = guard.begin() and not torch.compiler.is_compiling()
         if not (self.switch.on or checks):
             return forward(*inputs, **named)
-        # torch looks for tensors, whose device's draws it keeps, among the positional inputs alone
+        # torch searches the positional inputs alone for tensors, whose device's generator it restores
         call = partial(_call, forward, tuple(named)) if named else forward
         given = (*inputs, *named.values())
         kept: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
         if not checks:
             return checkpoint(call, *given, **kept, **self._contexts())
-        with guard.forward(given):  # what comes last in a block may change its state, and is computed again, too
-            kept["early_stop"] = guard.stops_early
-            return checkpoint(call, *given, **kept, context_fn=partial(self._guarded, guard))
+        with guard.forward(given):
 
-    def _guarded(self, guard: StateGuard) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        first, second = self._first_and_second()
-        return first, _BothContexts(guard.again(), second)
+            def guarded() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+                first, second = self._first_and_second()
+                return first, _BothContexts(guard.again(), second)
+
+            kept["early_stop"] = guard.stops_early  # else the last operations, too, are computed again and checked
+            return checkpoint(call, *given, **kept, context_fn=guarded)
 
     def _contexts(self) -> Mapping[str, Any]:
-        if torch.compiler.is_compiling():  # it takes contexts that are dispatch modes, and no others
+        if torch.compiler.is_compiling():  # the compiler supports no contexts but dispatch modes
             return {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if self.selective else {}
         return {"context_fn": self._first_and_second}
 
@@ -100,7 +101,7 @@ class Recompute:
 
 
 def replace_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace what calls of this block do."""
+    """Replace the forward of a block."""
     cast("Any", block).forward = forward
     cast("Any", block)._computed_again = True  # in the block, so that a copy of it is marked, too
 

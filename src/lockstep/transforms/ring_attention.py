@@ -3,11 +3,11 @@
     round 0    rank 0: own keys, causal              rank 1: own keys, causal
     round 1    rank 0: last chunk's queries see      rank 1: all queries see the front chunk of rank 0's keys
                        all of rank 1's keys
-    each round is joined with those before by its sum of exponentials, and the next keys arrive while it runs
+    each round is merged with those before by its sum of exponentials, and the next keys arrive while it runs
 
 (Liu et al. 2023, ring attention, arXiv:2310.01889; the order of chunks is that of Brandon et al. 2023, striped
 attention's balance with whole chunks, arXiv:2311.09431.) Backward: keys and values go around again with their
-gradients, which are home after the last round.
+gradients, which are back on their rank after the last round.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def ring_attention(
 
     Args:
         query: [B, H, own, D].
-        key: [B, K, own, D], K a divisor of H; as `value`.
-        division: How the sequences are divided.
+        key, value: [B, K, own, D], K a divisor of H.
         scale: 1 / sqrt(D), if it isn't given.
 
     Raises:
@@ -88,7 +87,7 @@ class _Round(NamedTuple):
 
     Attributes:
         first_query: The first of this rank's queries that takes part.
-        num_keys: How many of the received keys take part, from the first.
+        num_keys: Number of the received keys that take part, from the first.
     """
 
     first_query: int
@@ -97,16 +96,12 @@ class _Round(NamedTuple):
 
 
 def _round(division: SequencePartition, shape: _AttentionShape, source: int, dtype: torch.dtype) -> _Round:
-    """Return the round with the keys that belong to rank `source`.
-
-    Later chunks see earlier ones: of a rank before this one, the front chunk is before both of ours and the other one
-    after both; of one after this, both are between ours.
-    """
+    """Return the round with the keys that belong to rank `source`. Under causal attention later chunks see earlier."""
     rank, chunk = division.ring.rank, division.own // 2
     first_query, num_keys = 0, 2 * chunk
-    if shape.causal and source < rank:
+    if shape.causal and source < rank:  # its front chunk is before both of this rank's, the other one after both
         num_keys = chunk
-    if shape.causal and source > rank:
+    if shape.causal and source > rank:  # both of its chunks are between this rank's
         first_query = chunk
     needs_mask = division.real is not None and not (shape.causal and division.unreal_last)
     own = shape.causal and source == rank
@@ -119,12 +114,10 @@ def _round(division: SequencePartition, shape: _AttentionShape, source: int, dty
 
 
 def _mask(division: SequencePartition, source: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """Return [B, 1, 1, num_keys], of a rank's first keys."""
+    """Return [B, 1, 1, num_keys], which hides a rank's keys that aren't real."""
     assert division.real is not None, "some positions aren't real"
     chunk = division.own // 2
-    parts = [
-        division.real[:, tensor * chunk : (tensor + 1) * chunk] for tensor in chunks_of(source, division.ring.size)
-    ]
+    parts = [division.real[:, index * chunk : (index + 1) * chunk] for index in chunks_of(source, division.ring.size)]
     real = torch.cat(parts, dim=1)[:, :num_keys]
     mask = torch.zeros(real.shape, dtype=dtype, device=real.device).masked_fill_(~real, masked_score(dtype))
     return mask[:, None, None, :]
@@ -135,19 +128,19 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, division: SequencePartition, shape: _AttentionShape
     ) -> Tensor:
-        ring, joined = division.ring, None
+        ring, merged = division.ring, None
         held = [key.detach(), value.detach()]
         for number in range(ring.size):
             receive = ring.pass_on(held) if number + 1 < ring.size else None
-            at = _round(division, shape, (ring.rank - number) % ring.size, query.dtype)
-            keys, values = (_repeat_keys(tensor[:, :, : at.num_keys], shape.group) for tensor in held)
-            output = attend(query[:, :, at.first_query :], keys, values, at.visibility)
-            joined = output if joined is None else _join(joined, output, at.first_query)
+            part = _round(division, shape, (ring.rank - number) % ring.size, query.dtype)
+            keys, values = (_repeat_keys(tensor[:, :, : part.num_keys], shape.group) for tensor in held)
+            output = attend(query[:, :, part.first_query :], keys, values, part.visibility)
+            merged = output if merged is None else _merge(merged, output, part.first_query)
             if receive is not None:
                 held = receive()
-        assert joined is not None
-        values = joined.values.to(query.dtype)
-        ctx.save_for_backward(query, key, value, values, joined.lse)
+        assert merged is not None
+        values = merged.values.to(query.dtype)
+        ctx.save_for_backward(query, key, value, values, merged.lse)
         ctx.division, ctx.shape = division, shape
         return values
 
@@ -160,19 +153,21 @@ class _RingAttention(torch.autograd.Function):
         receive_grads: Callable[[], list[Tensor]] | None = None
         for number in range(ring.size):
             receive = ring.pass_on(held) if number + 1 < ring.size else None
-            at = _round(division, shape, (ring.rank - number) % ring.size, query.dtype)
-            keys, of_keys = (_repeat_keys(tensor[:, :, : at.num_keys], shape.group) for tensor in held)
-            rows = slice(at.first_query, None)
+            part = _round(division, shape, (ring.rank - number) % ring.size, query.dtype)
+            keys, held_values = (_repeat_keys(tensor[:, :, : part.num_keys], shape.group) for tensor in held)
+            rows = slice(part.first_query, None)
             output = AttentionOutput(values[:, :, rows], lse[:, :, rows])
-            grads = attend_backward(gradient[:, :, rows], query[:, :, rows], keys, of_keys, output, at.visibility)
+            grads = attend_backward(gradient[:, :, rows], query[:, :, rows], keys, held_values, output, part.visibility)
             grad_query[:, :, rows] += grads.query
             if receive_grads is None:
                 totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in held]
             else:
                 totals = receive_grads()
-            for total, part in zip(totals, (grads.key, grads.value), strict=True):
-                total[:, :, : at.num_keys] += _sum_of_group(part, shape.group)
-            receive_grads = ring.pass_on(totals)  # home after the last round
+            for total, grad in zip(totals, (grads.key, grads.value), strict=True):
+                if shape.group > 1:  # [B, H, T, D] -> [B, K, T, D]: the sum over the queries that share a key
+                    grad = grad.view(len(grad), -1, shape.group, *grad.shape[2:]).sum(dim=2)
+                total[:, :, : part.num_keys] += grad
+            receive_grads = ring.pass_on(totals)  # back on their rank after the last round
             if receive is not None:
                 held = receive()
         assert receive_grads is not None
@@ -180,8 +175,8 @@ class _RingAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-def _join(tensor: AttentionOutput, other: AttentionOutput, first: int) -> AttentionOutput:
-    """Return attention to the keys of both; `other` is that of the queries from `first` on. In fp32."""
+def _merge(tensor: AttentionOutput, other: AttentionOutput, first: int) -> AttentionOutput:
+    """Return attention to the keys of both; `other` is that of the queries from `first` on. In fp32 or better."""
     values, lse = tensor.values.to(tensor.lse.dtype, copy=False), tensor.lse
     old, new = lse[:, :, first:], other.lse
     total = torch.logaddexp(old, new)
@@ -197,8 +192,3 @@ def _join(tensor: AttentionOutput, other: AttentionOutput, first: int) -> Attent
 def _repeat_keys(keys: Tensor, group: int) -> Tensor:
     """Return [B, H, T, D] of [B, K, T, D]."""
     return keys if group == 1 else keys.repeat_interleave(group, dim=1)
-
-
-def _sum_of_group(gradient: Tensor, group: int) -> Tensor:
-    """Return [B, K, T, D] of [B, H, T, D]: the sum over the queries that share a key."""
-    return gradient if group == 1 else gradient.view(len(gradient), -1, group, *gradient.shape[2:]).sum(dim=2)

@@ -6,8 +6,8 @@
 n blocks in k segments hold k inputs and n / k blocks: least, of the order of sqrt(n), at k = sqrt(n) (Chen et al. 2016,
 arXiv:1604.06174, section 4.2).
 
-The model still calls its blocks one after the other: the call of a segment's first block runs all of it, and the calls
-of the others, which must come with just what the one before returned, return the result.
+The model still calls its blocks one after the other: the call of a segment's first block runs the whole segment, and
+the calls of the others, whose input must be the output of the one before, return the result.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ def run_in_segments(model: nn.Module, segments: Sequence[Sequence[str]], recompu
 
 
 class _Segment:
-    """Blocks that are computed in one call, the first one's."""
+    """Blocks that are computed in the call of the first one."""
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]], recompute: Recompute) -> None:
         self._names = [name for name, _ in blocks]
         self._forwards = [block.forward for _, block in blocks]
         self._recompute = recompute
         self._guard = StateGuard(dict(blocks))
-        self._forget()
+        self._clear()
         for index, (_, block) in enumerate(blocks):
             replace_forward(block, partial(self._first if index == 0 else self._later, index))
 
     def left(self) -> list[str]:
-        """Return the blocks that were computed and that the model hasn't called; forget them."""
+        """Return the blocks that were computed and that the model hasn't called; clear the segment."""
         left = self._left
-        self._forget()
+        self._clear()
         return left
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._left: list[str] = []
-        self._output: Any = None  # what the last block has returned
+        self._output: Any = None  # the last block's
         self._further: list[Any] = []  # the further arguments of all blocks
 
     def _first(self, index: int, *inputs: Any, **named: Any) -> Any:
@@ -93,14 +93,14 @@ class _Segment:
             raise _no_chain(f"{name} is not called right after {before}")
         given = inputs[0] if inputs else next(iter(named.values()), None)
         if given is not _hidden(self._output, name) or not _same(_further(inputs, named), self._further):
-            raise _no_chain(f"{name} takes something else than what {before} took and returned")
+            raise _no_chain(f"{name} takes something else than the output and the further inputs of {before}")
         self._left = self._left[1:]
         return self._result()
 
     def _result(self) -> Any:
         output = self._output
         if not self._left:
-            self._forget()
+            self._clear()
         return output
 
     def _run(self, *inputs: Any, **named: Any) -> Any:
@@ -115,7 +115,7 @@ class _Segment:
 
 
 def _hidden(output: Any, name: str) -> Tensor:
-    """Return what one block passes to the next."""
+    """Return the tensor that one block passes to the next."""
     first, others = (output[0], output[1:]) if isinstance(output, tuple) and output else (output, ())
     if not isinstance(first, Tensor) or any(isinstance(value, Tensor) for value in tree_leaves(others)):
         raise _no_chain(f"blocks return more than one tensor (seen at {name})")
@@ -143,4 +143,4 @@ def _checked(forward: Callable[..., Any], chains: Sequence[_Segment], *inputs: A
 
 
 def _no_chain(why: str) -> ConfigError:
-    return ConfigError(Problem("", _KEY, f"{why}: segments need blocks that form one chain; take mode: full"))
+    return ConfigError(Problem("", _KEY, f"{why}: segments need blocks that form one chain; set mode: full"))

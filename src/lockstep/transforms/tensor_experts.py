@@ -1,11 +1,11 @@
-"""Experts divided over a tensor group: each rank has some whole ones, and all tokens.
+"""Experts sharded over a tensor group: each rank has some whole experts, and all tokens.
 
     rank 0    experts 0, 1    tokens that chose them -->  outputs, zeros elsewhere --.
     rank 1    experts 2, 3    tokens that chose them -->  outputs, zeros elsewhere --+--> sum: the same on both again
 
-For modules that hold all experts in tensors [experts, ...], and are called with (hidden, choices, shares), as those of
-the transformers library are. (Lepikhin et al. 2020, GShard, arXiv:2006.16668, sends tokens to their experts; here every
-rank of the group has them, as it has the inputs of other matrices.)
+For modules that hold all experts in tensors [experts, ...], and are called with (hidden, choices, shares), as in the
+transformers library. (Lepikhin et al. 2020, GShard, arXiv:2006.16668, sends tokens to their experts; here every rank of
+the group has them, like the inputs of other matrices.)
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 
 
 def divide_experts(module: nn.Module, mesh: DeviceMesh, mode: ForwardMode) -> None:
-    """Divide a module's experts in place; its parameters may be without values.
+    """Shard a module's experts in place; its parameters may be without values.
 
     Args:
         mesh: The tensor axis alone, whose size divides the number of experts.
-        mode: The model's forward mode.
     """
     experts: Any = module
     experts.num_experts //= mesh.size()
-    experts._is_expert_parallel = True  # what transformers' kernels ask: a choice may be none of theirs
+    experts._is_expert_parallel = True  # transformers' kernels then allow a choice of no expert
     for name, whole in list(module.named_parameters(recurse=False)):
         part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)  # all ranks have the same values
         module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
@@ -42,7 +41,7 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh, mode: ForwardMode) -> No
 
 
 def number_of_experts(module: nn.Module) -> int | None:
-    """Return how many experts a module holds; None: it isn't such a module."""
+    """Return the number of experts that a module holds; None: it isn't such a module."""
     number = getattr(module, "num_experts", None)
     own = [parameter for _, parameter in module.named_parameters(recurse=False)]
     return number if isinstance(number, int) and own and all(len(parameter) == number for parameter in own) else None
@@ -64,15 +63,14 @@ def _forward(
             return forward(hidden, choices, shares)
     number: int = experts.num_experts
     if not any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-        return forward(
-            hidden, choices.clamp(max=number - 1), shares
-        )  # placeholders, in the dry run of a pipeline's stage
+        # its parameters are placeholders, in the dry run of a pipeline's stage
+        return forward(hidden, choices.clamp(max=number - 1), shares)
     own = choices - mesh.get_local_rank() * number
     own = torch.where((own >= 0) & (own < number), own, number)
-    with _local_parameters(module):
+    with replaced_parameters(module, lambda parameter: parameter.to_local()):
         output = forward(_on_all(hidden, mesh), own, _on_all(shares, mesh))
-    addends = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-    return addends.redistribute(placements=[Replicate()]).to_local()
+    partial_outputs = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+    return partial_outputs.redistribute(placements=[Replicate()]).to_local()
 
 
 def _on_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -82,7 +80,7 @@ def _on_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @contextmanager
 def _all_of(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-    """Compute with all experts: no choice is another rank's."""
+    """Compute with all experts, so that no choice is another rank's."""
     experts: Any = module
     number: int = experts.num_experts
     experts.num_experts, experts._is_expert_parallel = number * mesh.size(), False
@@ -93,12 +91,12 @@ def _all_of(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
 
 
 @contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Replace the module's parameters by this rank's parts, as plain tensors."""
+def replaced_parameters(module: nn.Module, replace: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Replace the module's own DTensors by plain tensors while the block runs."""
     held: dict[str, Any] = dict(module._parameters)
     slots: dict[str, Any] = module._parameters
     try:
-        slots |= {name: parameter.to_local() for name, parameter in held.items() if parameter is not None}
+        slots |= {name: replace(parameter) for name, parameter in held.items() if isinstance(parameter, DTensor)}
         yield
     finally:
         slots |= held

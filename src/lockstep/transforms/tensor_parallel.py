@@ -1,4 +1,4 @@
-"""Tensor parallelism: each matrix is divided over the ranks of a group, which have the same samples.
+"""Tensor parallelism: each matrix is sharded over the ranks of a group, which have the same samples.
 
               x (on both)       colwise            rowwise
     rank 0    x  ---------->   x W1[:half]'  -->   h0 W2[:, :half]'  --.
@@ -8,14 +8,17 @@
 which norms and dropout work, and the input of the next colwise matrix is gathered (Korthikanti et al. 2022,
 arXiv:2205.05198).
 
-Divided parameters are DTensors on the tensor axis, under their own names; all others stay whole on each rank.
+Sharded parameters are DTensors on the tensor axis, under their own names; all others stay whole on each rank.
+
+To compare with whole weights, each module gathers its own for its call, and again in the backward: no rank ever holds
+more than one module's whole weights.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,12 +32,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.core.protocols import Transform
 from lockstep.distributed.forward_mode import ForwardMode
 from lockstep.distributed.mesh_position import MeshPosition, TensorParallelGroup
-from lockstep.transforms.tensor_experts import divide_experts
-from lockstep.transforms.whole_weights import whole_weights
+from lockstep.transforms.tensor_experts import divide_experts, replaced_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -44,15 +47,14 @@ _SEQUENCE = Shard(1)  # [samples, positions, ...]
 
 
 class TensorParallel(Transform):
-    """Divides the matrices of a model in place; its parameters may be without values.
+    """Shards the matrices of a model in place; its parameters may be without values.
 
     Args:
         plan: Styles by the names of modules; those that have no weights on this rank are skipped.
-        position: Returns this rank's position in the mesh.
         mode: The model's forward mode.
 
     Attributes:
-        group: The ranks over which matrices are divided; known once it is applied.
+        group: The ranks over which matrices are sharded; None until the transform is applied.
     """
 
     name = "parallel.tensor"
@@ -69,10 +71,14 @@ class TensorParallel(Transform):
 
     def apply(self, model: nn.Module) -> nn.Module:
         position = self._position()
-        assert position.device_mesh is not None, "a model whose matrices are divided has a mesh"
+        assert position.device_mesh is not None, "a tensor-parallel model has a mesh"
         mesh = position.device_mesh["tensor"]
-        _ignore_view_warning()
-        ties = _ties(model)
+        # FSDP2 warns of modules whose output ends in `DTensor.to_local()`, a view: a change in place would lose a hook.
+        # A gathered head's logits do, and an objective that changed them in place would change what others read.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        names: dict[int, list[str]] = {}
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
         frozen = {name for name, tensor in model.named_parameters() if not tensor.requires_grad}
         partial_gradients: set[str] = set()
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -86,26 +92,41 @@ class TensorParallel(Transform):
                 partial_gradients |= {f"{name}.{own}" for own, _ in module.named_parameters()}
             else:
                 self._divide(module, style, mesh)
-        for first, others in ties.items():
-            for other in others:
-                owner, _, own = other.rpartition(".")
+        for first, *tied in names.values():
+            for name in tied:
+                owner, _, own = name.rpartition(".")
                 model.get_submodule(owner).register_parameter(own, model.get_parameter(first))
         for name, tensor in model.named_parameters():
             tensor.requires_grad_(name not in frozen)
-        replicated = frozenset(name for name, tensor in model.named_parameters() if not _is_divided(tensor))
+        replicated = frozenset(name for name, tensor in model.named_parameters() if not _is_sharded(tensor))
         self.group = TensorParallelGroup(position.tensor, replicated, frozenset(partial_gradients) & replicated)
         return model
 
-    def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with whole weights. All ranks together."""
-        return whole_weights(self._mode, model)
+    @contextmanager
+    def whole_weights(self, model: nn.Module) -> Iterator[None]:
+        """Compute with whole weights while the block runs; gradients are sharded. All ranks together."""
+        modules: list[Any] = [
+            module for module in model.modules() if any(True for _ in module.parameters(recurse=False))
+        ]
+        overridden = {module: module.__dict__["forward"] for module in modules if "forward" in module.__dict__}
+        for module in modules:
+            module.forward = partial(_with_whole_weights, module, module.forward)
+        self._mode.whole_weights = True
+        try:
+            yield
+        finally:
+            self._mode.whole_weights = False
+            for module in modules:
+                del module.forward
+            for module, forward in overridden.items():
+                module.forward = forward
 
     def _divide(self, module: nn.Module, style: str, mesh: DeviceMesh) -> None:
         buffers = dict(module._buffers)
         parallelize_module(module, mesh, _style(style, module, self._mode), src_data_rank=None)  # all have the values
         if style.startswith(("colwise", "rowwise")):
-            # torch has made DTensors of the buffers, which they have to be in the module's forward alone, and there
-            # only as long as its weights are. (Gemma's embedding multiplies by one.)
+            # torch has made DTensors of the buffers, which must be DTensors in the module's forward alone, and only
+            # while its weights are. (Gemma's embedding multiplies by a buffer.)
             module._buffers.update(buffers)
             if any(tensor is not None for tensor in buffers.values()):
                 forward = partial(_with_replicated_buffers, module, mesh, self._mode, module.forward)
@@ -127,26 +148,30 @@ def _with_replicated_buffers(
         slots |= plain
 
 
-def _ignore_view_warning() -> None:
-    """Silence FSDP2's warning about whatever ends in `DTensor.to_local()`, a view: to change it in place would lose a
-    hook. A gathered head's logits end so, and an objective that changed them in place would change what others see."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+def _with_whole_weights(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+        return forward(*args, **kwargs)
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        with replaced_parameters(module, lambda parameter: parameter.full_tensor()):
+            return forward(*args, **kwargs)
+
+    return checkpoint(gathered, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _is_bypassed(mode: ForwardMode, module: Any) -> bool:
-    """Return whether a style has no effect now; also while a placeholder replaces the weight, as in the dry runs of a
-    pipeline's stages."""
+    """Return whether a style has no effect now; a placeholder replaces the weight in dry runs of pipeline stages."""
     return mode.whole_weights or not isinstance(module.weight, DTensor)
 
 
 def _refuse_keywords(inputs: tuple[object, ...]) -> None:
-    """Raise TypeError: torch's styles look at inputs that come by position alone."""
+    """Raise TypeError if there are none: torch's styles prepare positional inputs alone."""
     if not inputs:
         raise TypeError("it is called with its input by keyword; pass it by position")
 
 
 def _style(word: str, module: nn.Module, mode: ForwardMode) -> ParallelStyle:
-    if isinstance(module, nn.Embedding):  # takes tokens, which are whole
+    if isinstance(module, nn.Embedding):  # its input, tokens, is whole
         by_sequence = word == "rowwise_sequence"
         layout = _SEQUENCE if by_sequence else Replicate()
         return _Rowwise(mode, input_layouts=Replicate(), output_layouts=layout, use_local_output=not by_sequence)
@@ -154,7 +179,7 @@ def _style(word: str, module: nn.Module, mode: ForwardMode) -> ParallelStyle:
 
 
 class _Bypassable:
-    """Makes one of torch's styles have no effect while the mode says so."""
+    """Disables one of torch's styles while the forward mode bypasses it."""
 
     def __init__(self, mode: ForwardMode, **layouts: Any) -> None:
         super().__init__(**layouts)
@@ -173,15 +198,15 @@ class _Bypassable:
 
 
 class _Colwise(_Bypassable, ColwiseParallel):
-    """torch's style, which the mode can bypass."""
+    """torch's colwise style, which the mode can bypass."""
 
 
 class _Rowwise(_Bypassable, RowwiseParallel):
-    """torch's style, which the mode can bypass."""
+    """torch's rowwise style, which the mode can bypass."""
 
 
 class _Sequence(SequenceParallel):
-    """torch's style, which the mode can bypass."""
+    """torch's sequence style, which the mode can bypass."""
 
     def __init__(self, mode: ForwardMode) -> None:
         super().__init__()
@@ -200,15 +225,10 @@ class _Sequence(SequenceParallel):
 
 
 class _FirstInput(PrepareModuleInput):
-    """Prepares the first input; what else the module takes is passed on as it is.
+    """Replicates the first input, which has this layout if it isn't a DTensor; passes on the others unchanged."""
 
-    Args:
-        comes: How the input lies on the ranks, if it doesn't state it itself.
-        wanted: How it has to lie.
-    """
-
-    def __init__(self, mode: ForwardMode, comes: Any, wanted: Any) -> None:
-        super().__init__(input_layouts=comes, desired_input_layouts=wanted)
+    def __init__(self, mode: ForwardMode, layout: Any) -> None:
+        super().__init__(input_layouts=layout, desired_input_layouts=Replicate())
         self._mode = mode
 
     def _prepare_input_fn(self, inputs: Any, device_mesh: DeviceMesh) -> Any:
@@ -227,19 +247,11 @@ _STYLES: Mapping[str, Callable[[ForwardMode], ParallelStyle]] = {
     "rowwise": _Rowwise,
     "rowwise_split_input": lambda mode: _Rowwise(mode, input_layouts=Replicate()),
     "rowwise_sequence": lambda mode: _Rowwise(mode, output_layouts=_SEQUENCE, use_local_output=False),
-    "shared_input": lambda mode: _FirstInput(mode, Replicate(), Replicate()),
+    "shared_input": lambda mode: _FirstInput(mode, Replicate()),
     "sequence": _Sequence,
-    "gather_sequence": lambda mode: _FirstInput(mode, _SEQUENCE, Replicate()),
+    "gather_sequence": lambda mode: _FirstInput(mode, _SEQUENCE),
 }
 
 
-def _ties(model: nn.Module) -> dict[str, list[str]]:
-    """Return the further names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-    return {first: others for first, *others in names.values() if others}
-
-
-def _is_divided(tensor: Tensor) -> bool:
+def _is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)

@@ -1,10 +1,10 @@
-"""Tensor plans: which modules of a model are divided over a tensor group, and by which style.
+"""Tensor plans: which modules of a model are sharded over a tensor group, and by which style.
 
-    blocks.0.attention.query    colwise     rows of the weight, so columns of what comes out: whole heads
-    blocks.0.attention.out      rowwise     columns of the weight: each rank has a summand of what comes out
+    blocks.0.attention.query    colwise     rows of the weight, so columns of the output: whole heads
+    blocks.0.attention.out      rowwise     columns of the weight: each rank has an addend of the output
 
-The plan of a model is our own (`models.transformer`), the one that a Hugging Face config carries, or a user's. What can
-be divided is checked here, by names and shapes alone.
+The plan of a model is Lockstep's (`models.transformer`), the one that a Hugging Face config carries, or a user's. It is
+checked here by names and shapes alone.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ KEY = "parallel.tensor_parallel"
 STYLES: Mapping[str, str] = {
     "colwise": "rows of a Linear's weight; each rank continues with its columns of the output",
     "colwise_gather_output": "the same, and the output is gathered on each rank",
-    "rowwise": "columns of a Linear's weight, whose input comes divided, or rows of an Embedding; outputs are summed",
+    "rowwise": "columns of a Linear's weight, whose input is sharded, or rows of an Embedding; outputs are summed",
     "rowwise_split_input": "the same, of an input that is whole",
     "rowwise_sequence": "rowwise, and each rank continues with its positions of the sum",
-    "colwise_logits": "colwise, of a head whose loss is computed on the divided logits",
-    "shared_input": "nothing of its own: what the colwise modules inside take is prepared once for all of them",
+    "colwise_logits": "colwise, of a head whose loss is computed on the sharded logits",
+    "shared_input": "no weights: the input of the colwise modules inside is prepared once for all of them",
     "sequence": "whole weights, such as a norm's, on each rank's own positions",
-    "gather_sequence": "nothing of its own: its first input is put together from all ranks' positions",
+    "gather_sequence": "no weights: its first input is gathered from all ranks' positions",
     "experts": "whole experts of a module that has all of them in tensors [experts, ...]; outputs are summed",
     "sum_gradient": "whole weights that each rank uses for its own heads; their gradients are summed",
 }
 """The styles of a plan, and what each divides."""
-_DIVIDES = ("colwise", "rowwise")  # a matrix; so styles begin that do
+_SHARDS_MATRIX = ("colwise", "rowwise")  # the prefixes of styles that shard a matrix
 _SAME_AS = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
@@ -51,47 +51,41 @@ _ATTENTION = re.compile(r"attn|attention")
 
 
 def tensor_plan(
-    model: nn.Module, options: TensorParallelOptions, degree: int, ours: Mapping[str, str] | None = None
+    model: nn.Module, options: TensorParallelOptions, degree: int, builtin: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the style of each module that has one, in the model's order.
 
     Args:
-        model: Whole, before it is divided in any way.
-        degree: Ranks that each matrix is divided over.
-        ours: The plan of a model of ours, by patterns.
+        model: Whole, before any of it is sharded.
+        degree: Number of ranks over which each matrix is sharded.
+        builtin: The plan of one of Lockstep's models, by patterns.
 
     Raises:
-        ConfigError: There is no plan for this model, it isn't understood, or its matrices can't be divided so.
+        ConfigError: There is no plan for this model, the plan has unknown styles, or matrices don't divide evenly.
     """
     if not isinstance(options.plan, str):
-        patterns = _users(options)
-    else:
-        patterns = dict(ours) if ours is not None else _huggingface(model, options)
-    plan = _resolved(model, patterns)
-    _refuse_other_modules(model, plan)
-    if not isinstance(options.plan, str):
+        plan = _resolved(model, {pattern: _known(style, pattern) for pattern, style in options.plan.items()})
+        _refuse_other_modules(model, plan)
         _refuse_half_sequences(options, plan)
+    else:
+        plan = _resolved(model, builtin if builtin is not None else _huggingface(model, options))
+        _refuse_other_modules(model, plan)
     _add_tied(model, plan)
     if options.loss_parallel:
-        _divide_logits(model, plan)
-    problems = [Problem("", "parallel.tensor", why) for why in _indivisible(model, plan, degree)]
-    if problems:
-        raise ConfigError(problems[:1])
+        _shard_logits(model, plan)
+    why = next(_indivisible(model, plan, degree), None)
+    if why is not None:
+        raise ConfigError(Problem("", "parallel.tensor", why))
     return plan
 
 
-def _users(options: TensorParallelOptions) -> dict[str, str]:
-    assert not isinstance(options.plan, str)
-    return {pattern: _known(style, f"{KEY}.plan", pattern) for pattern, style in options.plan.items()}
-
-
-def _known(style: str, key: str, of: str) -> str:
-    word = _SAME_AS.get(style, style)
-    if word in STYLES:
-        return word
+def _known(style: str, pattern: str) -> str:
+    name = _SAME_AS.get(style, style)
+    if name in STYLES:
+        return name
     near = closest_match(style, STYLES)
     meant = f"did you mean {near}?" if near else f"there are {', '.join(STYLES)}"
-    raise ConfigError(Problem("", key, f"{of}: there is no style {style!r}; {meant}"))
+    raise ConfigError(Problem("", f"{KEY}.plan", f"{pattern}: there is no style {style!r}; {meant}"))
 
 
 def _huggingface(model: nn.Module, options: TensorParallelOptions) -> dict[str, str]:
@@ -102,28 +96,28 @@ def _huggingface(model: nn.Module, options: TensorParallelOptions) -> dict[str, 
         name = type(model).__name__
         why = (
             f"auto, but a {name} carries no plan: Llama, Qwen2, Qwen3, Mistral, Gemma, OLMo and other decoders of the "
-            f"transformers library do, and so does our transformer (not GPT-2, T5 or BERT). Name its modules: "
-            f"{{'layers.*.query': colwise, 'layers.*.out': rowwise}}; or take fsdp, which divides any model"
+            f"transformers library do, and so does Lockstep's transformer (not GPT-2, T5 or BERT). Name its modules: "
+            f"{{'layers.*.query': colwise, 'layers.*.out': rowwise}}; or use fsdp, which shards any model"
         )
         raise ConfigError(Problem("", f"{KEY}.plan", why))
     if options.sequence_parallel:
-        why = "true, but the plans of the transformers library don't say where a sequence is divided; leave it out"
+        why = "true, but the plans of the transformers library don't name where to shard a sequence; leave it out"
         raise ConfigError(Problem("", f"{KEY}.sequence_parallel", why))
     prefix = next((f"{name}." for name, child in model.named_modules() if child is inner and name), "")
     plan = {f"{prefix}{name}": style for name, style in carried.items()}
     plan |= dict(getattr(type(model), "_tp_plan", None) or {})
-    of_experts = tuple(f"{name}." for name, style in plan.items() if style == "moe_tp_experts")
-    plan = {name: style for name, style in plan.items() if not name.startswith(of_experts)}  # they go whole
-    strange = {style for style in plan.values() if _SAME_AS.get(style, style) not in STYLES}
-    if strange:
-        where = next(name for name, style in plan.items() if style in strange)
+    experts = tuple(f"{name}." for name, style in plan.items() if style == "moe_tp_experts")
+    plan = {name: style for name, style in plan.items() if not name.startswith(experts)}  # experts stay whole
+    unknown = {style for style in plan.values() if _SAME_AS.get(style, style) not in STYLES}
+    if unknown:
+        where = next(name for name, style in plan.items() if style in unknown)
         why = (
-            f"auto, and the plan of a {type(model).__name__} asks for {', '.join(sorted(strange))} ({where}), which "
-            f"isn't there yet; take fsdp, or write a plan of {', '.join(STYLES)}"
+            f"auto, and the plan of a {type(model).__name__} asks for {', '.join(sorted(unknown))} ({where}), which "
+            f"isn't supported yet; use fsdp, or write a plan of {', '.join(STYLES)}"
         )
         raise ConfigError(Problem("", f"{KEY}.plan", why))
     names = [name for name, _ in model.named_modules()]
-    # where layers are of several kinds, a plan names the modules of all
+    # if layers are of several kinds, the plan names the modules of all
     matching = {name: style for name, style in plan.items() if any(fnmatchcase(module, name) for module in names)}
     return {name: _SAME_AS.get(style, style) for name, style in matching.items()}
 
@@ -148,29 +142,29 @@ def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refuse_other_modules(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raise ConfigError if a style is for another kind of module, or nothing is divided at all."""
+    """Raise ConfigError if a style is for another kind of module, or no matrix is sharded."""
     for name, style in plan.items():
         module = model.get_submodule(name)
         kind = type(module).__name__
-        if style.startswith(_DIVIDES) and not isinstance(module, nn.Linear | nn.Embedding):
+        if style.startswith(_SHARDS_MATRIX) and not isinstance(module, nn.Linear | nn.Embedding):
             why = f"{name}: {style} is for Linear and Embedding modules, not for a {kind}{_inside(module)}"
             raise ConfigError(Problem("", f"{KEY}.plan", why))
         if style == "sequence" and any("." in own for own, _ in module.named_parameters()):
             why = f"{name}: sequence is for a module with weights of its own, such as a norm, not for a {kind}"
             raise ConfigError(Problem("", f"{KEY}.plan", f"{why}{_inside(module)}"))
-    if not any(style.startswith(_DIVIDES) or style == "experts" for style in plan.values()):
+    if not any(style.startswith(_SHARDS_MATRIX) or style == "experts" for style in plan.values()):
         why = "it divides no matrix; name some, as in {'layers.*.up': colwise, 'layers.*.down': rowwise}, or leave "
         raise ConfigError(Problem("", f"{KEY}.plan", f"{why}parallel.tensor out"))
 
 
 def _inside(module: nn.Module) -> str:
-    """Return what a module is made of, for those who meant that."""
+    """Return the modules inside, which the plan may mean."""
     names = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters(False))]
     return f"; in it are {', '.join(names[:4])}" if names else ""
 
 
 def _refuse_half_sequences(options: TensorParallelOptions, plan: Mapping[str, str]) -> None:
-    """Raise ConfigError if the option and the styles of a user's own plan differ on whether sequences are divided."""
+    """Raise ConfigError if the option and the styles of a user's plan differ on whether sequences are sharded."""
     first = next((f"{name}: {style}" for name, style in plan.items() if "sequence" in style), None)
     key = f"{KEY}.sequence_parallel"
     if options.sequence_parallel and first is None:
@@ -181,16 +175,15 @@ def _refuse_half_sequences(options: TensorParallelOptions, plan: Mapping[str, st
 
 
 def _add_tied(model: nn.Module, plan: dict[str, str]) -> None:
-    """Add tables and heads that share weights with a divided module: they are divided together."""
-    divided = {id(model.get_submodule(name).weight) for name, style in plan.items() if style.startswith(_DIVIDES)}
+    """Add tables and heads that share weights with a sharded module: they are sharded together."""
+    sharded = {id(model.get_submodule(name).weight) for name, style in plan.items() if style.startswith(_SHARDS_MATRIX)}
     for name, module in model.named_modules(remove_duplicate=False):
-        if name in plan or not isinstance(module, nn.Linear | nn.Embedding) or id(module.weight) not in divided:
-            continue
-        plan[name] = "rowwise" if isinstance(module, nn.Embedding) else "colwise_gather_output"
+        if name not in plan and isinstance(module, nn.Linear | nn.Embedding) and id(module.weight) in sharded:
+            plan[name] = "rowwise" if isinstance(module, nn.Embedding) else "colwise_gather_output"
 
 
-def _divide_logits(model: nn.Module, plan: dict[str, str]) -> None:
-    """Have the last module keep its logits divided.
+def _shard_logits(model: nn.Module, plan: dict[str, str]) -> None:
+    """Have the last module keep its logits sharded.
 
     Raises:
         ConfigError: It isn't a head whose output would be gathered.
@@ -203,7 +196,7 @@ def _divide_logits(model: nn.Module, plan: dict[str, str]) -> None:
 
 
 def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iterator[str]:
-    """Yield messages about what can't be divided evenly, and by what it could be."""
+    """Yield messages about sizes that the degree doesn't divide, with those that it could."""
     for name, size in _heads(model, plan):
         if size % degree:
             yield f"{degree} doesn't divide the {size} {name}; take {nearest_divisors(size, degree)}"
@@ -216,30 +209,23 @@ def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iter
             elif number % degree:
                 yield f"{degree} doesn't divide the {number} experts; take {nearest_divisors(number, degree)}"
             continue
-        wide = _evenly(module, style)
-        if wide % degree:
-            nearest = nearest_divisors(wide, degree)
-            yield f"{degree} doesn't divide the {wide} columns of {name} ({style}); take {nearest}"
-
-
-def _evenly(module: nn.Module, style: str) -> int:
-    """Return the size that has to be divided evenly; 0: none has."""
-    if style in ("shared_input", "sequence", "gather_sequence", "sum_gradient"):
-        return 0
-    if not isinstance(module, nn.Linear):
-        return 0
-    return {"colwise": module.out_features, "rowwise": module.in_features, "rowwise_sequence": module.in_features}.get(
-        style, 0
-    )
+        if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise", "rowwise_sequence"):
+            continue  # other outputs may be uneven
+        size = module.out_features if style == "colwise" else module.in_features
+        if size % degree:
+            nearest = nearest_divisors(size, degree)
+            yield f"{degree} doesn't divide the {size} columns of {name} ({style}); take {nearest}"
 
 
 def _heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield numbers of heads that are divided in a model of the transformers library: whole ones each. Those of ours
-    were checked by the plan of the run."""
+    """Yield the numbers of heads of a model of the transformers library, of which each rank needs whole ones.
+
+    Those of Lockstep's models are checked by the plan of the run.
+    """
     if not any(style == "colwise" and _ATTENTION.search(name) for name, style in plan.items()):
-        return  # its heads are put together before it looks at them
+        return  # its heads are gathered before attention
     config = getattr(model, "config", None)
-    for word, name in (("num_attention_heads", "heads"), ("num_key_value_heads", "key-value heads")):
-        size = getattr(config, word, None)
+    for key, name in (("num_attention_heads", "heads"), ("num_key_value_heads", "key-value heads")):
+        size = getattr(config, key, None)
         if isinstance(size, int):
             yield name, size

@@ -1,4 +1,4 @@
-"""Every mode of activation checkpointing, and offload: the same gradient to the bit, for less memory."""
+"""Every mode of activation checkpointing, and offload: bitwise identical gradients, for less memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sequential() -> nn.Module:
 
 
 class Plain(nn.Module):
-    """Hands its blocks what they need by name."""
+    """Passes its blocks further inputs by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ POINTS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 
 def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:
-    """Of two forwards."""
+    """Return the gradients of two forwards."""
     torch.manual_seed(3)
     for _ in range(2):
         outputs = model(inputs)
@@ -91,33 +91,33 @@ def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("make", "inputs"), [(own, TOKENS), (llama, TOKENS), (sequential, POINTS), (Plain, POINTS)])
-def test_gradients_are_the_same_to_the_bit(make: Callable[[], nn.Module], inputs: Tensor) -> None:
+def test_gradients_are_bitwise_identical(make: Callable[[], nn.Module], inputs: Tensor) -> None:
     model = make()
     expected = gradients(copy.deepcopy(model), inputs)
-    for name, asked in MODES.items():
+    for name, options in MODES.items():
         other = copy.deepcopy(model)
-        made = lockstep.checkpoint_activations(other, **asked)
+        made = lockstep.checkpoint_activations(other, **options)
         assert made.on is (name != "adaptive")
         assert made.look() is True
         assert list(other.state_dict()) == list(model.state_dict())
-        found = gradients(other, inputs)
-        assert all(torch.equal(one, another) for one, another in zip(found, expected, strict=True)), name
+        again = gradients(other, inputs)
+        assert all(torch.equal(left, right) for left, right in zip(again, expected, strict=True)), name
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def held(asked: dict[str, Any] | None, layers: int = 8) -> int:
-    """Bytes alive between forward and backward, of the second forward."""
+def held(options: dict[str, Any] | None, layers: int = 8) -> int:
+    """Return the bytes alive between the second forward and its backward."""
     model = own(layers)
-    if asked is not None:
-        lockstep.checkpoint_activations(model, **asked).look()
+    if options is not None:
+        lockstep.checkpoint_activations(model, **options).look()
     held_for_the_backward(model)
     return held_for_the_backward(model)
 
 
-def test_what_each_mode_holds() -> None:
-    bytes_of = {name: held(asked) for name, asked in MODES.items()}
+def test_each_mode_holds_less() -> None:
+    bytes_of = {name: held(options) for name, options in MODES.items()}
     everything = held(None)
     assert bytes_of["adaptive"] == bytes_of["full"] < bytes_of["every 2nd"] < everything
     assert bytes_of["full"] < bytes_of["selective"] < 0.8 * everything
@@ -129,11 +129,11 @@ def test_what_each_mode_holds() -> None:
 def test_full_holds_one_block_and_the_inputs_of_all() -> None:
     """The peak of forward and backward grows by an input a block; without checkpointing by a whole block."""
     grows = {}
-    for name, asked in (("full", MODES["full"]), ("none", None)):
+    for name, options in (("full", MODES["full"]), ("none", None)):
         peaks = []
         for layers in (4, 12):
             model = own(layers)
-            if asked is not None:
+            if options is not None:
                 lockstep.checkpoint_activations(model)
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)  # only activations are counted
@@ -145,61 +145,62 @@ def test_full_holds_one_block_and_the_inputs_of_all() -> None:
     assert grows["none"] > 10 * inputs
 
 
-def test_a_budget_keeps_the_last_blocks_that_it_has_room_for() -> None:
+def test_a_budget_keeps_the_last_blocks_that_fit() -> None:
     blocks = {name: BlockMemory(40, 2) for name in "abcd"}
     assert choose(blocks, 0.5) == {"d"}
     assert choose(blocks, 1.0) == set("abcd")
     assert choose(blocks, 0.0) == set()
-    assert choose({**blocks, "d": BlockMemory(90, 2)}, 0.4) == set(), "what has no room is not made room for by another"
+    larger = {**blocks, "d": BlockMemory(90, 2)}
+    assert choose(larger, 0.4) == set(), "a block that doesn't fit isn't skipped for an earlier one"
 
 
 # --- which modules --------------------------------------------------------------------------------------------------
 
 
-def test_attention_and_mlp_apart() -> None:
+def test_attention_and_mlp_can_be_chosen_by_class() -> None:
     model = own(2)
     made = lockstep.checkpoint_activations(model, [Attention, SwiGLU])
     assert made.blocks == ("blocks.0.attention", "blocks.0.mlp", "blocks.1.attention", "blocks.1.mlp")
     assert str(made) == (
         "activation checkpointing, full: blocks.0.attention, blocks.0.mlp, blocks.1.attention and 1 more"
     )
-    asked = ActivationCheckpointing(mode="full", modules=("Attention",))
-    assert RecomputeBlocks(asked, ["blocks.0"]).applied(own(2)).blocks == ("blocks.0.attention", "blocks.1.attention")
+    chosen = ActivationCheckpointing(mode="full", modules=("Attention",))
+    assert RecomputeBlocks(chosen, ["blocks.0"]).applied(own(2)).blocks == ("blocks.0.attention", "blocks.1.attention")
 
 
-def test_a_sequential_is_cut_whatever_its_children() -> None:
+def test_a_sequential_of_any_children_has_segments() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 2), nn.Sigmoid())
     expected = gradients(copy.deepcopy(model), POINTS)
     assert len(lockstep.checkpoint_activations(model, mode="segments").blocks) == 5
-    assert all(torch.equal(one, other) for one, other in zip(gradients(model, POINTS), expected, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(gradients(model, POINTS), expected, strict=True))
     assert split_into_segments("abcde", 4) == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "message"),
     [
         ({"blocks": [nn.Conv1d]}, "a Transformer has no module of class Conv1d; it has Embedding"),
         ({"blocks": ["Block"]}, "blocks are classes of modules"),
-        ({"blocks": [Attention, type(own(2).get_submodule("blocks.0"))]}, "blocks.0.attention lies in blocks.0"),
+        ({"blocks": [Attention, type(own(2).get_submodule("blocks.0"))]}, "blocks.0.attention is in blocks.0"),
         ({"mode": "ful"}, "mode 'ful' is none of full, selective"),
         ({"segments": 3}, "segments 3 is an option of mode segments; full would ignore it"),
         ({"mode": "segments", "segments": 9}, "9 segments of 4 blocks; there can be 4 at most"),
         ({"mode": "budget", "budget": 2.0}, "budget: Input should be less than or equal to 1"),
     ],
 )
-def test_what_can_not_be_is_refused(asked: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(lockstep.ConfigError) as refusal:
-        lockstep.checkpoint_activations(own(), **asked)
-    assert said in str(refusal.value)
+        lockstep.checkpoint_activations(own(), **options)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "segments", "budget", "adaptive"])
-def test_twice_is_refused(mode: Any) -> None:
+def test_a_second_call_for_the_same_blocks_is_refused(mode: Any) -> None:
     model = own()
     lockstep.checkpoint_activations(model, mode=mode)
-    said = r"blocks\.0 is computed again already, by an earlier call; leave one of the two out"
+    message = r"blocks\.0 is computed again already, by an earlier call; leave one of the two out"
     for other in (model, copy.deepcopy(model)):
-        with pytest.raises(lockstep.ConfigError, match=said):
+        with pytest.raises(lockstep.ConfigError, match=message):
             lockstep.checkpoint_activations(other)
         with pytest.raises(lockstep.ConfigError, match=r"with blocks\.0\.attention a part of it would be computed thr"):
             lockstep.checkpoint_activations(other, Attention)
@@ -236,17 +237,17 @@ class Crossing(Plain):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (Skipping, "layers.1 was left out in a forward"),
-        (Crossing, "layers.1 takes something else than what layers.0 took and returned"),
+        (Crossing, "layers.1 takes something else than the output and the further inputs of layers.0"),
         (Stack, "blocks return more than one tensor"),
     ],
 )
-def test_segments_need_a_chain(make: Callable[[], nn.Module], said: str) -> None:
+def test_segments_need_a_chain(make: Callable[[], nn.Module], message: str) -> None:
     model = make()
     lockstep.checkpoint_activations(model, mode="segments", segments=2)
-    with pytest.raises(lockstep.ConfigError, match=said):
+    with pytest.raises(lockstep.ConfigError, match=message):
         model(torch.ones(2, 4 if make is Stack else 16))
 
 
@@ -254,29 +255,29 @@ def test_segments_need_a_chain(make: Callable[[], nn.Module], said: str) -> None
 
 
 def switched_on_at(full_rank: int) -> list[bool]:
-    """Whether blocks were computed again after each update; one rank alone has used too much."""
+    """Return whether blocks were computed again after each update; one rank alone has used too much memory."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    asked = config(OWN, parallel={"strategy": "ddp"}, run={"steps": 6})
-    asked["memory"] = {"activation_checkpointing": {"mode": "adaptive", "look_every": 3}}
-    found = []
+    options = config(OWN, parallel={"strategy": "ddp"}, run={"steps": 6})
+    options["memory"] = {"activation_checkpointing": {"mode": "adaptive", "look_every": 3}}
+    switched = []
     try:
-        with lockstep.session(asked) as session:
+        with lockstep.session(options) as session:
             watch = components_of(session).watch
             assert watch is not None
             used = 0.9 if dist.get_rank() == full_rank else 0.1
             session._components = replace(components_of(session), watch=replace(watch, used=lambda: used))
             for _ in session:
-                found.append(watch.switch.on)
+                switched.append(watch.switch.on)
     finally:
         dist.destroy_process_group()
-    return found
+    return switched
 
 
 def test_one_rank_switches_all_of_them_at_the_same_update() -> None:
-    for found in in_world(2, switched_on_at, 1):
-        assert found == [False, False, False, True, True, True], "asked after update 3, heard in the vote of update 4"
+    for switched in in_world(2, switched_on_at, 1):
+        assert switched == [False, False, False, True, True, True], "requested after update 3, in the vote of update 4"
 
 
 def adaptive_without_a_run() -> list[bool]:
@@ -292,7 +293,7 @@ def adaptive_without_a_run() -> list[bool]:
         dist.destroy_process_group()
 
 
-def test_without_a_run_ranks_agree_too() -> None:
+def test_ranks_agree_without_a_run() -> None:
     assert in_world(2, adaptive_without_a_run) == [[False, False, True], [False, False, True]]
 
 
@@ -301,7 +302,7 @@ def test_without_a_run_ranks_agree_too() -> None:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_offloaded_activations_come_back(recomputes: bool) -> None:
-    """Copied within the host here, but by the way that a GPU's take."""
+    """On the CPU they are copied within the host, by the same code as from a GPU."""
     model = own()
     expected = gradients(copy.deepcopy(model), TOKENS)
     if recomputes:
@@ -311,11 +312,11 @@ def test_offloaded_activations_come_back(recomputes: bool) -> None:
         with ActivationsOnHost(pinned=False) as _:
             outputs = model(TOKENS)
         outputs.float().pow(2).sum().backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    again = [parameter.grad for parameter in model.parameters()]
+    assert all(torch.equal(left, right) for left, right in zip(again, expected, strict=True))
 
 
-def test_weights_and_small_tensors_stay() -> None:
+def test_weights_and_small_tensors_are_not_offloaded() -> None:
     big, weight = torch.randn(300, 300, requires_grad=True), nn.Linear(300, 300, bias=False)
     hooks = ActivationsOnHost(pinned=False)
     with hooks:

@@ -33,7 +33,7 @@ class Named(Transform):
 
 def order(*transforms: Transform) -> tuple[list[str], list[str]]:
     before, after = split_at(PIPELINE, transforms)
-    return [one.name for one in before], [one.name for one in after]
+    return [step.name for step in before], [step.name for step in after]
 
 
 TENSOR = Named("parallel.tensor", after=(PIPELINE,))
