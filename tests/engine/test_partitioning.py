@@ -86,6 +86,17 @@ def test_each_parameter_belongs_to_one_stage_unless_it_is_tied() -> None:
         assert ranks[0].shared == (["table.weight"] if tied else [])
 
 
+def test_a_stage_has_the_parameters_of_its_blocks_and_the_ends_those_outside_of_blocks() -> None:
+    for rank, outside in enumerate((["table.weight"], ["norm.weight", "norm.bias", "head.weight"])):
+        stages = partitioned(rank, stages_per_rank=2, schedule="interleaved-1f1b")
+        named = {id(parameter): name for name, parameter in stages.model.named_parameters()}
+        for stage in stages.own:
+            expected = {name for name in named.values() if name.startswith(f"blocks.{stage}.")}
+            if stage in (0, stages.count - 1):
+                expected |= set(outside)
+            assert {named[id(parameter)] for parameter in stages.parameters_of(stage)} == expected
+
+
 def test_the_side_of_weights_is_where_they_are_used_not_where_they_are_defined() -> None:
     model = Chain()
     used = sides_of_use(model, names(model), INPUTS)
