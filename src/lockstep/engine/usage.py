@@ -10,7 +10,6 @@ replaces each block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,17 +39,18 @@ def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> dic
         inputs: Inputs of a few samples, on the CPU.
     """
     tracker = _UseTracker(len(blocks))
+    modules: list[Any] = [model.get_submodule(name) for name in blocks]
+    for index, module in enumerate(modules):
+        module._call_impl = partial(tracker.block, index, module._call_impl)
     try:
-        with (
-            torch.random.fork_rng([]),
-            unchanged(model),
-            shadowed(_stand_ins(model, tracker)),
-            _first_block_for_all(model, blocks, tracker),
-        ):
+        with torch.random.fork_rng([]), unchanged(model), shadowed(_stand_ins(model, tracker)):
             model.eval()
             call(model, _few_tokens(inputs))
-    except Exception:  # whatever a forward makes of zeros
+    except Exception:  # zeros are no input that a model must accept
         return {}
+    finally:
+        for module in modules:
+            del module._call_impl
     return {
         name: side for name, sides in tracker.used.items() for side in sides if len(sides) == 1 and side is not None
     }
@@ -125,15 +125,3 @@ def _stand_ins(model: nn.Module, tracker: _UseTracker) -> Iterator[tuple[nn.Modu
                 tracked: Any = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(_TrackedZeros)
                 tracked.use = partial(tracker.use, f"{prefix}.{key}".lstrip("."))
                 yield module, key, tracked
-
-
-@contextmanager
-def _first_block_for_all(model: nn.Module, blocks: Sequence[str], tracker: _UseTracker) -> Iterator[None]:
-    modules: list[Any] = [model.get_submodule(name) for name in blocks]
-    for index, module in enumerate(modules):
-        module._call_impl = partial(tracker.block, index, module._call_impl)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module._call_impl

@@ -172,7 +172,12 @@ class FSDPStep(GradientStep):
             self._optimizer.update(rate, divisor, keep)
         except (RuntimeError, NotImplementedError) as error:
             if self._custom and ("Sharding propagation failed" in str(error) or "DTensor" in str(error)):
-                raise _cannot_step(error) from error
+                why = (
+                    "fsdp passes sharded parameters (DTensors) to a custom optimizer, and its step doesn't support "
+                    f"them: {str(error).splitlines()[0]} Name an optimizer in optim.name, or set "
+                    "parallel.strategy: ddp"
+                )
+                raise ConfigError(Problem("", "parallel.strategy", why)) from error
             raise
 
     def _begin_forward(self, module: nn.Module, inputs: object) -> None:
@@ -192,9 +197,8 @@ class FSDPStep(GradientStep):
         if not self._must_reduce_shared:
             return
         self._must_reduce_shared = False
-        self._partition.reduce_shared(
-            {shard.name: shard.gradient for shard in self._shards if shard.whole.grad is not None}
-        )
+        gradients = {shard.name: shard.gradient for shard in self._shards if shard.whole.grad is not None}
+        self._partition.reduce_shared(gradients)
 
 
 def _collective_order(context: ShardingContext) -> CollectiveOrder | NegotiatedOrder | None:
@@ -212,9 +216,8 @@ def _collective_order(context: ShardingContext) -> CollectiveOrder | NegotiatedO
 
 def _refuse_selective_around(selective: Sequence[str], names: Sequence[str], options: FSDP) -> None:
     """Raise ConfigError: torch's selective checkpointing (2.13) fails where a gather is repeated inside a block."""
-    gathered_once = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"}.get(
-        options.sharding_strategy
-    )
+    remedies = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"}
+    gathered_once = remedies.get(options.sharding_strategy)
     pairs = ((block, name) for name in names for block in selective if name.startswith(f"{block}."))
     block, inner = next(pairs, (None, None))
     if gathered_once is None or inner is None:
@@ -251,11 +254,3 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def _cannot_step(error: Exception) -> ConfigError:
-    message = (
-        "fsdp passes sharded parameters (DTensors) to a custom optimizer, and its step doesn't support them: "
-        f"{str(error).splitlines()[0]} Name an optimizer in optim.name, or set parallel.strategy: ddp"
-    )
-    return ConfigError(Problem("", "parallel.strategy", message))

@@ -59,7 +59,7 @@ class ReplicaStep(GradientStep):
 
     def squared_norm(self) -> Tensor:
         self._reduce()
-        counted = [shard.gradient for shard in self._with_gradient if self._partition.counts(shard.name)]
+        counted = [shard.gradient for shard in self._with_gradient() if self._partition.counts(shard.name)]
         return self._world.sum(self._squared_norm(counted).double() / self._replicas.size)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +71,6 @@ class ReplicaStep(GradientStep):
             shard.move_gradient()
         self._optimizer.update(rate, divisor, keep)
 
-    @property
     def _with_gradient(self) -> list[ParameterShard]:
         return [shard for shard in self._shards if shard.whole.grad is not None]
 
@@ -83,7 +82,7 @@ class ReplicaStep(GradientStep):
         if self._replicas.size > 1 and (unused := self.parameters_without_gradient()):
             where = f"on rank {dist.get_rank()}, and others may wait for it"
             raise unused_parameters(unused, where=where, remedy=self._unused_remedy)
-        grads = {shard.name: shard.gradient for shard in self._with_gradient}
+        grads = {shard.name: shard.gradient for shard in self._with_gradient()}
         self._partition.reduce_shared(grads)
         if self._replicas.size > 1:
             for bucket in _buckets(grads.values()):
@@ -99,13 +98,8 @@ def build(context: ShardingContext) -> Sharding:
     shards = parameter_shards(model)
     optimizer = context.optimizer((shard.name, shard.local) for shard in shards)
     buffers = SyncedBuffers(model, context.position.data_parallel_group)
-    state = ModelState(
-        model,
-        optimizer,
-        buffers=buffers,
-        partition=context.partition,
-        shards={shard.name: shard for shard in shards},
-    )
+    by_name = {shard.name: shard for shard in shards}
+    state = ModelState(model, optimizer, buffers=buffers, partition=context.partition, shards=by_name)
     return Sharding(ReplicaStep(context, shards, optimizer, buffers), state)
 
 
