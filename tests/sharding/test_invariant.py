@@ -107,14 +107,20 @@ def test_a_parameter_without_gradient_in_all_terms_keeps_none_and_one_term_is_en
             assert (gradients["unused"], gradients["late"]) == (None, [1.0])
 
 
-def test_the_memory_of_terms_is_used_again_in_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def buffers_made(updates: int) -> int:
+    """Return how many flat gradients this rank's updates allocate."""
     made = []
     original = invariant._FlatGradient
-    monkeypatch.setattr(invariant, "_FlatGradient", lambda *given: made.append(original(*given)) or made[-1])
-    make_updates(LocalGroup(), 1)
-    first = len(made)
-    make_updates(LocalGroup(), 3)
-    assert len(made) - first == first == most_held(0, TERMS, TERMS)
+    with pytest.MonkeyPatch.context() as patch, in_group():
+        patch.setattr(invariant, "_FlatGradient", lambda *given: made.append(given) or original(*given))
+        make_updates(RankGroup(dist.group.WORLD), updates)
+    return len(made)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_memory_of_terms_is_used_again_in_the_next_update(ranks: int) -> None:
+    shares = [share_of(TERMS, rank, ranks) for rank in range(ranks)]
+    assert in_world(ranks, buffers_made, 3) == [most_held(share.first, share.stop, TERMS) for share in shares]
 
 
 def test_gradients_have_the_strides_of_their_parameters() -> None:
