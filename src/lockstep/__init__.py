@@ -1,10 +1,10 @@
 """Lockstep: the same training run under any strategy.
 
-Names load what they need when they are first used, so that `import lockstep` costs no torch, and next to no time: the
-command handles signals right after it.
+Names are imported when they are first used, so that `import lockstep` takes no time and doesn't import torch: the
+command installs its signal handlers right after it.
 """
 
-# The first thing that runs: until the path is safe, nothing may be imported that a working folder could replace, not
+# This runs first: until the path is safe, nothing may be imported that a file in the working folder could replace, not
 # even `__future__`.
 from lockstep.core import safe_path  # isort: skip
 
@@ -54,44 +54,30 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 KEY_HINTS = "lockstep.interop.hints"
-"""The module that knows other tools' keys: `config.hints` imports it when a config has an unknown one."""
+"""The module with other tools' keys, which `config.hints` imports when a config has an unknown key."""
 
 _HOMES = {
-    "Batch": "lockstep.core.records",
-    "CollectiveTimeout": "lockstep.core.errors",
-    "Config": "lockstep.config.schema",
-    "ConfigError": "lockstep.core.errors",
-    "DataFacts": "lockstep.core.records",
-    "EvaluationReport": "lockstep.core.records",
-    "Failure": "lockstep.core.errors",
-    "Monitor": "lockstep.core.protocols",
-    "ObjectStore": "lockstep.core.protocols",
-    "Objective": "lockstep.core.protocols",
-    "Objects": "lockstep.training.user_objects",
-    "Request": "lockstep.core.records",
-    "RestartReport": "lockstep.core.records",
-    "RunFailed": "lockstep.core.errors",
-    "RunInfo": "lockstep.core.records",
-    "SaveReport": "lockstep.core.records",
-    "Session": "lockstep.training.session",
-    "Source": "lockstep.core.protocols",
-    "StepReport": "lockstep.core.records",
-    "Strategy": "lockstep.strategies.record",
-    "Transform": "lockstep.core.protocols",
-    "VerificationError": "lockstep.core.errors",
-    "broadcast": "lockstep.distributed.user_collectives",
-    "checkpoint_activations": "lockstep.training.activation_checkpointing",
-    "count_parameters": "lockstep.models.build",
-    "exit_with": "lockstep.launch.outcome",
-    "gather": "lockstep.distributed.user_collectives",
-    "import_config": "lockstep.interop.importing",
-    "positions": "lockstep.distributed.forward_mode",
-    "print_once": "lockstep.distributed.user_collectives",
-    "register_generator": "lockstep.distributed.generators",
-    "register_strategy": "lockstep.strategies.registry",
-    "session": "lockstep.training.api",
-    "train": "lockstep.training.api",
-    "verify": "lockstep.proof.api",
+    name: module
+    for module, names in {
+        "lockstep.config.schema": "Config",
+        "lockstep.core.errors": "CollectiveTimeout ConfigError Failure RunFailed VerificationError",
+        "lockstep.core.protocols": "Monitor ObjectStore Objective Source Transform",
+        "lockstep.core.records": "Batch DataFacts EvaluationReport Request RestartReport RunInfo SaveReport StepReport",
+        "lockstep.distributed.forward_mode": "positions",
+        "lockstep.distributed.generators": "register_generator",
+        "lockstep.distributed.user_collectives": "broadcast gather print_once",
+        "lockstep.interop.importing": "import_config",
+        "lockstep.launch.outcome": "exit_with",
+        "lockstep.models.build": "count_parameters",
+        "lockstep.proof.api": "verify",
+        "lockstep.strategies.record": "Strategy",
+        "lockstep.strategies.registry": "register_strategy",
+        "lockstep.training.activation_checkpointing": "checkpoint_activations",
+        "lockstep.training.api": "session train",
+        "lockstep.training.session": "Session",
+        "lockstep.training.user_objects": "Objects",
+    }.items()
+    for name in names.split()
 }
 
 _RENAMED = {
@@ -105,21 +91,17 @@ _RENAMED = {
 __all__ = ["__version__", "log", *sorted(_HOMES)]
 
 
-def _refuse_other_systems() -> None:
-    from lockstep.core.distribution import why_not_here
-
-    why = why_not_here()
-    if why is not None:
-        raise ImportError(why)
-
-
 def __getattr__(name: str) -> "Any":
     import importlib
 
     if name == "log":
         return importlib.import_module("lockstep.monitor.metric_log")
     if name in _HOMES:
-        _refuse_other_systems()
+        from lockstep.core.distribution import why_not_here
+
+        reason = why_not_here()
+        if reason is not None:
+            raise ImportError(reason)
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _RENAMED:
         raise AttributeError(f"lockstep.{name} is now {_RENAMED[name]}")

@@ -1,1 +1,1 @@
-"""The parts that all packages share: failures, progress, keys, records, and the protocols between packages."""
+"""The parts that all packages share: errors, records, progress, keys, and the protocols between packages."""

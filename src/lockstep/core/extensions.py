@@ -120,7 +120,12 @@ def import_target(target: str) -> object:
         raise ConfigError(f"{target!r} does not name a module and an object in it; {_FORM}")
     value: object = _import_file(place, target) if place.endswith(".py") else _import_module(place, target)
     for part in name.split("."):
-        value = _attribute(value, part, target)
+        try:
+            value = getattr(value, part)
+        except AttributeError:
+            public = [known for known in dir(value) if not known.startswith("_")]
+            where = getattr(value, "__file__", None) or getattr(value, "__name__", repr(value))
+            raise ConfigError(f"{target}: {where} has no {part}{hint(part, public)}") from None
     return value
 
 
@@ -253,16 +258,6 @@ def _module_name(path: Path) -> str:
 def _importable_from(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # last, so that a user's file can't hide a module of Python's
-
-
-def _attribute(owner: object, name: str, target: str) -> object:
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        pass
-    public = [known for known in dir(owner) if not known.startswith("_")]
-    where = getattr(owner, "__file__", None) or getattr(owner, "__name__", repr(owner))
-    raise ConfigError(f"{target}: {where} has no {name}{hint(name, public)}")
 
 
 def _describe(error: BaseException) -> str:

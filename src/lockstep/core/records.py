@@ -39,10 +39,9 @@ class GlobalBatch:
         micro_batches: The same number on every rank.
         samples: Number of samples over all ranks, without padding samples.
         count: Valid targets in this rank's share, by the objective; with class weights the sum of their weights.
-        tokens: Number of tokens in this rank's share.
-        epoch: Epoch of its samples, from 0.
+        epoch: From 0.
         cursor: Samples consumed by the run after this update.
-        step: The update it belongs to, from 0.
+        step: Number of the update, from 0.
         digest: Identifies the samples of this rank's share (`data.order`).
     """
 
@@ -64,7 +63,6 @@ class DataFacts:
         samples: Number of samples in one epoch.
         tokens_per_sample: None if samples differ.
         vocabulary: Number of token ids, if there are tokens.
-        classes: Number of classes, if there are any.
         bytes_per_token: Mean, if the tokens stand for text whose bytes are known (1 for bytes themselves).
         padding: Token id that pads samples to a common length, if a tokenizer has one.
     """
@@ -183,8 +181,6 @@ class EvaluationReport:
         name: Name of the evaluation set.
         step: Number of updates made before.
         metrics: Values by name, always with `loss`.
-        samples: Number of samples evaluated.
-        seconds: Duration.
     """
 
     name: str

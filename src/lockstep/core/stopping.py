@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+    Handler = Callable[[int, FrameType | None], None]
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVE_SIGNAL = signal.SIGUSR2
 
@@ -34,12 +36,9 @@ _undo_steps: list[Callable[[], None]] = []
 
 
 class StartHandler:
-    """A signal handler for the time before the first update.
+    """A signal handler for the time before the first update: calls `act` with the signal's number.
 
-    A process forked from this one handles the signal as processes do that have no handler for it.
-
-    Args:
-        act: Called with the signal's number.
+    A process forked from this one handles the signal by its default action.
     """
 
     def __init__(self, act: Callable[[int], None]) -> None:
@@ -65,9 +64,7 @@ def die_of(number: int) -> None:
 
 
 @contextmanager
-def handled_signals(
-    stop: Callable[[int, FrameType | None], None], save: Callable[[int, FrameType | None], None], *, last: bool = True
-) -> Iterator[None]:
+def handled_signals(stop: Handler, save: Handler, *, last: bool = True) -> Iterator[None]:
     """Handle stop signals and SIGUSR2 while the block runs, if this is the main thread: Python allows it no other.
 
     SIGINT and SIGHUP stay ignored if the parent process has them ignored. Afterwards, the handlers of a program that
@@ -98,8 +95,8 @@ def blocked_signals(*, forks: bool) -> Iterator[None]:
     """Block signals until the block is left; processes started within unblock them when they are ready.
 
     Args:
-        forks: Whether the processes are forked. If not, multiprocessing starts a process to track resources beside the
-            first, and unblocks signals afterwards.
+        forks: Whether the processes are forked. If not, multiprocessing also starts one that tracks resources, and
+            unblocks signals afterwards.
     """
     if not forks:
         from multiprocessing import resource_tracker

@@ -35,7 +35,6 @@ class LaunchResult:
     Attributes:
         code: The exit code; 0 if the run is done.
         text: Why it isn't done: a message, or a traceback after the name of its rank.
-        is_traceback: Whether `text` is a traceback.
         problems: The problems of a ConfigError that all ranks have raised.
         logs: The folder of each rank's output, if that helps.
     """
