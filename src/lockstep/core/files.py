@@ -57,7 +57,7 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(handle)
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

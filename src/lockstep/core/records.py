@@ -125,7 +125,7 @@ class Tally(Enum):
 
 
 class Verdict(Enum):
-    """Whether an update was kept, or why it was discarded, by severity."""
+    """The outcome of an update: kept, or the reason why it was discarded, by severity."""
 
     KEPT = 0
     OVERFLOW = 1  # fp16 gradients overflowed the loss scale: expected occasionally; the scale is reduced
