@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.optim import fused, stepping
 from lockstep.optim.groups import parameter_groups, user_groups
 from lockstep.optim.optimizers import adapt_optimizer, build_optimizer
+from lockstep.plan.optimizers import OPTIMIZERS
 
 OPTIMS = {
     "adamw": Optim(name="adamw", weight_decay=0.1),
@@ -414,3 +416,12 @@ def test_the_defaults_of_a_users_class_do_not_contradict_the_config(kind):
         ConfigError, match=r"optim\.weight_decay: 0\.3 in the config, but the optimizer has weight_decay"
     ):
         settled(Optim(name="custom", target="m:N", weight_decay=0.3), weight_decay=0.1)
+
+
+def test_every_value_of_optim_name_has_facts_and_all_but_the_users_a_builder():
+    names = set(get_args(Optim.model_fields["name"].annotation))
+    assert set(OPTIMIZERS) == names
+    model = make_model()
+    for name in names - {"custom", "given"}:
+        optim = Optim(name=name)
+        assert build_optimizer(optim, parameter_groups(model.named_parameters(), optim)).groups

@@ -88,6 +88,10 @@ class ParameterFacts:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.element_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:

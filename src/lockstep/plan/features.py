@@ -15,10 +15,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from lockstep.config.schema import Config, Optim
+from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.plan.optimizers import OPTIMIZERS
+from lockstep.strategies.partitions import WHOLE_MATRICES
 from lockstep.strategies.record import CPU, NONE, Cell, RunLayout, Standing, refused
 from lockstep.strategies.registry import layouts
 
@@ -64,7 +66,7 @@ class Feature:
 
 def _optimizer(name: str) -> Feature:
     requested = lambda run: run.config.optim.name == name  # noqa: E731
-    return Feature(name, "optim.name", requested, whole_matrices=name in ("muon", "adafactor"))
+    return Feature(name, "optim.name", requested, whole_matrices=OPTIMIZERS[name].whole_matrices)
 
 
 def _checkpointing(name: str, mode: str) -> Feature:
@@ -115,7 +117,7 @@ FEATURES: tuple[Feature, ...] = (
         NONE,
     ),
     Feature("export", "", lambda run: False),  # of a checkpoint, whatever wrote it
-    *(_optimizer(name) for name in get_args(Optim.model_fields["name"].annotation) if name not in ("custom", "given")),
+    *(_optimizer(name) for name in OPTIMIZERS if name not in ("custom", "given")),
 )
 _BY_NAME = {feature.name: feature for feature in FEATURES}
 
@@ -127,7 +129,8 @@ def cell(layout: RunLayout, feature: str) -> Cell:
         return NONE
     default = _WHOLE_MATRICES if row.whole_matrices and layout.variant.divides else row.default
     under_strategy = layout.variant.cells.get(feature) or layout.strategy.cells.get(feature) or default
-    cells = [*(partition.cells.get(feature, CPU) for partition in layout.partitions), under_strategy]
+    key = WHOLE_MATRICES if row.whole_matrices else feature
+    cells = [*(partition.cells.get(key, CPU) for partition in layout.partitions), under_strategy]
     return min(cells, key=lambda each: _WORST_FIRST.index(each.standing))
 
 

@@ -11,14 +11,13 @@ Activations, and what torch and its libraries allocate, are not counted.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.batch import plan_batch
-from lockstep.plan.grouping import is_hidden_matrix
+from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.plan.summation import most_held
 from lockstep.strategies.record import Strategy, Traffic, Update, Variant, Volume, resolved
 from lockstep.strategies.registry import find_variant, strategies
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from lockstep.config.schema import BatchConfig, Optim, Parallel
     from lockstep.plan.mesh import Mesh
     from lockstep.strategies.record import RunLayout
-
-STEP_BYTES = 4  # a parameter's own count of updates, which torch keeps in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +108,18 @@ def _place_partitioned(layout: RunLayout, state: State, mesh: Mesh) -> Placement
 def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Placement:
     sharding, options = variant.state, strategy.options_of(state.parallel)
     trained = [parameter for parameter in state.parameters if parameter.trainable]
-    gradients = sum(map(_bytes, trained))
+    gradients = sum(parameter.bytes for parameter in trained)
     copies = sharding.gradient_copies(options) + (0 if sharding.gradients else state.partial_sums)
-    optimizer = sum(_STATES[state.optim.name](parameter, state.optim) for parameter in trained)
+    state_bytes = OPTIMIZERS[state.optim.name].state_bytes
+    optimizer = sum(state_bytes(parameter, state.optim) for parameter in trained)
     masters = gradients if sharding.masters else 0
     kept = 0
     if sharding.kept_whole and ranks > 1:
         whole = resolved(sharding.kept_whole)(options, [parameter.elements for parameter in state.parameters])
-        kept = sum(_bytes(parameter) for parameter, is_whole in zip(state.parameters, whole, strict=True) if is_whole)
+        kept = sum(parameter.bytes for parameter, is_whole in zip(state.parameters, whole, strict=True) if is_whole)
     return Placement(
         strategy=variant.name,
-        parameters=_share(sum(map(_bytes, state.parameters)), ranks, sharding.parameters) + kept,
+        parameters=_share(sum(parameter.bytes for parameter in state.parameters), ranks, sharding.parameters) + kept,
         gradients=_share(gradients, ranks, sharding.gradients) * copies,
         optimizer=_share(optimizer + masters, ranks, sharding.optimizer),
         note=sharding.note,
@@ -130,10 +128,6 @@ def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Pl
 
 def _share(size: int, ranks: int, sharded: bool) -> int:
     return -(-size // ranks) if sharded else size
-
-
-def _bytes(parameter: ParameterFacts) -> int:
-    return parameter.elements * parameter.element_bytes
 
 
 def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, replicas: int = 1) -> Traffic:
@@ -145,33 +139,3 @@ def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, re
     """
     assert ranks % replicas == 0
     return find_variant(name)[1].sends(Update(volume, ranks // replicas, replicas, micro_batches))
-
-
-# --- optimizer state ----------------------------------------------------------------------------------------------
-
-
-def _two_moments(parameter: ParameterFacts, optim: Optim) -> int:
-    return 2 * _bytes(parameter) + STEP_BYTES
-
-
-def _factored(parameter: ParameterFacts, optim: Optim) -> int:
-    """Return the bytes of a row and a column per matrix (Shazeer & Stern 2018, arXiv:1804.04235, section 3)."""
-    if len(parameter.shape) < 2:
-        return _bytes(parameter) + STEP_BYTES
-    rows, columns = parameter.shape[-2:]
-    return math.prod(parameter.shape[:-2]) * (rows + columns) * parameter.element_bytes + STEP_BYTES
-
-
-_STATES: Mapping[str, Callable[[ParameterFacts, Optim], int]] = {
-    "adamw": _two_moments,
-    "adam": _two_moments,
-    "sgd": lambda parameter, optim: _bytes(parameter) if optim.momentum else 0,
-    "muon": lambda parameter, optim: (
-        _bytes(parameter) if is_hidden_matrix(parameter) else _two_moments(parameter, optim)
-    ),
-    "adafactor": _factored,
-    "lion": lambda parameter, optim: _bytes(parameter),
-    "custom": _two_moments,
-    "given": _two_moments,  # unknown: as for the most common ones
-}
-"""Bytes that each optimizer keeps of a trained parameter; moments are in the parameter's precision."""

@@ -51,7 +51,8 @@ _PIPELINE = {
 }
 _CHECKPOINTING = ("activation checkpointing", "selective checkpointing", "adaptive checkpointing")
 _WEIGHTS_APART = {**_PIPELINE, **dict.fromkeys(_CHECKPOINTING, _TWICE)}
-_MATRICES = refused("it updates whole matrices, and a rank holds a shard; take adamw, or leave parallel.tensor out")
+WHOLE_MATRICES = "whole matrices"
+"""The cell of all optimizers that need them."""
 _TENSOR = {
     "compile": refused(
         "torch's compiler (2.13) fails on sharded matrices where shapes change, as texts of different lengths do; "
@@ -61,8 +62,9 @@ _TENSOR = {
     "chunked loss": refused(
         "each rank has only a shard of the head; take parallel.tensor_parallel.loss_parallel, or leave it out"
     ),
-    "muon": _MATRICES,
-    "adafactor": _MATRICES,
+    WHOLE_MATRICES: refused(
+        "it updates whole matrices, and a rank holds a shard; take adamw, or leave parallel.tensor out"
+    ),
 }
 
 
