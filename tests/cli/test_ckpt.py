@@ -107,9 +107,9 @@ def _names(run: Path) -> list[str]:
 
 
 def test_ls_lists_checkpoints_and_why_each_is_kept(ask: Ask, run: Path) -> None:
-    found = ask("ls", run, "--json")
-    assert found.code == 0
-    place, head, *rows = found.lines[:-1]
+    answer = ask("ls", run, "--json")
+    assert answer.code == 0
+    place, head, *rows = answer.lines[:-1]
     assert place == str(run / "checkpoints")
     assert head.split() == ["step", "samples", "written", "size", "kept", "as", "metrics"]
     assert [row.split()[:2] for row in rows] == [["4", "40"], ["6", "66"], ["8", "80"]]
@@ -118,12 +118,18 @@ def test_ls_lists_checkpoints_and_why_each_is_kept(ask: Ask, run: Path) -> None:
     assert "held-out: loss " in rows[0]
     assert rows[1].endswith("newest")
     assert "newest, best" in rows[2]
-    one = found.json["checkpoints"][0]
-    assert (one["name"], one["step"], one["samples"], one["ranks"], one["damaged"]) == ("step-00000004", 4, 40, 1, None)
-    assert one["stays"] == ["kept for good"]
-    assert set(one["metrics"]) == {"held-out.loss", "held-out.accuracy"}
-    assert one["size"] == (run / "checkpoints/step-00000004/rank-00000.safetensors").stat().st_size
-    assert (found.json["run"], found.json["folder"], found.json["aside"]) == (str(run), place, [])
+    entry = answer.json["checkpoints"][0]
+    assert (entry["name"], entry["step"], entry["samples"], entry["ranks"], entry["damaged"]) == (
+        "step-00000004",
+        4,
+        40,
+        1,
+        None,
+    )
+    assert entry["stays"] == ["kept for good"]
+    assert set(entry["metrics"]) == {"held-out.loss", "held-out.accuracy"}
+    assert entry["size"] == (run / "checkpoints/step-00000004/rank-00000.safetensors").stat().st_size
+    assert (answer.json["run"], answer.json["folder"], answer.json["aside"]) == (str(run), place, [])
 
 
 def test_ls_reads_manifests_alone(ask: Ask, run: Path) -> None:
@@ -139,31 +145,31 @@ def test_ls_marks_damaged_checkpoints_and_those_moved_aside(ask: Ask, run: Path)
     shutil.copytree(checkpoints / "step-00000004", checkpoints / "broken-step-00000010-2")
     (checkpoints / ".draft-step-00000012").mkdir()
     _flip(checkpoints / "step-00000006/manifest.json", 40)
-    found = ask("ls", run, "--json")
-    assert found.code == 0
-    assert "step-00000006 is damaged: manifest.json: its hash does not match its contents" in found.lines
-    assert [line.rpartition(",")[0] for line in found.lines if line.startswith("moved aside: ")] == [
+    answer = ask("ls", run, "--json")
+    assert answer.code == 0
+    assert "step-00000006 is damaged: manifest.json: its hash does not match its contents" in answer.lines
+    assert [line.rpartition(",")[0] for line in answer.lines if line.startswith("moved aside: ")] == [
         "moved aside: broken-step-00000010-2",
         "moved aside: superseded-step-00000010",
     ]
-    assert [one["stays"] for one in found.json["checkpoints"]] == [["newest"], ["damaged"], ["newest", "best"]]
-    assert found.json["checkpoints"][1] == {
+    assert [entry["stays"] for entry in answer.json["checkpoints"]] == [["newest"], ["damaged"], ["newest", "best"]]
+    assert answer.json["checkpoints"][1] == {
         "name": "step-00000006",
         "step": 6,
         "damaged": "manifest.json: its hash does not match its contents",
         "stays": ["damaged"],
     }
-    assert found.json["aside"][1]["name"] == "superseded-step-00000010"
-    assert found.json["aside"][1]["size"] > found.json["checkpoints"][0]["size"]
+    assert answer.json["aside"][1]["name"] == "superseded-step-00000010"
+    assert answer.json["aside"][1]["size"] > answer.json["checkpoints"][0]["size"]
 
 
 def test_ls_of_a_run_without_checkpoints(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "run.lock").touch()
     text = "model: {kind: image-classifier}\ndata: {train: {kind: digits}}\nbatch: {global_size: 8}\nrun: {epochs: 1}\n"
     (tmp_path / "config.yaml").write_text(f"{text}checkpoint: {{keep_every: 1 epoch}}\n")
-    found = ask("ls", tmp_path, "--json")
-    assert (found.code, found.lines[0]) == (0, f"there is no checkpoint in {tmp_path / 'checkpoints'}")
-    assert found.json["checkpoints"] == []
+    answer = ask("ls", tmp_path, "--json")
+    assert (answer.code, answer.lines[0]) == (0, f"there is no checkpoint in {tmp_path / 'checkpoints'}")
+    assert answer.json["checkpoints"] == []
     assert ask("prune", tmp_path).lines == ["deleted none (0 B); 0 are kept"]
 
 
@@ -188,9 +194,9 @@ def test_checkpoints_are_found_in_the_folder_of_the_config(
     monkeypatch.chdir(tmp_path)
     lockstep.train(small.config(checkpoint={"folder": "elsewhere"}, run={"steps": 2, "folder": "run"}))
     assert not Path("run/checkpoints").exists()
-    found = ask("ls", "run", "--json").json
-    assert found["folder"] == str(tmp_path / "elsewhere")
-    assert [one["step"] for one in found["checkpoints"]] == [2]
+    answer = ask("ls", "run", "--json").json
+    assert answer["folder"] == str(tmp_path / "elsewhere")
+    assert [entry["step"] for entry in answer["checkpoints"]] == [2]
 
 
 @pytest.mark.parametrize(
@@ -242,17 +248,17 @@ def test_wrong_arguments_are_explained(
     Path("empty").mkdir()
     Path("empty/run.lock").touch()
     before = _names(run)
-    found = ask(*words.split())
-    assert found.code == 2
-    assert found.error.startswith(f"lockstep: {message.replace('HERE', str(run.parent))}")
+    answer = ask(*words.split())
+    assert answer.code == 2
+    assert answer.error.startswith(f"lockstep: {message.replace('HERE', str(run.parent))}")
     assert _names(run) == before
 
 
 def test_a_broken_config_is_reported_with_its_position(ask: Ask, run: Path) -> None:
     (run / "config.yaml").write_text("run: {steps: many}\n")
-    found = ask("ls", run)
-    assert found.code == 2
-    assert f"{run}/config.yaml:1:14: run.steps: 'many' is not a whole number" in found.error
+    answer = ask("ls", run)
+    assert answer.code == 2
+    assert f"{run}/config.yaml:1:14: run.steps: 'many' is not a whole number" in answer.error
 
 
 def test_help_lists_every_command(ask: Ask) -> None:
@@ -267,33 +273,33 @@ def test_help_lists_every_command(ask: Ask) -> None:
 
 
 def test_show_prints_the_contents_of_a_manifest(ask: Ask, run: Path) -> None:
-    found = ask("show", run, "--json")
-    text = "\n".join(found.lines[:-1])
-    told = found.json
+    answer = ask("show", run, "--json")
+    text = "\n".join(answer.lines[:-1])
+    contents = answer.json
     manifest = read_manifest(LocalStorage(run / "checkpoints"), "step-00000008")
-    assert found.lines[0] == str(run / "checkpoints/step-00000008")
+    assert answer.lines[0] == str(run / "checkpoints/step-00000008")
     assert f"\nrun       {manifest.run}\n" in text
     for line in ("    steps: 8\n", "  progress.steps      8\n", "\nledger: 1 segment\n  attempt 1, digest "):
         assert line in text
     assert text.endswith("\ntensors: 16: model 4 (268 B), optimizer 12 (552 B)")
     torch_version = metadata.version("torch")  # the package's: torch.__version__ may add +cu130
     assert f"torch {torch_version}" in text
-    assert told["environment"]["packages"]["torch"] == torch_version
-    assert (told["run_id"], told["step"], told["samples"], told["ranks"]) == (manifest.run, 8, 80, 1)
-    assert told["config"] == manifest.config
-    assert told["state"] == manifest.state
-    assert (told["tensor_count"], told["tensor_bytes"]) == (16, 268 + 552)
-    assert "tensors" not in told
+    assert contents["environment"]["packages"]["torch"] == torch_version
+    assert (contents["run_id"], contents["step"], contents["samples"], contents["ranks"]) == (manifest.run, 8, 80, 1)
+    assert contents["config"] == manifest.config
+    assert contents["state"] == manifest.state
+    assert (contents["tensor_count"], contents["tensor_bytes"]) == (16, 268 + 552)
+    assert "tensors" not in contents
 
 
 def test_show_lists_tensors(ask: Ask, tmp_path: Path) -> None:
     _save(tmp_path, 3, {"model.a": torch.zeros(2, 3), "model.b": torch.zeros((), dtype=torch.bfloat16)})
-    found = ask("show", tmp_path, "--tensors", "--json")
-    assert [line.split() for line in found.lines[-3:-1]] == [
+    answer = ask("show", tmp_path, "--tensors", "--json")
+    assert [line.split() for line in answer.lines[-3:-1]] == [
         ["model.a", "float32", "[2,", "3]", "24", "B"],
         ["model.b", "bfloat16", "[]", "2", "B"],
     ]
-    assert found.json["tensors"]["model.b"] == {"dtype": "bfloat16", "shape": [], "size": 2}
+    assert answer.json["tensors"]["model.b"] == {"dtype": "bfloat16", "shape": [], "size": 2}
 
 
 def test_show_chooses_by_step_or_path(ask: Ask, run: Path) -> None:
@@ -369,12 +375,12 @@ def test_damage_is_reported_with_file_and_position(ask: Ask, tmp_path: Path, dam
     folder = _save(tmp_path, 2)
     do, message = DAMAGES[damage]
     do(folder)
-    found = ask("verify", tmp_path, "--json")
-    assert found.code == 3
-    assert found.lines[0].startswith(f"step-00000002  damaged: {message}")
-    assert found.error.startswith(f"lockstep: {folder} is damaged: {message}")
-    assert found.json["ok"] is False
-    assert found.json["checkpoints"][0]["fault"].startswith(message)
+    answer = ask("verify", tmp_path, "--json")
+    assert answer.code == 3
+    assert answer.lines[0].startswith(f"step-00000002  damaged: {message}")
+    assert answer.error.startswith(f"lockstep: {folder} is damaged: {message}")
+    assert answer.json["ok"] is False
+    assert answer.json["checkpoints"][0]["fault"].startswith(message)
     assert ask("verify", folder).code == 3
     assert ask("verify", tmp_path, "--step", 1).code == 0
     assert ask("diff", tmp_path, "--steps", 1, 2).code == 3
@@ -383,13 +389,13 @@ def test_damage_is_reported_with_file_and_position(ask: Ask, tmp_path: Path, dam
 def test_verify_reads_published_weights(ask: Ask, run: Path) -> None:
     result = ask("verify", run, "--json")
     assert re.fullmatch(r"model/model\.safetensors  intact: .* in .*", result.lines[1])
-    assert [one["fault"] for one in result.json["weights"]] == [None]
+    assert [entry["fault"] for entry in result.json["weights"]] == [None]
     assert ask("verify", run, "--step", 4, "--json").json["weights"] == []
     file = run / "model" / "model.safetensors"
     _flip(file, -1)
-    found = ask("verify", run, "--json")
-    assert (found.code, found.json["ok"]) == (3, False)
-    assert f"{file} is damaged: its bytes are not those that" in found.error
+    answer = ask("verify", run, "--json")
+    assert (answer.code, answer.json["ok"]) == (3, False)
+    assert f"{file} is damaged: its bytes are not those that" in answer.error
     assert ask("verify", run, "--step", 4).code == 0
     file.unlink()
     assert "model.safetensors is damaged: it is gone" in ask("verify", run).error
@@ -400,15 +406,15 @@ def test_verify_all_continues_after_a_fault(ask: Ask, tmp_path: Path) -> None:
         _save(tmp_path, step)
     _flip(tmp_path / "step-00000001/rank-00000.safetensors", -1)
     _flip(tmp_path / "step-00000002/manifest.json", -3)
-    found = ask("verify", tmp_path, "--all", "--json")
-    assert found.code == 3
-    assert [line.split(":")[0] for line in found.lines[:-1]] == [
+    answer = ask("verify", tmp_path, "--all", "--json")
+    assert answer.code == 3
+    assert [line.split(":")[0] for line in answer.lines[:-1]] == [
         "step-00000001  damaged",
         "step-00000002  damaged",
         "step-00000003  intact",
     ]
-    assert [one["fault"] is None for one in found.json["checkpoints"]] == [False, False, True]
-    assert found.error.startswith(f"lockstep: 2 of 3 checkpoints in {tmp_path} are damaged:\n  step-00000001: rank-")
+    assert [entry["fault"] is None for entry in answer.json["checkpoints"]] == [False, False, True]
+    assert answer.error.startswith(f"lockstep: 2 of 3 checkpoints in {tmp_path} are damaged:\n  step-00000001: rank-")
 
 
 def test_a_checkpoint_moved_aside_can_be_verified(ask: Ask, tmp_path: Path) -> None:
@@ -426,9 +432,9 @@ def test_equal_checkpoints_compare_as_equal(ask: Ask, tmp_path: Path) -> None:
     tensors = {"model.a": torch.randn(5, 3), "model.nan": torch.tensor([float("nan"), 1.0])}
     saved(tmp_path / "one", [state_of(tensors)])
     save(LocalStorage(tmp_path / "other"), rank_states(tensors, 3, 0), 7, run="another")
-    found = ask("diff", tmp_path / "one", tmp_path / "other", "--json")
-    assert (found.code, found.lines[0], found.error) == (0, "equal: 2 tensors, config and state", "")
-    assert found.json["equal"] is True
+    answer = ask("diff", tmp_path / "one", tmp_path / "other", "--json")
+    assert (answer.code, answer.lines[0], answer.error) == (0, "equal: 2 tensors, config and state", "")
+    assert answer.json["equal"] is True
 
 
 def test_diff_prints_the_differences(ask: Ask, tmp_path: Path) -> None:
@@ -456,9 +462,9 @@ def test_diff_prints_the_differences(ask: Ask, tmp_path: Path) -> None:
         config={"optim": {"lr": 0.2}, "run": {"folder": "b", "steps": 9, "seed": 7}},
         state={"best": 0.25, "seconds": 4.0, "ledger": [2]},
     )
-    found = ask("diff", a, b, "--json")
-    assert found.code == 1
-    assert found.lines[:-1] == [
+    answer = ask("diff", a, b, "--json")
+    assert answer.code == 1
+    assert answer.lines[:-1] == [
         f"A  {a}",
         f"B  {b}",
         "1 tensor only in A:",
@@ -476,7 +482,7 @@ def test_diff_prints_the_differences(ask: Ask, tmp_path: Path) -> None:
         "1 value of the state:",
         "  best: 0.5 in A, 0.25 in B",
     ]
-    assert found.json == {
+    assert answer.json == {
         "checkpoints": [str(a), str(b)],
         "equal": False,
         "only_in": [["model.d"], ["model.e"]],
@@ -492,10 +498,10 @@ def test_diff_prints_the_differences(ask: Ask, tmp_path: Path) -> None:
 
 
 def test_diff_by_steps(ask: Ask, run: Path) -> None:
-    found = ask("diff", run, "--steps", 4, 8, "--json")
-    assert found.code == 1
-    assert found.json["state"]["progress.steps"] == [4, 8]
-    assert "model.head.weight" in found.json["values"]
+    answer = ask("diff", run, "--steps", 4, 8, "--json")
+    assert answer.code == 1
+    assert answer.json["state"]["progress.steps"] == [4, 8]
+    assert "model.head.weight" in answer.json["values"]
     assert ask("diff", run, "--steps", 4, 4).code == 0
     assert ask("diff", run, run / "checkpoints/step-00000008").code == 0
 
@@ -512,7 +518,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    ("first", "second", "expected"),
     [
         ([1.0, NAN], [1.0, NAN], None),
         ([0.0], [-0.0], (1, 0.0, 0.0, 0)),
@@ -521,13 +527,13 @@ NAN, INF = float("nan"), float("inf")
         ([-1.0], [1.0], (1, 2.0, 2.0, 0)),
     ],
 )
-def test_the_size_of_a_difference(one: list[float], other: list[float], expected: tuple[Any, ...] | None) -> None:
-    found = tensor_difference("a", torch.tensor(one), torch.tensor(other))
+def test_the_size_of_a_difference(first: list[float], second: list[float], expected: tuple[Any, ...] | None) -> None:
+    answer = tensor_difference("a", torch.tensor(first), torch.tensor(second))
     if expected is None:
-        assert found is None
+        assert answer is None
         return
-    assert found is not None
-    assert (found.differing, found.absolute, found.relative, found.not_finite) == expected
+    assert answer is not None
+    assert (answer.differing, answer.absolute, answer.relative, answer.not_finite) == expected
 
 
 @pytest.mark.parametrize(
@@ -539,9 +545,9 @@ def test_the_size_of_a_difference(one: list[float], other: list[float], expected
     ids=str,
 )
 def test_tensors_of_every_dtype_are_compared(ask: Ask, tmp_path: Path, dtype: torch.dtype) -> None:
-    one, other = torch.tensor([0.0, 1.0, 1.0]).to(dtype), torch.tensor([0.0, 0.0, 1.0]).to(dtype)
-    a = _save(tmp_path, 1, {"model.a": one, "model.scalar": one[1], "model.empty": one[:0]})
-    b = _save(tmp_path, 2, {"model.a": other, "model.scalar": other[1], "model.empty": other[:0]})
+    first, second = torch.tensor([0.0, 1.0, 1.0]).to(dtype), torch.tensor([0.0, 0.0, 1.0]).to(dtype)
+    a = _save(tmp_path, 1, {"model.a": first, "model.scalar": first[1], "model.empty": first[:0]})
+    b = _save(tmp_path, 2, {"model.a": second, "model.scalar": second[1], "model.empty": second[:0]})
     values = ask("diff", a, b, "--json").json["values"]
     assert values["model.a"] == {"elements": 3, "differing": 1, "absolute": 1.0, "relative": 1.0, "not_finite": 0}
     assert values["model.scalar"]["elements"] == 1
@@ -549,12 +555,12 @@ def test_tensors_of_every_dtype_are_compared(ask: Ask, tmp_path: Path, dtype: to
 
 
 def test_large_tensors_are_compared_in_parts() -> None:
-    one = torch.zeros(2**20 + 5)
-    other = one.clone()
-    other[0], other[-1] = 0.5, -3.0
-    found = tensor_difference("a", one, other)
-    assert found is not None
-    assert (found.elements, found.differing, found.absolute, found.relative) == (2**20 + 5, 2, 3.0, 1.0)
+    first = torch.zeros(2**20 + 5)
+    second = first.clone()
+    second[0], second[-1] = 0.5, -3.0
+    answer = tensor_difference("a", first, second)
+    assert answer is not None
+    assert (answer.elements, answer.differing, answer.absolute, answer.relative) == (2**20 + 5, 2, 3.0, 1.0)
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one(ask: Ask, tmp_path: Path) -> None:
@@ -573,8 +579,8 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(ask: Ask, tmp_path: Path
     for until in (5, 9):
         train(tmp_path / "cut", until)
     train(tmp_path / "uncut", 9)
-    found = ask("diff", tmp_path / "cut", tmp_path / "uncut")
-    assert (found.code, found.error) == (0, ""), found.lines
+    answer = ask("diff", tmp_path / "cut", tmp_path / "uncut")
+    assert (answer.code, answer.error) == (0, ""), answer.lines
 
 
 # --- prune --------------------------------------------------------------------------------------------------------
@@ -583,7 +589,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(ask: Ask, tmp_path: Path
 def test_prune_keeps_checkpoints_by_the_config(ask: Ask, run: Path) -> None:
     added = _save(run / "checkpoints", 5)
     _save(run / "checkpoints", 7)
-    sizes = [(one / "rank-00000.safetensors").stat().st_size for one in (added, added.with_name("step-00000006"))]
+    sizes = [(entry / "rank-00000.safetensors").stat().st_size for entry in (added, added.with_name("step-00000006"))]
     assert ask("prune", run, "--json").json == {
         "run": str(run),
         "dry_run": False,
@@ -598,23 +604,23 @@ def test_prune_keeps_checkpoints_by_the_config(ask: Ask, run: Path) -> None:
 
 
 def test_flags_override_the_config(ask: Ask, run: Path) -> None:
-    found = ask("prune", run, "--keep-last", 1, "--keep-every", "6 steps")
-    assert found.code == 0
+    answer = ask("prune", run, "--keep-last", 1, "--keep-every", "6 steps")
+    assert answer.code == 0
     assert _names(run) == ["step-00000006", "step-00000008"]
-    assert found.lines[0].startswith("deleted step-00000004, ")
-    assert found.lines[1].startswith("deleted 1 (")
-    assert found.lines[1].endswith("); 2 are kept; step-00000008 is intact")
+    assert answer.lines[0].startswith("deleted step-00000004, ")
+    assert answer.lines[1].startswith("deleted 1 (")
+    assert answer.lines[1].endswith("); 2 are kept; step-00000008 is intact")
 
 
 def test_a_dry_run_deletes_nothing(ask: Ask, run: Path) -> None:
     before = _names(run)
-    found = ask("prune", run, "--keep-last", 1, "--keep-every", "1000 steps", "--dry-run", "--json")
-    assert [line.split(",")[0] for line in found.lines[:2]] == [
+    answer = ask("prune", run, "--keep-last", 1, "--keep-every", "1000 steps", "--dry-run", "--json")
+    assert [line.split(",")[0] for line in answer.lines[:2]] == [
         "would delete step-00000004",
         "would delete step-00000006",
     ]
-    assert found.json["deleted"] == ["step-00000004", "step-00000006"]
-    assert found.json["dry_run"] is True
+    assert answer.json["deleted"] == ["step-00000004", "step-00000006"]
+    assert answer.json["dry_run"] is True
     assert _names(run) == before
 
 
@@ -624,9 +630,9 @@ def test_without_a_run_the_newest_manifest_sets_the_retention(ask: Ask, tmp_path
         _save(tmp_path, step, metrics=metrics, config={"checkpoint": {"keep_last": 2, "best": "held-out.loss"}})
     assert ask("prune", tmp_path, "--json").json["stay"] == ["step-00000002", "step-00000004", "step-00000005"]
     _save(tmp_path, 6, config={"checkpoint": {"keep_lots": 2}})
-    found = ask("prune", tmp_path)
-    assert found.code == 2
-    assert "the section `checkpoint` in step-00000006 can't be read" in found.error
+    answer = ask("prune", tmp_path)
+    assert answer.code == 2
+    assert "the section `checkpoint` in step-00000006 can't be read" in answer.error
 
 
 def test_epochs_are_those_of_the_ledger(ask: Ask, tmp_path: Path) -> None:
@@ -637,8 +643,8 @@ def test_epochs_are_those_of_the_ledger(ask: Ask, tmp_path: Path) -> None:
     stay = ask("prune", tmp_path, "--keep-last", 1, "--keep-every", "1 epoch", "--json").json["stay"]
     assert stay == ["step-00000003", "step-00000005", "step-00000006"]
     _save(tmp_path, 7)
-    found = ask("prune", tmp_path, "--keep-every", "1 epoch")
-    assert (found.code, found.error) == (
+    answer = ask("prune", tmp_path, "--keep-every", "1 epoch")
+    assert (answer.code, answer.error) == (
         2,
         "lockstep: keep_every is 1 epoch, and no checkpoint here records the length of an epoch\n",
     )
@@ -651,9 +657,9 @@ def test_prune_refuses_a_run_in_progress(ask: Ask, run: Path) -> None:
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
         for path in (run, run / "checkpoints"):
-            found = ask("prune", path, "--keep-last", 1)
-            assert found.code == 1
-            assert found.error == (
+            answer = ask("prune", path, "--keep-last", 1)
+            assert answer.code == 1
+            assert answer.error == (
                 f"lockstep: the run in {run} is being trained (process 7 on here) and prunes by itself; "
                 "--dry-run shows what would be deleted\n"
             )
@@ -679,8 +685,8 @@ def test_prune_refuses_a_folder_that_a_process_saves_to(ask: Ask, tmp_path: Path
         assert saving.stdout is not None
         assert saving.stdout.readline() == "True\n"
         for words in (["--keep-last", 1], ["--aside"]):
-            found = ask("prune", tmp_path, *words)
-            assert (found.code, found.error) == (
+            answer = ask("prune", tmp_path, *words)
+            assert (answer.code, answer.error) == (
                 1,
                 f"lockstep: a run is saving to {tmp_path}, and prunes by itself; "
                 "--dry-run lists what would be deleted\n",
@@ -694,17 +700,17 @@ def test_a_malformed_lock_causes_no_traceback(ask: Ask, run: Path) -> None:
     (run / "run.lock").unlink()
     assert ask("prune", run).code == 0
     (run / "run.lock").mkdir()
-    found = ask("prune", run)
-    assert (found.code, found.error) == (1, f"lockstep: can't use {run / 'run.lock'}: Is a directory\n")
+    answer = ask("prune", run)
+    assert (answer.code, answer.error) == (1, f"lockstep: can't use {run / 'run.lock'}: Is a directory\n")
 
 
 class _Vanishing(LocalStorage):
     """A run in progress deletes a checkpoint after it was listed."""
 
     def names(self) -> list[str]:
-        found = super().names()
+        answer = super().names()
         shutil.rmtree(Path(self.place) / "step-00000001", ignore_errors=True)
-        return found
+        return answer
 
 
 def test_a_checkpoint_deleted_after_listing_is_not_reported_as_damaged(tmp_path: Path) -> None:
@@ -712,7 +718,7 @@ def test_a_checkpoint_deleted_after_listing_is_not_reported_as_damaged(tmp_path:
         for step in (1, 2):
             shutil.rmtree(tmp_path / f"step-{step:08d}", ignore_errors=True)
             _save(tmp_path, step)
-        assert [one.name for one in look(_Vanishing(tmp_path))] == ["step-00000002"]
+        assert [entry.name for entry in look(_Vanishing(tmp_path))] == ["step-00000002"]
 
 
 def test_the_newest_checkpoint_that_verifies_is_kept(ask: Ask, tmp_path: Path) -> None:
@@ -722,19 +728,19 @@ def test_the_newest_checkpoint_that_verifies_is_kept(ask: Ask, tmp_path: Path) -
     _flip(tmp_path / "step-00000005/rank-00000.safetensors", -1)
     (tmp_path / "step-00000004/rank-00000.safetensors").unlink()
     _flip(tmp_path / "step-00000003/manifest.json", 9)
-    found = ask("prune", tmp_path, "--keep-last", 1, "--json").json
-    assert found["verified"] == "step-00000002"
-    assert found["deleted"] == ["step-00000001", "step-00000004"]
-    assert found["stay"] == ["step-00000002", "step-00000003", "step-00000005"]
+    answer = ask("prune", tmp_path, "--keep-last", 1, "--json").json
+    assert answer["verified"] == "step-00000002"
+    assert answer["deleted"] == ["step-00000001", "step-00000004"]
+    assert answer["stay"] == ["step-00000002", "step-00000003", "step-00000005"]
 
 
 def test_if_none_verifies_none_is_deleted(ask: Ask, tmp_path: Path) -> None:
     for step in (1, 2):
         _flip(_save(tmp_path, step) / "rank-00000.safetensors", -1)
     _save(tmp_path, 3).rename(tmp_path / "superseded-step-00000003")
-    found = ask("prune", tmp_path, "--keep-last", 1, "--aside")
-    assert found.code == 3
-    assert found.error.startswith(
+    answer = ask("prune", tmp_path, "--keep-last", 1, "--aside")
+    assert answer.code == 3
+    assert answer.error.startswith(
         f"lockstep: none of the checkpoints in {tmp_path} is whole, so none was deleted:\n"
         "  step-00000002: rank-00000.safetensors: bytes "
     )
@@ -745,9 +751,9 @@ def test_a_checkpoint_that_is_being_read_is_kept(ask: Ask, tmp_path: Path) -> No
     for step in (1, 2, 3):
         _save(tmp_path, step)
     with LocalStorage(tmp_path).read_lock("step-00000001"):
-        found = ask("prune", tmp_path, "--keep-last", 1, "--json")
-    assert (found.json["deleted"], found.json["read"]) == (["step-00000002"], ["step-00000001"])
-    assert "step-00000001 could be deleted, but is being read" in found.lines
+        answer = ask("prune", tmp_path, "--keep-last", 1, "--json")
+    assert (answer.json["deleted"], answer.json["read"]) == (["step-00000002"], ["step-00000001"])
+    assert "step-00000001 could be deleted, but is being read" in answer.lines
     assert (tmp_path / "step-00000001").is_dir()
 
 
@@ -758,9 +764,9 @@ def test_checkpoints_moved_aside_are_deleted_on_request(ask: Ask, tmp_path: Path
     (tmp_path / "mine-step").mkdir()
     assert ask("prune", tmp_path, "--json").json["aside"] == []
     assert ask("prune", tmp_path, "--aside", "--dry-run").lines[0].startswith("would delete broken-step-00000002, ")
-    found = ask("prune", tmp_path, "--aside", "--json").json
-    assert found["aside"] == ["broken-step-00000002", "superseded-step-00000003-2"]
-    assert found["bytes"] > 2 * 152
+    answer = ask("prune", tmp_path, "--aside", "--json").json
+    assert answer["aside"] == ["broken-step-00000002", "superseded-step-00000003-2"]
+    assert answer["bytes"] > 2 * 152
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["mine-step", "step-00000001"]
 
 
@@ -768,15 +774,15 @@ def test_checkpoints_moved_aside_are_deleted_on_request(ask: Ask, tmp_path: Path
 
 
 def test_audit_of_a_complete_run(ask: Ask, run: Path) -> None:
-    found = ask("audit", run, "--json")
-    assert (found.code, found.error) == (0, "")
-    assert found.lines[1].split()[:4] == ["1", "1", "0", "80"]
-    assert found.lines[-2] == "step 8, 80 samples: complete, each sample of the order once"
-    told = found.json
-    assert {key: told[key] for key in ("run", "step", "samples", "complete", "gaps", "repeats", "mismatches")} == {
+    answer = ask("audit", run, "--json")
+    assert (answer.code, answer.error) == (0, "")
+    assert answer.lines[1].split()[:4] == ["1", "1", "0", "80"]
+    assert answer.lines[-2] == "step 8, 80 samples: complete, each sample of the order once"
+    contents = answer.json
+    assert {key: contents[key] for key in ("run", "step", "samples", "complete", "gaps", "repeats", "mismatches")} == {
         "run": str(run), "step": 8, "samples": 80, "complete": True, "gaps": [], "repeats": [], "mismatches": [],
     }  # fmt: skip
-    [segment] = told["segments"]
+    [segment] = contents["segments"]
     assert segment["digest"] == segment["expected"]
     assert ask("audit", run, "--step", 4, "--json").json["samples"] == 40
     assert ask("audit", run / "checkpoints/step-00000006").code == 0
@@ -807,27 +813,27 @@ def test_audit_reports_what_is_wrong(
 ) -> None:
     checkpoint = run / "checkpoints/step-00000008"
     _with_ledger(checkpoint, lambda ledger: ledger[0].update(change))
-    found = ask("audit", run, "--json")
-    assert found.code == 3
-    assert found.error.startswith(f"lockstep: {checkpoint}: {message}")
-    assert found.lines[-2].startswith("step 8, 80 samples: NOT complete: ")
-    assert found.json["complete"] is False
+    answer = ask("audit", run, "--json")
+    assert answer.code == 3
+    assert answer.error.startswith(f"lockstep: {checkpoint}: {message}")
+    assert answer.lines[-2].startswith("step 8, 80 samples: NOT complete: ")
+    assert answer.json["complete"] is False
     for name, spans in lists.items():
-        assert found.json[name] == spans
+        assert answer.json[name] == spans
 
 
 def test_audit_needs_a_ledger(ask: Ask, run: Path) -> None:
     checkpoint = run / "checkpoints/step-00000008"
     _with_ledger(checkpoint, lambda ledger: ledger.clear())
-    found = ask("audit", run)
-    assert (found.code, found.error) == (
+    answer = ask("audit", run)
+    assert (answer.code, answer.error) == (
         3,
         f"lockstep: {checkpoint} can't be audited: it has no ledger, so there is no record of the samples it was "
         "trained on\n",
     )
     (checkpoint / "manifest.json").unlink()
-    found = ask("audit", run, "--json")
-    assert (found.code, found.lines, found.error) == (
+    answer = ask("audit", run, "--json")
+    assert (answer.code, answer.lines, answer.error) == (
         3,
         [],
         f"lockstep: {checkpoint} is damaged: manifest.json: No such file or directory\n",
@@ -839,14 +845,14 @@ def test_audit_needs_a_ledger(ask: Ask, run: Path) -> None:
 
 def test_import_makes_a_file_of_weights(ask: Ask, tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.ones(2), "b": torch.zeros(3)}, "epoch": 4}, tmp_path / "model.ckpt")
-    found = ask("import", tmp_path / "model.ckpt", tmp_path / "there", "--json")
-    assert (found.code, found.error) == (0, "")
-    assert found.json["tensors"] == 2
-    assert found.json["skipped"] == ["epoch"]
-    assert Path(found.json["file"]).is_file()
-    assert found.lines[0].startswith(f"{found.json['file']}: 2 tensors")
+    answer = ask("import", tmp_path / "model.ckpt", tmp_path / "there", "--json")
+    assert (answer.code, answer.error) == (0, "")
+    assert answer.json["tensors"] == 2
+    assert answer.json["skipped"] == ["epoch"]
+    assert Path(answer.json["file"]).is_file()
+    assert answer.lines[0].startswith(f"{answer.json['file']}: 2 tensors")
     again = ask("import", tmp_path / "model.ckpt", tmp_path / "there")
-    assert (again.code, again.error) == (2, f"lockstep: {found.json['file']} exists; --force replaces it\n")
+    assert (again.code, again.error) == (2, f"lockstep: {answer.json['file']} exists; --force replaces it\n")
     assert ask("import", tmp_path / "model.ckpt", tmp_path / "there", "--force").code == 0
 
 

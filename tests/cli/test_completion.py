@@ -142,7 +142,7 @@ def _bash(path: str, folder: Path, cases: list[list[str]]) -> list[list[str]]:
 def test_bash(tmp_path: Path) -> None:
     path = _shell("bash", tmp_path)
     (tmp_path / "my config.yaml").touch()
-    found = _bash(
+    result = _bash(
         path,
         tmp_path,
         [
@@ -157,10 +157,10 @@ def test_bash(tmp_path: Path) -> None:
             ["train", "digits", "my"],
         ],
     )
-    assert found[:4] == [["train"], ["--fresh"], ["optim.lr="], ["adafactor"]]
-    assert {"adamw", "sgd"} <= set(found[4])
-    assert found[5:8] == [["auto"], ["safetensors"], ["digits"]]
-    assert found[8] == [""]  # left to readline, which knows how to quote
+    assert result[:4] == [["train"], ["--fresh"], ["optim.lr="], ["adafactor"]]
+    assert {"adamw", "sgd"} <= set(result[4])
+    assert result[5:8] == [["auto"], ["safetensors"], ["digits"]]
+    assert result[8] == [""]  # left to readline, which knows how to quote
 
 
 def test_bash_runs_nothing_that_is_typed(tmp_path: Path) -> None:

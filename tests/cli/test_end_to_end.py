@@ -34,7 +34,7 @@ def call(*words: object, cwd: Path, launcher: list[str]) -> subprocess.Completed
     return subprocess.run(command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=180)
 
 
-def said(done: subprocess.CompletedProcess[str] | Done) -> Any:
+def output_of(done: subprocess.CompletedProcess[str] | Done) -> Any:
     """Return the JSON on stdout of a command that succeeded."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -57,7 +57,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     words += ["--batch.global_size", "50", "--launch.device", "cpu", "--precision.compute", "fp32"]
     words += ["--ranks", "2", "--run.epochs", "null", "--json"]
     done = call("train", "digits", *words, cwd=folder, launcher=LOCKSTEP)
-    return folder / "run", said(done)
+    return folder / "run", output_of(done)
 
 
 def test_the_summary(digits: tuple[Path, dict[str, Any]]) -> None:
@@ -72,10 +72,10 @@ def test_the_summary(digits: tuple[Path, dict[str, Any]]) -> None:
 
 def test_the_run_folder(digits: tuple[Path, dict[str, Any]]) -> None:
     run, _ = digits
-    found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
-    assert {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "model/model.safetensors"} <= found
-    assert {"logs/rank-0.log", "logs/rank-1.log"} <= found
-    assert any(path.startswith("tensorboard/events") for path in found)
+    result = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "model/model.safetensors"} <= result
+    assert {"logs/rank-0.log", "logs/rank-1.log"} <= result
+    assert any(path.startswith("tensorboard/events") for path in result)
 
 
 def test_the_metrics(digits: tuple[Path, dict[str, Any]]) -> None:
@@ -94,14 +94,14 @@ def test_a_finished_run_is_not_trained_again(digits: tuple[Path, dict[str, Any]]
     run, summary = digits
     done = run_lockstep("train", run, "--json", cwd=run.parent)
     assert "is finished" in done.stderr
-    assert said(done) == summary
+    assert output_of(done) == summary
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_eval_reproduces_the_last_evaluation_of_the_run(digits: tuple[Path, dict[str, Any]], ranks: int) -> None:
     run, summary = digits
-    found = said(run_lockstep("eval", run, "--json", "--ranks", ranks, cwd=run.parent))
-    assert found["evaluation"] == pytest.approx(summary["evaluation"], rel=1e-6)
+    result = output_of(run_lockstep("eval", run, "--json", "--ranks", ranks, cwd=run.parent))
+    assert result["evaluation"] == pytest.approx(summary["evaluation"], rel=1e-6)
 
 
 def test_generate_refuses_a_classifier(digits: tuple[Path, dict[str, Any]]) -> None:
@@ -121,14 +121,18 @@ def test_generate_continues_a_text(tmp_path: Path) -> None:
         "--data.evaluation.held-out.length",
         "32",
     ]
-    summary = said(run_lockstep("train", "stdlib-lm", "--json", "--run.folder", "run", *words, *QUIET, cwd=tmp_path))
+    summary = output_of(
+        run_lockstep("train", "stdlib-lm", "--json", "--run.folder", "run", *words, *QUIET, cwd=tmp_path)
+    )
     assert summary["tokens"] == 3 * 8 * 32
     assert summary["evaluation"]["bits_per_byte"] > 0
     done = run_lockstep("generate", "run", "def ", "--tokens", "7", "--temperature", "0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("def ")
-    found = said(run_lockstep("generate", "run", "def ", "--tokens", "7", "--temperature", "0", "--json", cwd=tmp_path))
-    assert "def " + found["text"] + "\n" == done.stdout
+    result = output_of(
+        run_lockstep("generate", "run", "def ", "--tokens", "7", "--temperature", "0", "--json", cwd=tmp_path)
+    )
+    assert "def " + result["text"] + "\n" == done.stdout
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
@@ -179,7 +183,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_custom_model_and_dataset(own: Path) -> None:
-    summary = said(run_lockstep("train", "own.json", "--ranks", "2", "--json", "--run.folder", "cli", cwd=own))
+    summary = output_of(run_lockstep("train", "own.json", "--ranks", "2", "--json", "--run.folder", "cli", cwd=own))
     assert (summary["steps"], summary["samples"], summary["ranks"]) == (4, 32, 2)
     assert summary["parameters"] == 4 * 5 + 5 + 5 * 3 + 3
     assert set(summary["evaluation"]) == {"loss", "accuracy"}
@@ -188,7 +192,7 @@ def test_a_custom_model_and_dataset(own: Path) -> None:
 def test_torchrun(own: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep"]
     done = call("train", "own.json", "--json", "--run.folder", "torchrun", cwd=own, launcher=torchrun)
-    summary = said(done)
+    summary = output_of(done)
     assert (summary["steps"], summary["ranks"], summary["strategy"]) == (4, 2, "ddp")
     assert [line["step"] for line in metrics(own / "torchrun") if "lr" in line] == [1, 2, 3, 4]
 
@@ -199,7 +203,7 @@ def test_an_inserted_local_rank(own: Path) -> None:
     for flag in ("--local-rank=0", "--local_rank=0"):
         words = [*LOCKSTEP, flag, "train", "own.json", "--json", "--run.folder", flag.strip("-=0")]
         done = subprocess.run(words, cwd=own, env=_environment(**place), capture_output=True, text=True, timeout=180)
-        assert said(done)["ranks"] == 1
+        assert output_of(done)["ranks"] == 1
     wrong = [*LOCKSTEP, "--local-rank=1", "train", "own.json"]
     done = subprocess.run(wrong, cwd=own, env=_environment(**place), capture_output=True, text=True, timeout=180)
     assert done.returncode == 2
@@ -331,7 +335,7 @@ def huggingface(folder: Path, task: str, architecture: dict[str, Any], **data: A
 
 def test_a_hugging_face_model_through_the_command(texts: Path) -> None:
     (texts / "gpt2.json").write_text(json.dumps(huggingface(texts, "causal-lm", GPT2)))
-    summary = said(run_lockstep("train", "gpt2.json", "--ranks", "2", "--json", "--run.folder", "gpt2", cwd=texts))
+    summary = output_of(run_lockstep("train", "gpt2.json", "--ranks", "2", "--json", "--run.folder", "gpt2", cwd=texts))
     assert (summary["steps"], summary["samples"], summary["ranks"]) == (3, 20, 2)
     assert {"loss", "perplexity"} <= set(summary["evaluation"])
     done = run_lockstep("generate", "gpt2", "the cat", "--tokens", "3", cwd=texts)
@@ -375,7 +379,7 @@ def test_a_run_beyond_its_steps_is_not_changed(own: Path) -> None:
     assert run_lockstep("train", "own.json", "--run.folder", "further", *words, cwd=own).returncode == 0
     before = {path: path.read_bytes() for path in (own / "further").rglob("*") if path.is_file()}
     shorter = run_lockstep("train", "further", "--run.steps", "2", "--json", cwd=own)
-    assert said(shorter)["steps"] == 4
+    assert output_of(shorter)["steps"] == 4
     assert "is at step 4 already, past run.steps 2; give it a longer run.steps" in shorter.stderr
     as_long = run_lockstep("train", "further", "--run.steps", "null", "--run.samples", "1", cwd=own)
     assert (as_long.returncode, "past run.samples 1;" in as_long.stdout) == (0, True)

@@ -84,7 +84,7 @@ def test_nothing_is_overwritten(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "init needs a kind: lockstep init text|finetune|classifier|own"),
         (["fintune"], "init has no kind 'fintune'; did you mean finetune?"),
@@ -92,12 +92,12 @@ def test_nothing_is_overwritten(
     ],
 )
 def test_without_a_terminal_flags_replace_questions(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail("asked without a terminal"))
     assert main(["init", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -83,15 +83,15 @@ def test_a_finished_run_is_reported_on_stderr(folder: Path) -> None:
 
 def test_a_failure_prints_nothing_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "no-such-recipe", "--json"]) == 2
-    found = capfd.readouterr()
-    assert found.out == ""
-    assert "no-such-recipe" in found.err
+    result = capfd.readouterr()
+    assert result.out == ""
+    assert "no-such-recipe" in result.err
 
 
 def test_numbers_that_are_not_finite_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     with json_only(True):
         print("progress")
         emit({"loss": float("nan"), "rows": [{"gap": float("inf")}], "steps": 3})
-    found = capsys.readouterr()
-    assert json.loads(found.out) == {"loss": None, "rows": [{"gap": None}], "steps": 3}
-    assert found.err == "progress\n"
+    result = capsys.readouterr()
+    assert json.loads(result.out) == {"loss": None, "rows": [{"gap": None}], "steps": 3}
+    assert result.err == "progress\n"

@@ -39,10 +39,10 @@ def test_killed_runs_end_like_an_uninterrupted_one(
     drills: dict[int, tuple[subprocess.Popen[str], Path]], ranks: int
 ) -> None:
     drill, place = drills[ranks]
-    said, _ = drill.communicate(timeout=240)
-    assert drill.returncode == 0, said
-    found = json.loads((place / "kill_drill_runs.json").read_text())
-    assert found["lost"] == []
-    assert len(found["kills"]) == 2
-    assert found["samples"] == SAMPLES
-    assert "nothing lost: weights, state, history and ledger are the undisturbed run's" in said
+    output, _ = drill.communicate(timeout=240)
+    assert drill.returncode == 0, output
+    result = json.loads((place / "kill_drill_runs.json").read_text())
+    assert result["lost"] == []
+    assert len(result["kills"]) == 2
+    assert result["samples"] == SAMPLES
+    assert "nothing lost: weights, state, history and ledger are the undisturbed run's" in output

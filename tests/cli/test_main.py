@@ -39,10 +39,10 @@ def test_help_imports_nothing_heavy(words: str) -> None:
 
 
 def test_a_config_is_checked_for_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["config", "check", "stdlib-lm", "--parallel.context", "2", "--ranks"]
-    assert main([*asked, "4"]) == 0
+    command_line = ["config", "check", "stdlib-lm", "--parallel.context", "2", "--ranks"]
+    assert main([*command_line, "4"]) == 0
     assert capsys.readouterr().out == "ok\n"
-    assert main([*asked, "3"]) == 2
+    assert main([*command_line, "3"]) == 2
     assert "data x context = 1 x 2 = 2, but there are 3 ranks" in capsys.readouterr().err
 
 
@@ -97,7 +97,7 @@ class _Verb:
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"),
+    ("end", "code", "expected"),
     [
         (0, 0, ""),
         (3, 3, ""),
@@ -114,11 +114,15 @@ class _Verb:
     ],
 )
 def test_exit_codes(
-    end: BaseException | int, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    end: BaseException | int,
+    code: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "lockstep.cli.version", _Verb(end))
     assert main(["version"]) == code
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == expected
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ SMALL = ["--model.layers", "4", "--model.width", "32", "--data.train.length", "6
 
 def test_modes_are_compared_with_none(capfd: pytest.CaptureFixture[str]) -> None:
     modes = "full+loss-chunk,offload"
-    asked = ["memory", "stdlib-lm", "--ranks", "1", "--modes", modes, "--steps", "1", "--json", *SMALL]
-    assert main(asked) == 0
+    arguments = ["memory", "stdlib-lm", "--ranks", "1", "--modes", modes, "--steps", "1", "--json", *SMALL]
+    assert main(arguments) == 0
     printed = capfd.readouterr()
     lines = printed.err.splitlines()
     rows = {row["mode"]: row for row in json.loads(printed.out)}
@@ -37,13 +37,13 @@ def test_sizes_are_shown_in_fitting_units(peak: int, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("arguments", "message"),
     [
         (["--modes", "ful"], "there is no mode 'ful'; did you mean full?"),
         (["--modes", "x"], "there is no mode 'x'; there are none, full"),
         (["--steps", "0"], "'0' is not a whole number above 0"),
     ],
 )
-def test_wrong_arguments_are_explained(asked: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", "stdlib-lm", *asked]) == 2
-    assert said in capfd.readouterr().err
+def test_wrong_arguments_are_explained(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "stdlib-lm", *arguments]) == 2
+    assert message in capfd.readouterr().err

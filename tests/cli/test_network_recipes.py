@@ -41,17 +41,19 @@ def call(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedPro
 def test_a_tiny_model_trains_with_the_settings_of_the_recipe(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     words = ["train", recipe, TINY[recipe], "--ranks", "2", "--run.steps", "1", "--json", "--run.folder", "run", *CPU]
-    summary = said(run_lockstep(*words, cwd=tmp_path))
+    summary = output_of(run_lockstep(*words, cwd=tmp_path))
     mine = load([resolve_recipe(recipe).path], environ={}).config
     _ran_as_asked(summary, tmp_path / "run", mine)
     _left_weights_for_transformers(summary, tmp_path / "run", CLASSES[recipe])
     _showed_a_sample(tmp_path / "run", mine.evaluation.prompt)
     assert run_lockstep("ckpt", "verify", "run", cwd=tmp_path).returncode == 0
-    again = said(run_lockstep("eval", "run", "--json", "--ranks", "1", cwd=tmp_path))  # in bf16, so not bitwise equal
+    again = output_of(
+        run_lockstep("eval", "run", "--json", "--ranks", "1", cwd=tmp_path)
+    )  # in bf16, so not bitwise equal
     assert again["evaluation"]["loss"] == pytest.approx(summary["evaluation"]["loss"], rel=1e-3)
 
 
-def said(done: Done) -> Any:
+def output_of(done: Done) -> Any:
     """Return the JSON on stdout of a command that succeeded."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -61,18 +63,18 @@ def _ran_as_asked(summary: dict[str, Any], run: Path, mine: Config) -> None:
     assert (summary["ranks"], summary["steps"], summary["discarded"]) == (2, 1, 0)
     assert summary["samples"] == mine.batch.global_size
     assert summary["strategy"] == {"auto": "ddp"}.get(mine.parallel.strategy, mine.parallel.strategy)
-    found = load([run / "config.yaml"], environ={}).config
+    result = load([run / "config.yaml"], environ={}).config
     for section in KEPT:
-        assert getattr(found, section) == getattr(mine, section), section
-    assert (found.model.kind, found.run.epochs) == ("huggingface", None)
+        assert getattr(result, section) == getattr(mine, section), section
+    assert (result.model.kind, result.run.epochs) == ("huggingface", None)
 
 
 def _left_weights_for_transformers(summary: dict[str, Any], run: Path, kind: str) -> None:
     import transformers
 
     assert json.loads((run / "model" / "config.json").read_text())["architectures"] == [kind]
-    model, found = getattr(transformers, kind).from_pretrained(run / "model", output_loading_info=True)
-    assert [found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [set()] * 3
+    model, result = getattr(transformers, kind).from_pretrained(run / "model", output_loading_info=True)
+    assert [result[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [set()] * 3
     assert sum(parameter.numel() for parameter in model.parameters()) == summary["parameters"]
 
 

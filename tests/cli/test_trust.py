@@ -312,7 +312,7 @@ def test_variables_that_can_run_code() -> None:
 )
 def test_keys_by_which_transformers_loads_code(architecture: dict[str, Any], named: str | None) -> None:
     model = {"kind": "huggingface", "task": "causal-lm", "architecture": {"model_type": "llama", **architecture}}
-    assert [one.split(": ")[0] for one in _named(model=model)] == ([named] if named else [])
+    assert [name.split(": ")[0] for name in _named(model=model)] == ([named] if named else [])
 
 
 def test_names_with_control_characters_are_escaped() -> None:

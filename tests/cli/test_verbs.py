@@ -113,17 +113,17 @@ def test_the_defaults_of_generate(command: Calls) -> None:
 
 
 def test_data_prepare_passes_its_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     def prepare(inputs: list[str], output: Path, **options: Any) -> dict[str, Any]:
-        asked.update(inputs=inputs, output=output, **options)
+        received.update(inputs=inputs, output=output, **options)
         return {"train": SimpleNamespace(tokens=1234, documents=2)}
 
     monkeypatch.setitem(sys.modules, "lockstep.data.prepare", SimpleNamespace(prepare=prepare))
     assert (
         main(["data", "prepare", "a.txt", "b.txt", "--output", "out", "--tokenizer", "bytes", "--held-out", "9"]) == 0
     )
-    assert asked == {
+    assert received == {
         "inputs": ["a.txt", "b.txt"], "output": Path("out"), "tokenizer": "bytes", "split": "train", "column": "text",
         "configuration": None, "held_out": 9,
     }  # fmt: skip
@@ -197,11 +197,11 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), CUTS)
-def test_plan_checks_how_a_model_can_be_partitioned(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "message"), CUTS)
+def test_plan_checks_how_a_model_can_be_partitioned(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = run_lockstep("plan", "stdlib-lm", "--model.layers", "4", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 # --- without data and network -------------------------------------------------------------------------------------
@@ -224,10 +224,10 @@ def test_a_plan_needs_no_data_if_the_config_has_the_sizes(
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     (tmp_path / "hub.json").write_text(json.dumps(FROM_THE_HUB))
     assert main(["plan", str(tmp_path / "hub.json"), "--ranks", "4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["steps"], found["samples"], found["tokens"]) == (50, 400, 400 * 128)
-    assert found["parameters"] > 512 * 64
-    assert any(warning.startswith("data.train was not read") for warning in found["warnings"])
+    result = json.loads(capsys.readouterr().out)
+    assert (result["steps"], result["samples"], result["tokens"]) == (50, 400, 400 * 128)
+    assert result["parameters"] > 512 * 64
+    assert any(warning.startswith("data.train was not read") for warning in result["warnings"])
 
 
 @pytest.mark.parametrize(
@@ -244,5 +244,5 @@ def test_a_plan_needs_no_data_if_the_config_has_the_sizes(
     ],
 )
 def test_facts_from_the_config_only(change: dict[str, Any], facts: tuple[int, int] | None) -> None:
-    found = facts_of_config(validate({**FROM_THE_HUB, **change}).config)
-    assert (None if found is None else (found.samples, found.tokens_per_sample)) == facts
+    result = facts_of_config(validate({**FROM_THE_HUB, **change}).config)
+    assert (None if result is None else (result.samples, result.tokens_per_sample)) == facts

@@ -57,10 +57,10 @@ def write_llama(folder: Path, width: int = 32, vocabulary: int = 256) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {"model.embed_tokens": (vocabulary, width), "lm_head": (vocabulary, width), "model.norm": (width,)}
     for layer in (f"model.layers.{number}" for number in range(2)):
-        shapes |= {f"{layer}.self_attn.{one}_proj": (width, width) for one in "qkvo"}
-        shapes |= {f"{layer}.mlp.{one}_proj": (2 * width, width) for one in ("gate", "up")}
+        shapes |= {f"{layer}.self_attn.{part}_proj": (width, width) for part in "qkvo"}
+        shapes |= {f"{layer}.mlp.{part}_proj": (2 * width, width) for part in ("gate", "up")}
         shapes |= {f"{layer}.mlp.down_proj": (width, 2 * width)}
-        shapes |= {f"{layer}.{one}_layernorm": (width,) for one in ("input", "post_attention")}
+        shapes |= {f"{layer}.{part}_layernorm": (width,) for part in ("input", "post_attention")}
     draws = np.random.default_rng(0)
     weights = {
         f"{name}.weight": np.ones(shape, np.float32) if len(shape) == 1 else draws.normal(0, 0.02, shape)
@@ -98,8 +98,8 @@ def start(place: Path, script: str, mode: str, output: Path, **variables: str) -
 
 
 def done(process: subprocess.Popen[str], output: Path) -> dict[str, Any]:
-    said, _ = process.communicate(timeout=140)
-    assert process.returncode == 0, said
+    printed, _ = process.communicate(timeout=140)
+    assert process.returncode == 0, printed
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == STEPS
     assert summary["ranks"] == 2
@@ -141,9 +141,9 @@ def test_on_many_nodes(place: Path, tmp_path: Path) -> None:
 
 def test_deepspeed_runs_from_its_json(place: Path, tmp_path: Path) -> None:
     done(start(place, "one_node.sh", "deepspeed", tmp_path / "out"), tmp_path / "out")
-    found = load([tmp_path / "out" / "config.yaml"], environ={}).config
-    assert (found.parallel.strategy, found.parallel.deepspeed.zero_stage) == ("deepspeed", 2)
-    assert (found.batch.global_size, found.batch.micro_size) == (8, 2)
+    result = load([tmp_path / "out" / "config.yaml"], environ={}).config
+    assert (result.parallel.strategy, result.parallel.deepspeed.zero_stage) == ("deepspeed", 2)
+    assert (result.batch.global_size, result.batch.micro_size) == (8, 2)
 
 
 def test_the_custom_launcher_accepts_the_json(place: Path, tmp_path: Path) -> None:
@@ -159,19 +159,19 @@ if [[ $1 == train ]]; then shift; set -- config check "${{@:1:2}}" "${{@:5}}"; f
         place, "own_launcher.sh", "deepspeed", tmp_path / "out",
         BASE=str(place / "ddp.yaml"), PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
     )  # fmt: skip
-    said, _ = process.communicate(timeout=60)
-    assert (process.returncode, said.splitlines()[-1]) == (0, "ok"), said
+    printed, _ = process.communicate(timeout=60)
+    assert (process.returncode, printed.splitlines()[-1]) == (0, "ok"), printed
 
 
 def test_the_custom_launcher_s_mode_selects_the_strategy(place: Path, tmp_path: Path) -> None:
     """The config has no strategy; an unknown mode is named."""
     command(tmp_path, "lockstep", 'echo "$@"')
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    said, _ = start(place, "own_launcher.sh", "fsdp", tmp_path / "out", PATH=path).communicate(timeout=60)
-    assert f"train {place / 'fsdp.yaml'} --ranks 2 --parallel.strategy fsdp" in said
+    printed, _ = start(place, "own_launcher.sh", "fsdp", tmp_path / "out", PATH=path).communicate(timeout=60)
+    assert f"train {place / 'fsdp.yaml'} --ranks 2 --parallel.strategy fsdp" in printed
     wrong = start(place, "own_launcher.sh", "foo", tmp_path / "out", PATH=path, CONFIG="")
-    said, _ = wrong.communicate(timeout=60)
-    assert (wrong.returncode, "no mode foo; which mode: ddp, fsdp or deepspeed" in said) == (2, True), said
+    printed, _ = wrong.communicate(timeout=60)
+    assert (wrong.returncode, "no mode foo; which mode: ddp, fsdp or deepspeed" in printed) == (2, True), printed
 
 
 def test_slurm_passes_the_rendezvous_endpoint_to_each_node(place: Path, tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_slurm_passes_the_rendezvous_endpoint_to_each_node(place: Path, tmp_path
         place, "slurm.sh", "fsdp", tmp_path / "out", SLURM_SUBMIT_DIR=str(GUIDE), SLURM_JOB_NODELIST="node[0-1]",
         SLURM_NNODES="2", SLURM_JOB_ID="7", RANKS="8", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
     )  # fmt: skip
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, said
-    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id 7" in said
-    assert "--mode fsdp" in said
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id 7" in printed
+    assert "--mode fsdp" in printed
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (GUIDE / "scripts").glob("*.sh")))
@@ -202,11 +202,11 @@ def test_scripts_stop_at_missing_parts(script: str, place: Path) -> None:
 def test_torchrun_s_report_ends_with_the_message(place: Path, tmp_path: Path) -> None:
     alone = {"MODEL_NAME": "gpt2", "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     process = start(place, "one_node.sh", "ddp", tmp_path / "out", **alone)
-    said, _ = process.communicate(timeout=140)
+    printed, _ = process.communicate(timeout=140)
     assert process.returncode == 1, "torchrun turns every exit code into it"
     sentence = "model gpt2 is neither a folder here nor in the cache, and the hub does not answer"
-    assert f"train.py: {sentence}" in said
-    *_, cause, _border = said.strip().splitlines()
+    assert f"train.py: {sentence}" in printed
+    *_, cause, _border = printed.strip().splitlines()
     assert cause.strip().startswith(f"traceback : {sentence}")
 
 

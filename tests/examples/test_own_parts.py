@@ -38,8 +38,8 @@ def config(**changes: Any) -> dict[str, Any]:
     return plain
 
 
-def losses(asked: dict[str, Any], **objects: Any) -> list[float]:
-    with lockstep.session(asked, **objects) as session:
+def losses(sections: dict[str, Any], **objects: Any) -> list[float]:
+    with lockstep.session(sections, **objects) as session:
         reports = [report.loss for report in session]
         return [*reports, session.evaluate()[0].metrics["loss"]]
 
@@ -64,14 +64,14 @@ def test_the_example_trains_the_same_on_one_process_and_two_ranks(in_examples: N
 def test_objects_and_names_train_the_same(in_examples: None) -> None:
     parts = importlib.import_module("examples.own_parts")
     named = losses(config())
-    asked = config()
-    del asked["objective"], asked["data"]
-    asked["optim"] = {"lr": 2e-3}
+    sections = config()
+    del sections["objective"], sections["data"]
+    sections["optim"] = {"lr": 2e-3}
     objects = {
         "objective": parts.Quantile(), "train_dataset": parts.Waves(), "eval_datasets": {"coarse": parts.Waves(100)},
         "optimizer": lambda groups: parts.SignMomentum(groups, momentum=0.8),
     }  # fmt: skip
-    assert losses(asked, **objects) == named
+    assert losses(sections, **objects) == named
 
 
 def test_an_installed_package_registers_its_parts(

@@ -33,10 +33,10 @@ def _forgotten() -> Any:
 
 
 def test_the_strategy_matches_the_single_process() -> None:
-    asked = small.config(
+    sections = small.config(
         parallel={"strategy": TARGET, "flat": {"average": True}}, batch={"global_size": 13, "micro_size": 3}
     )
-    assert differences(recorded(asked, ranks=2), recorded(small.config())) == []
+    assert differences(recorded(sections, ranks=2), recorded(small.config())) == []
 
 
 def test_plan_table_and_traffic_include_the_strategy() -> None:
@@ -72,8 +72,8 @@ def test_verify_runs_it() -> None:
 def test_its_checkpoint_resumes_under_ddp_and_the_reverse(first: str, then: str, tmp_path: Path) -> None:
     def trained(folder: str, strategy: str, steps: int) -> float:
         run = {"steps": steps, "folder": str(tmp_path / folder)}
-        asked = small.config(run=run, parallel={"strategy": strategy}, schedule={"kind": "constant"})
-        lockstep.train(asked, ranks=2 if strategy != "single" else None)
+        sections = small.config(run=run, parallel={"strategy": strategy}, schedule={"kind": "constant"})
+        lockstep.train(sections, ranks=2 if strategy != "single" else None)
         lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines if "loss" in line][-1]
 
