@@ -19,6 +19,7 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
 from lockstep.config.known_runs import id_of_run
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.extensions import instance
 from lockstep.training.session import Session, components_of
 
 
@@ -133,6 +134,129 @@ def test_another_recipe_does_not_go_on_in_a_run_folder(capsys: pytest.CaptureFix
     assert main(["train", first, "--optim.lr", "0.02"]) == 2  # would train nothing
     assert main(["train", first]) == 0  # there is nothing to do
     assert main(["train", "run", "--optim.lr", "0.02", "--run.steps", "8"]) == 0
+
+
+# --- one object store, two runs -------------------------------------------------------------------------------------
+
+
+STORE = """
+import sqlite3
+
+
+class Sqlite:
+    def __init__(self, file: str) -> None:
+        self._connection = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
+        self._connection.execute("CREATE TABLE IF NOT EXISTS objects (name TEXT PRIMARY KEY, data BLOB)")
+        self.place = file
+
+    def names(self, prefix):
+        rows = self._connection.execute("SELECT name FROM objects").fetchall()
+        return [name for (name,) in rows if name.startswith(prefix)]
+
+    def size(self, name):
+        return len(self._data(name))
+
+    def read(self, name, offset, size):
+        return self._data(name)[offset : offset + size]
+
+    def write(self, name, data):
+        self._connection.execute("INSERT OR REPLACE INTO objects VALUES (?, ?)", (name, bytes(data)))
+
+    def delete(self, name):
+        self._connection.execute("DELETE FROM objects WHERE name = ?", (name,))
+
+    def _data(self, name):
+        row = self._connection.execute("SELECT data FROM objects WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            raise FileNotFoundError(name)
+        return row[0]
+"""
+
+
+@pytest.fixture
+def store() -> dict[str, Any]:
+    """A section `checkpoint` that names a database as the storage."""
+    Path("store.py").write_text(STORE)
+    return {"checkpoint": {"storage": {"target": "store.py:Sqlite", "arguments": {"file": "ckpt.db"}}}}
+
+
+def test_a_second_run_is_refused_in_the_storage_of_a_first(
+    store: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = _file("first.yaml", run={"folder": "runs/first"}, **store)
+    other = _file("other.yaml", run={"folder": "runs/other"}, **store)
+    assert main(["train", first]) == 0
+    owner = Path("runs/first").absolute()
+    capsys.readouterr()
+    for ranks in ("1", "2"):
+        assert main(["train", other, "--ranks", ranks]) == 2
+        said = capsys.readouterr().err
+        assert "checkpoint.storage: ckpt.db holds the checkpoints of another run, first in" in said
+        assert f"{owner}, at step 6 (finished); give each run a storage of its own" in said
+        assert f"lockstep train {owner}" in said
+        assert not Path("runs/other").exists()
+    assert main(["train", other, "--fresh"]) == 2  # it would move another run's checkpoints
+    assert main(["train", first, "--run.steps", "8"]) == 0
+    assert main(["train", other, "--checkpoint.storage.arguments.file", "other.db"]) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_another_launcher_are_refused_together_in_a_storage(store: dict[str, Any], ranks: int) -> None:
+    lockstep.train(_config(**store), name="first")
+    for said in in_world(ranks, _refused, _config(lr=0.02, **store)):
+        assert "ckpt.db holds the checkpoints of another run, first in" in said
+
+
+def test_the_same_command_resumes_from_the_storage_of_a_run_that_was_cut_short(
+    store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        _cut_short(patch, after=5)
+        with pytest.raises(KeyboardInterrupt):
+            lockstep.train(_config(**store))
+    (run,) = Path("runs").iterdir()
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+        lockstep.train(_config(lr=0.02, **store))
+    known = id_of_run(run)
+    assert id_of_run(lockstep.train(_config(**store)).folder) == known
+
+
+def test_a_storage_passed_in_python_belongs_to_one_run(store: dict[str, Any]) -> None:
+    memory = instance_of_store()
+    config = _config(run={"folder": "run"})
+    lockstep.train(config, storage=memory)
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+        lockstep.train(_config(run={"folder": "other"}), storage=memory)
+    assert lockstep.train({**config, "run": {"folder": "run", "steps": 8}}, storage=memory).summary["steps"] == 8
+
+
+def test_a_session_continues_the_checkpoints_of_a_run_only_if_it_is_asked_to(store: dict[str, Any]) -> None:
+    memory = instance_of_store()
+    lockstep.train(_config(run={"folder": "run"}), storage=memory)
+    other = _config(lr=0.03, steps=8)
+    with lockstep.session(other) as session, pytest.raises(ConfigError, match=r"another run.*accept_changes=True"):
+        session.checkpoints(memory)
+    with lockstep.session(other) as session:
+        assert session.checkpoints(memory, accept_changes=True).resumed_from == 6
+
+
+def test_a_run_does_not_take_the_checkpoints_of_a_session(store: dict[str, Any]) -> None:
+    memory = instance_of_store()
+    with lockstep.session(_config(lr=0.03)) as session:
+        saves = session.checkpoints(memory)
+        for report in session:
+            if report.step == 3:
+                break
+        saves.save()
+        saves.finish()
+    with lockstep.session(_config(lr=0.03)) as session:
+        assert session.checkpoints(memory).resumed_from == 3
+    with pytest.raises(ConfigError, match=r"another run, session \(run id"):
+        lockstep.train(_config(run={"folder": "run"}), storage=memory)
+
+
+def instance_of_store() -> Any:
+    return instance("storage", "store.py:Sqlite", {"file": "ckpt.db"}, lockstep.ObjectStore, key="storage")
 
 
 # --- moves, copies, forks -----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from lockstep.checkpoint.retention import Retention, is_better
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.local_paths import local_path
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
@@ -30,6 +30,7 @@ from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
 from lockstep.training.components import FailureState, VoteParticipant
+from lockstep.training.ownership import refusal_of_storage
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_best, restore
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
     from lockstep.monitor.history import HistoryFiles
 
-HISTORY = "history"  # key in a manifest's environment: how far the run's files had been written
+# Keys in a manifest's environment:
+HISTORY = "history"  # how far the run's files had been written
+TRANSFORMS = "transforms"  # names of the transforms of the model, if there are any
 
 
 def checkpoints_in(
@@ -147,6 +150,7 @@ class Checkpoints(VoteParticipant):
             refuse_unknown_best(self._section.best, components.objective, components.evaluator.sources)
         refuse_local_storage(self._storage, self._axis)
         lock_storage(self._storage, self._axis)
+        self._refuse_other_run(resume)
         notes: list[str] = []
         starts_over = resume.fresh or resume.origin is not None
         run = (None if starts_over else self._storage.run) or uuid.uuid4().hex
@@ -199,6 +203,20 @@ class Checkpoints(VoteParticipant):
     def _published(self, manifest: Manifest) -> None:
         self._newest = manifest.step
         self._retention.on_published(manifest)
+
+    def _refuse_other_run(self, resume: Resume) -> None:
+        """Raise ConfigError if the storage has another run's checkpoints; a folder of a run was checked before."""
+        config = components_of(self._session).config
+        if self._home is not None and config.checkpoint.storage is None:
+            return
+        refusal: str | None = None
+        if self._axis.rank == 0:
+            refusal = refusal_of_storage(
+                config, self._storage, self._home, fresh=resume.fresh, accept_changes=resume.accept_changes
+            )
+        refusal = cast("str | None", self._axis.broadcast(refusal))
+        if refusal is not None:
+            raise ConfigError(Problem("", "" if self._home is None else "checkpoint.storage", refusal))
 
     # --- in each vote ---------------------------------------------------------------------------------------------
 

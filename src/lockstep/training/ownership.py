@@ -5,7 +5,8 @@ this run's (its id, or its folder)          --> the run resumes
 another run's: same config, not finished    --> the same command was started again: it resumes in that run's folder
 another run's                               --> refused, with a free subfolder
 
-Checkpoints in the run's own folder need no check: they are moved and copied with it.
+Checkpoints in the run's own folder need no check: they are moved and copied with it. An object store
+(`checkpoint.storage`) is checked by the ranks: a client that the launcher has used can't be forked with them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.config.known_runs import id_of_run
+from lockstep.config.known_runs import CONFIG, id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.progress import Progress
-from lockstep.monitor.folder import is_finished, is_run
+from lockstep.monitor.folder import is_finished
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import is_finished as is_at_its_end
 from lockstep.training.locations import checkpoint_folder
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 LENGTHS = ("steps", "samples", "tokens", "epochs")
 _NOT_OF_THE_RUN = ("description", "launch", "monitor")  # sections that may differ between two starts of one command
+_OF_OPTIMIZER = ("optim.lr", "optim.weight_decay")  # settings that a custom optimizer may have by itself
 _NOT_OF_THE_TRAINING = ("checkpoint", "evaluation", "parallel", "memory")  # sections that don't affect what is learned
 
 
@@ -76,13 +78,42 @@ def run_folder_for(config: Config, recipe: str, *, fresh: bool = False) -> Path 
     if folder is None and _is_continued(config, occupant, fresh=fresh):
         return occupant.folder
     subfolder = _free_subfolder(config.checkpoint.folder, recipe)
-    raise ConfigError(Problem("", "checkpoint.folder", _refusal(storage.place, occupant, subfolder)))
+    remedy = f"set checkpoint.folder: {subfolder}, or leave it out: a run keeps its checkpoints in run.folder then"
+    raise ConfigError(Problem("", "checkpoint.folder", _refusal(storage.place, occupant, remedy)))
+
+
+def refusal_of_storage(
+    config: Config, storage: Storage, folder: Path | None, *, fresh: bool = False, accept_changes: bool = False
+) -> str | None:
+    """Return why a run may not keep its checkpoints in a storage: it has another run's. None: it may.
+
+    Args:
+        folder: the run's; None: a session, which continues what an earlier session has saved.
+        fresh: the run starts over.
+        accept_changes: a session may continue a run that has other settings.
+    """
+    occupant = _occupant(storage)
+    if occupant is None or (config.run.folder is None and _is_continued(config, occupant, fresh=fresh)):
+        return None
+    if folder is not None:
+        remedy = "give each run a storage of its own, such as another bucket, prefix or file"
+        return None if _belongs_to(folder, occupant.owner) else _refusal(storage.place, occupant, remedy)
+    if accept_changes or occupant.owner.folder is None:
+        return None
+    remedy = "give the session a place of its own; accept_changes=True continues from these"
+    return _refusal(storage.place, occupant, remedy)
 
 
 def other_settings(config: Config, earlier: Config) -> list[str]:
     """Return the settings that affect what is learned and differ, as `optim.lr: 0.1 then, 0.2 now`; without lengths."""
     then, now = (dict(_flat(_of_training(to_public(settings)))) for settings in (earlier, config))
-    keys = dict.fromkeys([*then, *now])
+    keys = list(dict.fromkeys([*then, *now]))
+    if config.optim.name == "given":  # the optimizer's own values are recorded where the config has none
+        keys = [
+            key
+            for key in keys
+            if key not in _OF_OPTIMIZER or key.removeprefix("optim.") in config.optim.model_fields_set
+        ]
     return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
 
 
@@ -109,7 +140,7 @@ def _newest(storage: Storage, names: list[str]) -> Manifest | None:
 def _belongs_to(folder: Path, owner: Owner) -> bool:
     run = id_of_run(folder)
     if run is None:  # a run that was killed before it wrote its id, or one of an earlier version
-        return owner.folder == str(folder) or (owner.folder is None and is_run(folder))
+        return owner.folder == str(folder) or (owner.folder is None and (folder / CONFIG).is_file())
     is_copy = owner.folder not in (None, str(folder)) and id_of_run(Path(str(owner.folder))) == owner.run
     return run == owner.run and not is_copy
 
@@ -127,15 +158,12 @@ def _is_continued(config: Config, occupant: _Occupant, *, fresh: bool) -> bool:
     return not is_at_its_end(config.run, progress, epoch_samples_in(newest))
 
 
-def _refusal(place: str, occupant: _Occupant, subfolder: str) -> str:
+def _refusal(place: str, occupant: _Occupant, remedy: str) -> str:
     step = f", at step {occupant.newest.step:,}" if occupant.newest is not None else ""
     folder = occupant.folder
     finished = " (finished)" if folder is not None and is_finished(folder) else ""
     resume = f". To continue the other run: lockstep train {folder}" if folder is not None else ""
-    return (
-        f"{place} holds the checkpoints of another run, {occupant.owner}{step}{finished}; set checkpoint.folder: "
-        f"{subfolder}, or leave it out: a run keeps its checkpoints in run.folder then{resume}"
-    )
+    return f"{place} holds the checkpoints of another run, {occupant.owner}{step}{finished}; {remedy}{resume}"
 
 
 def _free_subfolder(folder: str, recipe: str) -> str:
