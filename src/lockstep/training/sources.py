@@ -24,6 +24,7 @@ from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, r
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
 from lockstep.models.heads import Head, head_of, preparation
+from lockstep.models.initialization import generators_keyed
 from lockstep.models.objectives import ModelLoss
 from lockstep.models.parameters import freeze
 from lockstep.training.checked_objective import CheckedObjective
@@ -49,7 +50,8 @@ def users_model(config: Config, given: UserObjects) -> nn.Module | None:
         return None
     model = given.model
     if not isinstance(model, nn.Module) and callable(model):
-        model = model()
+        with generators_keyed(config.run.seed, "construction"):  # as for a config's model.target
+            model = model()
     if not isinstance(model, nn.Module):
         raise not_given("model", "a torch.nn.Module, or a function that makes one", given.model)
     freeze(model, config.model.freeze)
