@@ -61,6 +61,47 @@ def test_a_module_is_trained_in_place(tmp_path: Path) -> None:
     assert [line["lr"] for line in _lines(tmp_path / "run") if "lr" in line] == [0.01] * 3 + [0.005] * 3
 
 
+def test_a_finished_run_is_reported_and_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, trained, _ = _train_here(tmp_path / "run")
+    files = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    capsys.readouterr()
+    again, model, _ = _train_here(tmp_path / "run")
+    assert f"the run in {tmp_path / 'run'} is finished" in capsys.readouterr().out
+    assert again == first
+    assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == files
+    expected, weights = small.weights(trained), small.weights(model)
+    assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2])
+def test_a_finished_run_trains_again_if_it_is_made_longer_or_fresh(tmp_path: Path, ranks: int | None) -> None:
+    config = small.config(run={"steps": 3, "folder": str(tmp_path / "run")})
+    first = lockstep.train(config, ranks=ranks)
+    assert lockstep.train(config, ranks=ranks) == first
+    assert lockstep.train(first.folder) == first
+    longer = {**config, "run": {"steps": 5, "folder": str(tmp_path / "run")}}
+    assert lockstep.train(longer, ranks=ranks).summary["steps"] == 5
+    assert lockstep.train(config, ranks=ranks).summary["steps"] == 5
+    with pytest.raises(lockstep.ConfigError, match=r"optim\.lr: 0\.01 then, 0\.02 now\n.*fresh=True"):
+        lockstep.train({**longer, "optim": {"lr": 0.02}})
+    assert lockstep.train(config, ranks=ranks, fresh=True).summary["steps"] == 3
+
+
+def _first_loss(config: dict[str, Any], **objects: Any) -> float:
+    with lockstep.session(config, **objects) as session:
+        return next(iter(session)).loss
+
+
+def test_a_function_and_a_target_give_the_same_initial_weights() -> None:
+    config = small.config()
+    assert _first_loss(config) == _first_loss(config, model=small.Net)
+    assert _first_loss(config) != _first_loss({**config, "run": {"steps": 8, "seed": 1}}, model=small.Net)
+    state = torch.get_rng_state()
+    module = small.Net()
+    torch.set_rng_state(state)
+    assert _first_loss(config, model=module) != _first_loss(config)
+
+
 def test_a_plain_script_starts_its_ranks(tmp_path: Path) -> None:
     """With data workers in the ranks, or without, it is the same run."""
     losses = []

@@ -11,7 +11,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
+
+from torch import nn
 
 from lockstep.config.approval import approved
 from lockstep.config.foreign_code import GIVEN
@@ -70,6 +73,9 @@ def train(
     job = Job(resolved(config, given, trusted=trust_run, writes=True), name, given=given, resume=resume)
     if names_a_rank(os.environ) and isinstance(ranks, int):
         refuse_rank_count(ranks, "ranks")
+    finished = None if fresh else _finished(job)
+    if finished is not None:
+        return finished
     if ranks is None or names_a_rank(os.environ):
         return run_job(job)
     return _train_in_ranks(job, ranks)
@@ -159,6 +165,20 @@ def _handed(given: UserObjects) -> dict[str, Any]:
     transforms = [{"target": GIVEN}] * len(given.transforms)
     named = {name: section for name, section in sections.items() if section}
     return {**named, "transforms": transforms} if transforms else named
+
+
+def _finished(job: Job) -> Finished | None:
+    """Return what the finished run in run.folder left, if nothing of it is left to train; a module gets its weights."""
+    from lockstep.monitor.folder import is_finished, read_summary
+    from lockstep.training.start_run import has_nothing_to_train
+    from lockstep.training.weights import load_weights
+
+    folder = Path(job.config.run.folder).absolute() if job.config.run.folder is not None else None
+    if folder is None or not is_finished(folder) or not has_nothing_to_train(job.config, folder, job.given.storage):
+        return None
+    if isinstance(job.given.model, nn.Module):
+        load_weights(job.given.model, folder)
+    return Finished(read_summary(folder) or {}, folder)
 
 
 def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:

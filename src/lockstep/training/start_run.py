@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config, Run
+    from lockstep.core.protocols import ObjectStore
 
 _UNTRAINED_CODES = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
 _MAX_DIFFERENCES = 5  # settings shown in a message
@@ -66,7 +67,7 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
     if folder is not None and not resume.fresh and resume.step is None:
         if is_first and (folder / CONFIG).is_file() and recipe_of(folder) != recipe:
             _refuse_other_settings(config, folder)
-        if _has_nothing_to_train(config, folder):
+        if has_nothing_to_train(config, folder):
             return 0, folder
     job = Job(config, recipe, given=UserObjects(trust_remote_code=trust_remote_code), resume=resume)
     if names_a_rank(os.environ):
@@ -122,11 +123,18 @@ def _refuse_other_settings(config: Config, folder: Path) -> None:
     more = f"\n  and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
     run = f"{'the finished run' if is_finished(folder) else 'a run'} of {recipe_of(folder)}"
     why = f"{folder} holds {run}, which had other settings:{shown}{more}\n"
-    raise ConfigError(Problem("", "run.folder", f"{why}Give run.folder another name, or start over there: --fresh"))
+    raise ConfigError(
+        Problem(
+            "", "run.folder", f"{why}Give run.folder another name, or start over there: --fresh (in Python: fresh=True)"
+        )
+    )
 
 
-def _has_nothing_to_train(config: Config, folder: Path) -> bool:
-    """Return whether the run in the folder has reached the configured length; if so, print that.
+def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None = None) -> bool:
+    """Return whether the run in the folder has reached the configured length; if so, the first rank prints that.
+
+    Args:
+        given: The object store that was passed in Python, if any.
 
     Raises:
         ConfigError: The run isn't finished and is longer than the config now asks for; or it is finished and had other
@@ -139,23 +147,29 @@ def _has_nothing_to_train(config: Config, folder: Path) -> bool:
     if all(getattr(then, length) == getattr(config.run, length) for length in LENGTHS):
         if finished:
             _refuse_other_settings(config, folder)
-            echo(f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh")
+            _echo_once(
+                f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh"
+            )
         return finished
-    too_long = _too_long(config, folder, finished=finished)
+    too_long = _too_long(config, storage_of(config.checkpoint, folder, given), folder, finished=finished)
     if too_long is None:
         return False
     if not finished:
         raise ConfigError(too_long)
-    echo(too_long)
+    _echo_once(too_long)
     return True
 
 
-def _too_long(config: Config, folder: Path, *, finished: bool) -> str | None:
+def _echo_once(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        echo(message)
+
+
+def _too_long(config: Config, storage: Storage, folder: Path, *, finished: bool) -> str | None:
     """Return the message for a run whose newest checkpoint is beyond its new length, or None if it isn't.
 
     A run that stopped exactly at its new end still has to be finished.
     """
-    storage = storage_of(config.checkpoint, folder)
     steps = names_by_step(storage.names())
     newest = _readable(storage, steps[max(steps)]) if steps else None
     if newest is None:
