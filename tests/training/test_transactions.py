@@ -6,6 +6,7 @@ import dataclasses
 import os
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kit.layouts import VARIANTS, is_partitioned
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.cli.main import main
 from lockstep.core.records import StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
 from lockstep.resilience.guard import PATIENCE
@@ -156,6 +158,34 @@ def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
         ):
             list(updates)
         assert _same(before, small.weights(model))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_the_state_is_saved_when_a_run_gives_up(strategy: str, tmp_path: Path) -> None:
+    ranks = 1 if strategy == "single" else 2
+    for outcome in in_world(ranks, _given_up, strategy, tmp_path / "run"):
+        assert f"{PATIENCE} updates in a row" in outcome
+        assert f"the state after step {PATIENCE + 3} is saved in {tmp_path / 'run' / 'checkpoints'}" in outcome
+    assert main(["ckpt", "audit", str(tmp_path / "run")]) == 0
+
+
+def _given_up(strategy: str, folder: Path) -> str:
+    run = {"steps": PATIENCE + 50, "folder": str(folder)}
+    config = small.config(parallel={"strategy": strategy}, run=run, batch={"global_size": 13})
+    with pytest.raises(lockstep.RunFailed) as raised:
+        lockstep.train(config, objective=small.NanAt(range(3, 1000)))
+    return "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+
+
+def test_a_run_of_which_no_update_was_kept_fails(tmp_path: Path) -> None:
+    run = {"steps": 5, "folder": str(tmp_path / "run")}
+    with pytest.raises(lockstep.RunFailed, match=r"all 5 updates had a loss .* nothing was learned") as raised:
+        lockstep.train(small.config(run=run), objective=small.NanAt(range(1000)))
+    assert raised.value.exit_code == 1
+    assert not hasattr(raised.value, "__notes__")
+    assert not (tmp_path / "run" / "summary.json").exists()
+    kept_one = {"steps": 5, "folder": str(tmp_path / "other")}
+    assert lockstep.train(small.config(run=kept_one), objective=small.NanAt(range(4))).summary["discarded"] == 4
 
 
 # --- numbers that stay on the device ------------------------------------------------------------------------------

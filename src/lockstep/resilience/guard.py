@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", float, "Tensor")
 PATIENCE = 100
+ADVICE = "a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 are what helps most often"
 
 
 def is_finite(number: Number) -> bool | Tensor:
@@ -54,17 +55,21 @@ class DiscardLimit:
     def restore(self, state: Mapping[str, int]) -> None:
         self.discarded, self._in_a_row = state["discarded"], state["in_a_row"]
 
-    def see(self, verdict: Verdict, step: int) -> None:
-        """Raises RunFailed at the limit."""
-        if verdict is Verdict.KEPT:
-            self._in_a_row = 0
-            return
-        self.discarded += 1
-        self._in_a_row += 1
+    def see(self, verdict: Verdict) -> None:
+        """Count an update."""
+        kept = verdict is Verdict.KEPT
+        self.discarded += not kept
+        self._in_a_row = 0 if kept else self._in_a_row + 1
+
+    def refuse(self, step: int) -> None:
+        """Raise RunFailed at the limit.
+
+        Args:
+            step: the last update counted.
+        """
         if self._in_a_row < self._limit:
             return
-        advice = "a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 are what helps most often"
         raise RunFailed(
-            f"step {step}: {self._limit} updates in a row had a loss or gradient that was not finite, so the model "
-            f"has not changed since step {step - self._limit}; {advice}"
+            f"step {step}: {self._in_a_row} updates in a row had a loss or gradient that was not finite, so the model "
+            f"has not changed since step {step - self._in_a_row}; {ADVICE}"
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Paused, RunFailed
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
+from lockstep.resilience.guard import ADVICE
 from lockstep.resilience.signals import run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.requests import Trigger
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 class SaveFailed(RunFailed):
     """The last save failed; the model is as it was trained."""
+
+
+class NothingLearned(RunFailed):
+    """Every update of the run was discarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ def run(
     Raises:
         Paused: a rank was asked to stop; all ranks have stopped after the same update, and its state is saved.
         SaveFailed: the last save failed.
+        NothingLearned: no update was kept.
     """
 
     def report_saves(ended: Iterable[SaveReport]) -> None:
@@ -69,7 +75,7 @@ def run(
     evaluated_at = -1
     components = components_of(session)
     evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
-    with run_signals(shown=components.world.rank == 0) as signals, rescuing(session, SaveFailed):
+    with run_signals(shown=components.world.rank == 0) as signals, rescuing(session, SaveFailed, NothingLearned):
         before = session.progress
         for report in session:
             last = report
@@ -92,6 +98,7 @@ def run(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
                 )
             before = session.progress
+        _refuse_untrained(last)
         new = evaluations if evaluated_at == session.progress.steps else ()
         if components.config.evaluation.at_end and not new:
             new = evaluations = _evaluate(session, monitor)
@@ -99,6 +106,15 @@ def run(
         checkpoints.save(new, report_saves)
         _finish(checkpoints, report_saves)
     return Results(session.progress, last, evaluations, session.seconds)
+
+
+def _refuse_untrained(last: StepReport | None) -> None:
+    """Raise NothingLearned if a run of several updates has kept none."""
+    if last is not None and last.discarded == last.step > 1:
+        raise NothingLearned(
+            f"all {last.step:,} updates had a loss or gradient that was not finite, and were discarded: nothing was "
+            f"learned, and the model has its initial weights; {ADVICE}"
+        )
 
 
 def _evaluate(session: Session, monitor: Monitor) -> tuple[EvaluationReport, ...]:

@@ -86,6 +86,7 @@ class Session:
         last = self._components.readback.flush()
         if last is not None:
             yield last
+            self._discard_limit.refuse(last.step)
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield this rank's share of each update that is left. Call `accumulate` and `commit` once for each."""
@@ -174,6 +175,7 @@ class Session:
         self._failure_state.updated()
         if report is not None:
             self._note_failure(report)
+            self._discard_limit.refuse(report.step)
         if components.watch is not None:
             self.request(components.watch.requests(self.progress.steps))
             if report is not None:
@@ -334,7 +336,7 @@ class Session:
             if not gradients_agree(slots, self._components.world.axis.size):
                 raise RunFailed(ranks_differ(progress.steps - 1))
             result = verdict(keep, scaled=self._components.scaler.enabled)
-            self._discard_limit.see(result, progress.steps)
+            self._discard_limit.see(result)
             digest, settled, failed = tallies_in(slots)
             self._ledger.add(progress.samples - batch.samples, progress.samples, digest)
             self._saves.receive(settled, failed)
