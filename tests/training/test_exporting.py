@@ -602,3 +602,35 @@ def test_an_import_overwrites_nothing(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), _state(1))
     import_weights(tmp_path / "two.pt", tmp_path / "out", force=True)
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), _state(2))
+
+
+# --- transforms ---------------------------------------------------------------------------------------------------
+
+
+class Sharper(lockstep.Transform):
+    name = "sharper"
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        model.register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+        return model
+
+
+class Softer(Sharper):
+    name = "softer"
+
+
+def test_transforms_are_named_at_the_start_and_at_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = {"target": f"{__file__}:Softer"}
+    config = small.config(run={"steps": 2, "folder": str(tmp_path / "run")}, transforms=[named])
+    lockstep.train(config, transforms=[Sharper()])
+    assert f"transforms of the model: {named['target']}, sharper" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run"), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["transforms"] == [named["target"], "sharper"]
+    assert f"transforms, which are not in the file: {named['target']}, sharper;" in printed.err
+    with lockstep.session(small.config(transforms=[named]), transforms=[Sharper()]) as session:
+        checkpoints = session.checkpoints(tmp_path / "saves")
+        checkpoints.save()
+        checkpoints.finish()
+    made = export(tmp_path / "saves", ExportArguments(to=tmp_path / "model.pt"))
+    assert made.transforms == [named["target"], "one that was passed in Python"]

@@ -43,8 +43,15 @@ def run(arguments: Sequence[str]) -> int:
     for name, why in made.broken.items():
         echo(f"lockstep: {name} could not be used: {why}", file=sys.stderr)
     echo(f"{made.target}: step {made.step:,}, {made.tensors:,} tensors, {made.elements:,} elements ({made.form})")
+    if made.transforms:
+        transforms = ", ".join(made.transforms)
+        echo(
+            f"note: the run's model had transforms, which are not in the file: {transforms}; "
+            "a model without them computes other outputs"
+        )
     if args.json:
         values = {"run": args.run, "checkpoint": made.checkpoint, "step": made.step, "format": made.form}
         values |= {"to": made.target, "tensors": made.tensors, "elements": made.elements, "broken": dict(made.broken)}
+        values["transforms"] = list(made.transforms)
         emit(values)
     return 0

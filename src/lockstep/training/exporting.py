@@ -8,7 +8,7 @@ RUN --> checkpoint: newest whose model verifies | --step N | --best --> its mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -20,6 +20,7 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
+from lockstep.config.foreign_code import GIVEN
 from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, Failure, RunFailed
@@ -27,6 +28,7 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model
 from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
+from lockstep.training.checkpoints import TRANSFORMS
 from lockstep.training.locations import CheckpointLocation, find
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
@@ -85,6 +87,7 @@ class Exported:
         target: the file; with `hf` the folder.
         tensors, elements: their numbers.
         broken: newer checkpoints that could not be used, and why.
+        transforms: names of the run's transforms, which are not in the file.
     """
 
     checkpoint: str
@@ -94,6 +97,7 @@ class Exported:
     tensors: int
     elements: int
     broken: Mapping[str, str]
+    transforms: Sequence[str] = ()
 
 
 def export(run: Path, arguments: ExportArguments) -> Exported:
@@ -132,6 +136,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
         tensors=len(model.tensors),
         elements=sum(tensor.numel() for tensor in model.tensors.values()),
         broken=model.broken,
+        transforms=_transforms(model.manifest),
     )
 
 
@@ -226,6 +231,14 @@ def _read_tensors(storage: Storage, name: str, manifest: Manifest) -> dict[str, 
     with Reader(storage, name, manifest) as reader:
         reader.read(ReadItem(key, entry.info.whole, memory[key]) for key, entry in entries.items())
     return {key.removeprefix(_MODEL): tensor for key, tensor in memory.items()}
+
+
+def _transforms(manifest: Manifest) -> list[str]:
+    names = manifest.environment.get(TRANSFORMS)
+    if isinstance(names, list):
+        return [str(name) for name in names]
+    targets = [section.get("target") for section in manifest.config.get("transforms") or ()]  # of a session
+    return ["one that was passed in Python" if target == GIVEN else str(target) for target in targets]
 
 
 # --- the file -----------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
-from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.fallback_folder import save_elsewhere
 from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.locations import storage_of
@@ -52,7 +52,7 @@ from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of
 from lockstep.training.text import codec_of, sample
-from lockstep.training.user_objects import UserObjects, user_monitors
+from lockstep.training.user_objects import UserObjects, transform_names, user_monitors
 from lockstep.training.weights import save_weights, tokenizer_of
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def run_job(job: Job) -> Finished:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
     with opened(config, job.given) as session, _logged_tracebacks(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
+        if transforms := transform_names(config, job.given):
+            notes.insert(0, f"transforms of the model: {', '.join(transforms)}")
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         is_first = components_of(session).world.rank == 0
         builtin = _monitors(config.monitor, folder, checkpoints) if is_first else []
@@ -177,7 +179,9 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     """Start or resume from a checkpoint; in either case the folder then has the history of one run, up to here."""
     components = components_of(session)
     is_first = components.world.rank == 0
-    environment = {"recipe": job.recipe, **describe()} if is_first else {}
+    environment: dict[str, Any] = {"recipe": job.recipe, **describe()} if is_first else {}
+    if is_first and (transforms := transform_names(job.config, job.given)):
+        environment[TRANSFORMS] = transforms
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe)
     notes = checkpoints.begin(job.resume)

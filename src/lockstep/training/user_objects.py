@@ -276,6 +276,12 @@ def user_monitors(config: Config, given: UserObjects) -> list[Monitor]:
     return [*_instances(config, "monitors", Monitor), *given.monitors]
 
 
+def transform_names(config: Config, given: UserObjects) -> list[str]:
+    """Return the targets of the transforms that the config names, and the names of those that were passed in Python."""
+    targets = [section.target for section in config.transforms if section.target != GIVEN]
+    return [*targets, *(transform.name for transform in given.transforms)]
+
+
 def user_transforms(config: Config, given: UserObjects) -> list[Transform]:
     """Return the transforms that the config names, and those that were passed in Python."""
     return [*_instances(config, "transforms", Transform), *given.transforms]
