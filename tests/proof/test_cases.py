@@ -8,6 +8,7 @@ from kit.proofs import text
 
 from lockstep.config.loading import validate
 from lockstep.proof.cases import VerificationPlan, plan_verification
+from lockstep.proof.rows import Row, explanations
 
 
 def planned(strategies: list[str], ranks: list[int], gpus: int = 0, **sections: Any) -> VerificationPlan:
@@ -41,7 +42,10 @@ def test_single_is_compared_with_itself_only_with_other_micro_batches() -> None:
 def test_combinations_without_meaning_are_left_out_with_the_reason() -> None:
     plan = planned(["dp", "fsdp-hybrid"], [1, 2, 3])
     assert {(case.strategy, case.ranks) for case in plan.cases} == {("fsdp-hybrid", 2)}
-    assert len(plan.left_out) == 5
+    assert plan.left_out == (
+        "dp on 1, 2 and 3 ranks: dp is one process with two or more GPUs, 0 available",
+        "fsdp-hybrid on 1 and 3 ranks: two sharded replicas need an even number of ranks",
+    )
     with_gpus = planned(["dp"], [1, 2], gpus=2)
     assert {(case.strategy, case.ranks) for case in with_gpus.cases} == {("dp", 1)}
 
@@ -86,3 +90,23 @@ def test_refusals_are_known_before_ranks_start() -> None:
     assert ("fsdp", "sgd") in {(case.strategy, case.optimizer) for case in plan.cases}
     numbers = [case.number for case in plan.cases] + [refused.case.number for refused in plan.refused]
     assert sorted(numbers) == list(range(len(numbers)))
+
+
+def test_each_reason_of_refused_runs_is_printed_once() -> None:
+    def row(strategy: str, ranks: int, accumulation: int, optimizer: str, reason: str | None) -> Row:
+        status = "refused" if reason else "passed"
+        return Row(strategy, ranks, optimizer, accumulation, status, None if reason else True, reason=reason)
+
+    rows = [
+        *(row("ddp", ranks, micro, name, "odd") for ranks in (1, 3) for micro, name in ((1, "adamw"), (2, "sgd"))),
+        *(row("fsdp", ranks, 1, name, "odd") for ranks in (1, 3) for name in ("adamw", "sgd")),
+        row("zero1", 2, 1, "adamw", None),
+        row("zero1", 2, 2, "adamw", "one sample"),
+        row("zero1", 2, 2, "sgd", "one sample"),
+        row("zero2", 2, 2, "adamw", "one sample"),
+        row("zero2", 2, 2, "sgd", None),
+    ]
+    assert explanations(rows) == [
+        "ddp, fsdp on 1 and 3 ranks: refused: odd",
+        "zero1 on 2 ranks with 2 micro-batches; zero2 on 2 ranks with 2 micro-batches under adamw: refused: one sample",
+    ]

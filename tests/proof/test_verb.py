@@ -64,7 +64,9 @@ def test_if_every_run_is_refused_the_exit_code_is_2(tmp_path: Path) -> None:
     done = verify("--strategies", "tensor", "--ranks", "2", "--steps", "2", *heads, cwd=tmp_path)
     assert done.returncode == 2, done.stdout
     assert "nothing was compared; 3 refused" in done.stdout
-    assert "2 doesn't divide the 1" in done.stdout
+    assert done.stdout.count("2 doesn't divide the 1") == 1
+    assert "tensor on 2 ranks: refused: " in done.stdout
+    assert (tmp_path / "runs" / "verify-stdlib-lm.html").read_text().count("2 doesn&#x27;t divide the 1") >= 3
 
 
 def test_a_partition_of_the_config_that_no_run_has_is_reported_first_and_last(tmp_path: Path) -> None:

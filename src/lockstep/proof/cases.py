@@ -8,7 +8,7 @@ sgd           accumulated, under SGD with momentum: linear in the gradient, wher
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,14 +111,14 @@ def plan_verification(
     references: dict[str, Config] = {
         variant.optim.name: _with_layout(variant, reference, 1) for variant in (base, linear)
     }
-    left_out: list[str] = []
+    left_out: list[tuple[str, int, str, str]] = []
     cases: list[Case] = []
     refused: list[RefusedCase] = []
     for number_of_ranks in ranks:
         for name in names:
             reason = _reason_to_leave_out(known[name], number_of_ranks, gpus)
             if reason:
-                left_out.append(f"{name} on {number_of_ranks} rank{'s' * (number_of_ranks != 1)}: {reason}")
+                left_out.append((name, number_of_ranks, "", reason))
                 continue
             for case in _cases(base, linear, known[name], number_of_ranks):
                 case = replace(case, number=len(cases) + len(refused))
@@ -128,7 +128,32 @@ def plan_verification(
                 except ConfigError as refusal:
                     refused.append(RefusedCase(case, str(refusal)))
     not_covered = _not_covered(config.parallel, names, {case.strategy for case in cases})
-    return VerificationPlan(references, tuple(cases), tuple(refused), tuple(left_out), tuple(notes), not_covered)
+    grouped = tuple(by_reason(left_out))
+    return VerificationPlan(references, tuple(cases), tuple(refused), grouped, tuple(notes), not_covered)
+
+
+def by_reason(runs: Iterable[tuple[str, int, str, str]]) -> list[str]:
+    """Return each reason once, after its runs: `ddp, fsdp on 1 and 2 ranks; zero1 on 2 ranks: reason`.
+
+    Args:
+        runs: Name, number of ranks, further detail (` with 2 micro-batches`), and reason of each.
+    """
+    reasons: dict[str, dict[tuple[str, str], dict[int, None]]] = {}
+    for name, ranks, detail, reason in runs:
+        reasons.setdefault(reason, {}).setdefault((name, detail), {})[ranks] = None
+    lines = []
+    for reason, numbers in reasons.items():
+        names: dict[str, list[str]] = {}
+        for (name, detail), ranks_of_name in numbers.items():
+            names.setdefault(f"on {_numbers_of_ranks(list(ranks_of_name))}{detail}", []).append(name)
+        runs_of_reason = "; ".join(f"{', '.join(same)} {where}" for where, same in names.items())
+        lines.append(f"{runs_of_reason}: {reason}")
+    return lines
+
+
+def _numbers_of_ranks(ranks: Sequence[int]) -> str:
+    numbers = " and ".join(filter(None, (", ".join(map(str, ranks[:-1])), str(ranks[-1]))))
+    return f"{numbers} rank{'s' * (list(ranks) != [1])}"
 
 
 def _not_covered(parallel: Parallel, names: Sequence[str], run: Collection[str]) -> str | None:

@@ -15,7 +15,7 @@ from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 from lockstep.proof.api import compare_strategies
 from lockstep.proof.html import compose
-from lockstep.proof.rows import HEAD, Row, cells, explanation, line
+from lockstep.proof.rows import HEAD, Row, cells, explanations, line
 from lockstep.proof.tolerances import TOLERANCES
 from lockstep.training.user_objects import UserObjects, refuse_given
 
@@ -66,9 +66,8 @@ def verify(
     if result.not_covered:
         summary = f"{summary}; but {result.not_covered}"
     echo("")
-    for row in rows:
-        if not row.passed:
-            echo(f"{explanation(row)}\n")
+    for text in explanations(rows):
+        echo(f"{text}\n")
     echo("\n".join([tolerances, *(f"note: {note}" for note in result.notes), "", summary]))
     content = compose(recipe, result, steps, precision, summary, tolerances)
     echo(_write(content, page or Path("runs") / f"verify-{Path(recipe).name}.html"), flush=True)

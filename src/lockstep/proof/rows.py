@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from lockstep.proof.cases import Case
+from lockstep.proof.cases import Case, by_reason
 from lockstep.proof.diagnosis import diagnose
 from lockstep.proof.evidence import Evidence
 from lockstep.proof.tolerances import Tolerance
@@ -131,10 +131,37 @@ def line(cells: Sequence[str]) -> str:
     return "  ".join(aligned).rstrip()
 
 
+def explanations(rows: Sequence[Row]) -> list[str]:
+    """Return why rows did not pass; each reason of refused runs once, with the runs that it holds for."""
+    refused = [
+        (row.strategy, row.ranks, _detail(row, rows), f"refused: {row.reason}")
+        for row in rows
+        if row.status == "refused"
+    ]
+    others = (row for row in rows if not row.passed and row.status != "refused")
+    return [*map(explanation, others), *by_reason(refused)]
+
+
+def _detail(row: Row, rows: Sequence[Row]) -> str:
+    """Return what distinguishes a refused run from the runs of its strategy on these ranks that have another reason."""
+    others = [
+        other
+        for other in rows
+        if (other.strategy, other.ranks) == (row.strategy, row.ranks) and other.reason != row.reason
+    ]
+    detail = f" with {_micro_batches(row)}" if others else ""
+    return (
+        f"{detail} under {row.optimizer}" if any(other.accumulation == row.accumulation for other in others) else detail
+    )
+
+
+def _micro_batches(row: Row) -> str:
+    return f"{row.accumulation} micro-batch{'es' * (row.accumulation != 1)}"
+
+
 def explanation(row: Row) -> str:
     """Return why a row did not pass."""
-    micro_batches = f"{row.accumulation} micro-batch{'es' * (row.accumulation != 1)}"
-    run = f"{row.strategy} on {row.ranks} rank{'s' * (row.ranks > 1)}, {micro_batches}, {row.optimizer}"
+    run = f"{row.strategy} on {row.ranks} rank{'s' * (row.ranks > 1)}, {_micro_batches(row)}, {row.optimizer}"
     if row.status in ("refused", "crashed"):
         return f"{run}: {row.status}: {row.reason}"
     return f"{run}: {row.what}\n  likely: {row.reason}"
