@@ -93,6 +93,12 @@ def test_the_length_of_a_token_budget_over_ragged_samples_is_unknown():
     assert "unknown in advance" in describe(planned)
 
 
+def test_tokens_are_left_out_where_the_data_has_none():
+    assert "\ntokens " not in describe(plan(facts=DataFacts(1000, None, classes=10)))
+    assert "\ntokens        unknown in advance" in describe(plan(facts=DataFacts(1000, None, vocabulary=256)))
+    assert "\ntokens " in describe(plan(facts=DataFacts(1000, 16)))
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy"), [("auto", 1, "single"), ("auto", 4, "ddp"), ("ddp", 1, "ddp"), ("dp", 1, "dp")]
 )

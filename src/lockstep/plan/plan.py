@@ -41,6 +41,7 @@ class Plan:
         variant: Name of its layout: `fsdp-grad-op`, `pipeline-1f1b+fsdp`.
         why: The reason why `auto` chose the strategy.
         steps, samples, tokens: Of the whole run; None if unknown in advance.
+        has_tokens: Whether the data is known to consist of tokens, or the run's length is a number of them.
         epoch_samples: Samples that an epoch trains on.
         epoch_steps: Updates in an epoch.
         parameters, trainable, frozen: Numbers of elements.
@@ -60,6 +61,7 @@ class Plan:
     epoch_steps: int
     samples: int | None
     tokens: int | None
+    has_tokens: bool
     parameters: int
     trainable: int
     frozen: int
@@ -127,6 +129,7 @@ def make_plan(
         epoch_steps=epoch_steps,
         samples=samples,
         tokens=None if samples is None or per_sample is None else samples * per_sample,
+        has_tokens=not (per_sample is facts.vocabulary is config.run.tokens is None),
         parameters=total,
         trainable=trainable,
         frozen=total - trainable,
@@ -272,7 +275,7 @@ def describe(plan: Plan) -> str:
         ("global batch", f"{plan.batch.product(plan.ranks)} samples per update"),
         ("steps", f"{steps} ({plan.epoch_steps:,} an epoch{epochs})"),
         ("samples", _UNKNOWN if plan.samples is None else f"{plan.samples:,}"),
-        ("tokens", _UNKNOWN if plan.tokens is None else f"{plan.tokens:,}"),
+        *([("tokens", _UNKNOWN if plan.tokens is None else f"{plan.tokens:,}")] if plan.has_tokens else []),
         ("parameters", f"{plan.parameters:,} ({plan.trainable:,} trained, {plan.frozen:,} frozen)"),
     ]
     text = [f"{name:<14}{value}" for name, value in lines]
