@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 from kit import small
 from kit.commands import run_script, start_lockstep
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.launch.other_launchers import launch_environment, read_at_start
@@ -169,3 +172,25 @@ def test_a_run_on_one_machine_listens_only_on_loopback(ranks: int, strategy: str
     assert running.end() == 75
     assert addresses, "gloo listens somewhere"
     assert addresses <= _LOOPBACK
+
+
+class CountsThreads(small.Net):
+    """Prints the number of threads with which it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        print(f"{torch.get_num_threads()} threads")
+
+
+def test_a_number_of_threads_holds_on_a_single_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    environment = {"environment": {"OMP_NUM_THREADS": "3"}, "device": "cpu"}
+    config = {**small.config(launch=environment, run={"steps": 1}), "model": {"kind": "given"}}
+    with lockstep.session(config, model=CountsThreads):
+        pass
+    config["model"] = {"kind": "custom", "target": f"{__file__}:CountsThreads"}
+    file = tmp_path / "threads.yaml"
+    file.write_text(yaml.safe_dump({**config, "run": {"steps": 1, "folder": str(tmp_path / "run")}}))
+    assert main(["train", str(file), "--ranks", "1"]) == 0
+    assert capsys.readouterr().out.count("3 threads") >= 2
+    assert torch.get_num_threads() == before

@@ -45,7 +45,7 @@ from lockstep.launch import streams
 from lockstep.launch.devices import check_ranks, threads_per_rank
 from lockstep.launch.ends import End, EndKind, describe, first_cause
 from lockstep.launch.group import RankProcess, SignalRequests, watch
-from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_environment
+from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_environment, set_threads
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rank import RankTask, append_end, run_entry, run_rank, signals_stop
 
@@ -156,7 +156,8 @@ def refuse_import_of_script() -> None:
 def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> LaunchResult:
     variables = {**RankEnvironment(master_port=launch.port).variables(), LAUNCHER: str(os.getpid())}
     log = streams.log_path(logs, 0) if logs else None
-    with set_environment({**variables, **launch.environment}), streams.doubled(log), signals_stop():
+    environment = {**variables, **launch.environment}
+    with set_environment(environment), set_threads(environment), streams.doubled(log), signals_stop():
         end = run_entry(entry)
         if log is not None:
             append_end(log, end)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 
 from lockstep.config.schema import Launch
@@ -59,8 +60,24 @@ def launch_environment(launch: Launch) -> Iterator[None]:
     problems = [problem for problem in (ranks, _other_port(launch.port), *problems) if problem is not None]
     if problems:
         raise ConfigError(problems)
-    with set_environment(launch.environment):
+    with set_environment(launch.environment), set_threads(launch.environment):
         yield
+
+
+@contextlib.contextmanager
+def set_threads(variables: Mapping[str, str]) -> Iterator[None]:
+    """Apply OMP_NUM_THREADS while the block runs to a torch that is imported already."""
+    torch = sys.modules.get("torch")
+    threads = variables.get("OMP_NUM_THREADS", "").split(",")[0]
+    if torch is None or not threads.isdigit() or int(threads) < 1:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(threads))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ from lockstep.core.stopping import (
 )
 from lockstep.launch import streams
 from lockstep.launch.ends import End, EndKind, end_of_exception, end_of_return
+from lockstep.launch.other_launchers import set_threads
 
 _OPEN_FILES = 65_536  # more than any run has; a limit of many millions makes other programs slow
 
@@ -82,8 +83,8 @@ def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> N
     _handle_launcher_signals(channel)
     if task.log is not None and task.rank > 0:
         streams.redirect(task.log)
-    with streams.doubled(task.log) if task.rank == 0 else contextlib.nullcontext():
-        _set_threads()
+    log = streams.doubled(task.log) if task.rank == 0 else contextlib.nullcontext()
+    with log, set_threads(os.environ):  # torch may have been imported before this process was forked
         if task.listener is not None:
             os.environ[STORE_FD] = str(task.listener.detach())  # the store closes it
 
@@ -186,14 +187,6 @@ def _handle_launcher_signals(channel: Connection) -> None:
         signal.signal(number, StartHandler(stop))
     signal.signal(SAVE_SIGNAL, StartHandler(refuse_save))
     faulthandler.enable(file=2)  # prints the Python stack at a crash in C++
-
-
-def _set_threads() -> None:
-    """Apply OMP_NUM_THREADS to a torch that was imported before this process was forked."""
-    torch = sys.modules.get("torch")
-    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if torch is not None and threads.isdigit() and int(threads) > 0:
-        torch.set_num_threads(int(threads))
 
 
 def append_end(log: Path, end: End) -> None:
