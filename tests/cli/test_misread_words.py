@@ -94,7 +94,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
     ),
     "two flags": (
         "config check stdlib-lm --schedule.warmup_steps 5 --schedule.warmup_ratio 0.1",
-        "schedule: warmup_steps and warmup_ratio",
+        "schedule: warmup_steps and warmup_ratio set the same thing; keep one",
     ),
     "a class that the model lacks": (
         "plan stdlib-lm --ranks 2 --parallel.strategy fsdp --parallel.fsdp.wrap [Blocc]",

@@ -20,7 +20,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import main
 from lockstep.config import known_runs
 from lockstep.config.approval import approved
-from lockstep.config.foreign_code import code_named_by
+from lockstep.config.foreign_code import demands
 from lockstep.config.loading import load, validate
 from lockstep.core.errors import ConfigError
 from lockstep.training.exporting import ExportArguments
@@ -136,7 +136,7 @@ def test_code_of_another_users_run_is_named_and_not_executed(stranger: Path, tmp
     first, *lines, last = [line for line in done.stderr.splitlines() if "kind is now" not in line]
     assert first.startswith(f"lockstep: {stranger}/")
     assert first.endswith(
-        " is the config of a run that you have not started here, and it asks for what can run code or reach your files:"
+        " is the config of a run that you have not started here, and it demands what can run code or reach your files:"
     )
     assert lines == [
         f"  model.target: {file}:Net",
@@ -146,8 +146,7 @@ def test_code_of_another_users_run_is_named_and_not_executed(stranger: Path, tmp
         f"  data.evaluation.same.target: {file}:points",
         f"  data.evaluation.same.collate: {file}:collate",
     ]
-    assert last.startswith("--trust-run ")
-    assert last.endswith("(in Python: trust_run=True)")
+    assert last == "Pass --trust-run if you trust the author of the run (in Python: trust_run=True)"
     assert not (stranger.parent / "executed").exists()
     assert {entry.name for entry in tmp_path.iterdir()} <= {"state"}
 
@@ -276,7 +275,7 @@ def _named(**sections: Any) -> tuple[str, ...]:
         "data": {"train": {"kind": "digits"}},
         "run": {"steps": 1},
     }
-    return code_named_by(validate({**config, **sections}).config)
+    return tuple(f"{key}: {demand}" for key, demand in demands(validate({**config, **sections}).config))
 
 
 def test_keys_that_name_code() -> None:

@@ -175,7 +175,7 @@ def test_config_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", "--run.epochs=2"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "ok\n"
-    assert captured.err == "lockstep: run.epochs (--run.epochs) takes the place of run.steps\n"
+    assert captured.err == "lockstep: run.epochs (--run.epochs) replaces run.steps\n"
 
 
 def test_config_schema_is_a_json_schema(capsys: pytest.CaptureFixture[str]) -> None:

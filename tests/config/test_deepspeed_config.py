@@ -1,4 +1,4 @@
-"""A DeepSpeed config beside ours: what agrees is taken, what contradicts is refused with both values, all at once."""
+"""DeepSpeed configs: what agrees is accepted, every contradiction is refused with both values."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def config(given: Any = None, zero: dict[str, Any] | None = None, **sections: An
     return validate(plain).config
 
 
-def said(given: Any, zero: dict[str, Any] | None = None, **sections: Any) -> str:
+def refusal(given: Any, zero: dict[str, Any] | None = None, **sections: Any) -> str:
     with pytest.raises(ConfigError) as error:
         check(config(given, zero, **sections), DERIVED)
     return str(error.value).replace("parallel.deepspeed.config.", "")
 
 
-AS_PEOPLE_WRITE_IT = {
+USUAL = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -76,10 +76,10 @@ AS_PEOPLE_WRITE_IT = {
 OFFLOADED = {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "pin_memory": True}
 
 
-def test_a_usual_config_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_usual_config_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(AS_PEOPLE_WRITE_IT))
-    for given in (AS_PEOPLE_WRITE_IT, str(path)):
+    path.write_text(json.dumps(USUAL))
+    for given in (USUAL, str(path)):
         assert engine_config(config(given, OFFLOADED), DERIVED) == {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 1,
@@ -102,13 +102,13 @@ def test_a_usual_config_is_taken_as_it_is(tmp_path: Path) -> None:
         }
 
 
-def test_what_deepspeed_alone_would_be_given() -> None:
+def test_the_config_for_deepspeed_without_lockstep() -> None:
     schedule = {"kind": "cosine", "warmup_steps": 10, "final_ratio": 0.1}
-    found = plain_config(config(AS_PEOPLE_WRITE_IT, OFFLOADED, schedule=schedule), DERIVED)
-    assert found["train_batch_size"] == 16
-    assert found["gradient_accumulation_steps"] == 2
-    assert found["gradient_clipping"] == 1.0
-    assert found["optimizer"] == {
+    written = plain_config(config(USUAL, OFFLOADED, schedule=schedule), DERIVED)
+    assert written["train_batch_size"] == 16
+    assert written["gradient_accumulation_steps"] == 2
+    assert written["gradient_clipping"] == 1.0
+    assert written["optimizer"] == {
         "type": "AdamW",
         "params": {
             "lr": 0.001,
@@ -119,7 +119,7 @@ def test_what_deepspeed_alone_would_be_given() -> None:
             "adam_w_mode": True,
         },
     }
-    assert found["scheduler"] == {
+    assert written["scheduler"] == {
         "type": "WarmupCosineLR",
         "params": {
             "total_num_steps": 100,
@@ -129,7 +129,7 @@ def test_what_deepspeed_alone_would_be_given() -> None:
             "warmup_type": "linear",
         },
     }
-    assert "auto" not in json.dumps(found)
+    assert "auto" not in json.dumps(written)
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -143,7 +143,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "accumulation": (
         {"gradient_accumulation_steps": 4},
-        "gradient_accumulation_steps: 4, but batch.global_size and batch.micro_size come to 2 (16 samples on 2 x 4); "
+        "gradient_accumulation_steps: 4, but batch.global_size and batch.micro_size make it 2 (16 samples on 2 x 4); "
         'write `batch.micro_size: 2`, or "auto" here',
     ),
     "clipping": (
@@ -179,14 +179,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "what a scheduler leaves to DeepSpeed": (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}},
-        "scheduler.params.warmup_num_steps: not given, which is 1000 to DeepSpeed, but schedule.warmup_steps is 0; "
+        "scheduler.params.warmup_num_steps: not given, so DeepSpeed takes 1000, but schedule.warmup_steps is 0; "
         'write `schedule.warmup_steps: 1000`, or "auto" here\n'
-        "scheduler.params.cos_min_ratio: not given, which is 0.0001 to DeepSpeed, but schedule.final_ratio is 0.0; "
+        "scheduler.params.cos_min_ratio: not given, so DeepSpeed takes 0.0001, but schedule.final_ratio is 0.0; "
         'write `schedule.final_ratio: 0.0001`, or "auto" here',
     ),
     "a rate to begin with": (
         {"scheduler": {"params": {"warmup_min_lr": 1e-6, "warmup_tpye": 3}}},
-        "scheduler.params.warmup_min_lr: 1e-06 is not accepted: warm-ups begin above 0; write 0, or leave it out\n"
+        "scheduler.params.warmup_min_lr: 1e-06 is not accepted: warmups begin above 0; write 0, or leave it out\n"
         "scheduler.params.warmup_tpye: DeepSpeed has no such key; did you mean warmup_type?",
     ),
     "precision": (
@@ -248,36 +248,36 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_contradictions_name_both_values(case: str) -> None:
+def test_a_contradiction_states_both_values(case: str) -> None:
     given, expected = CONTRADICTIONS[case]
-    assert said(given) == expected
+    assert refusal(given) == expected
     if not given.keys() & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler"}:
-        with pytest.raises(ConfigError) as error:  # nor need it know the ranks
+        with pytest.raises(ConfigError) as error:  # the check without ranks finds it, too
             check_alone(config(given))
         assert str(error.value).replace("parallel.deepspeed.config.", "") == expected
 
 
-def test_deepspeed_s_activation_checkpointing_is_done_by_ours() -> None:
-    """What asks for nothing is taken; what isn't done is said by the plan."""
+def test_lockstep_does_deepspeed_s_activation_checkpointing() -> None:
+    """Options that request nothing are accepted; the plan warns of ignored ones."""
     section = {
         "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True,
         "number_checkpoints": 4, "synchronize_checkpoint_boundary": True, "profile": False,
     }  # fmt: skip
     full = {"activation_checkpointing": {"mode": "full"}}
-    asked = config({"activation_checkpointing": section}, memory=full)
-    check(asked, DERIVED)
-    assert [one.partition(": ")[0] for one in not_carried_out(asked)] == [
+    full_mode = config({"activation_checkpointing": section}, memory=full)
+    check(full_mode, DERIVED)
+    assert [text.partition(": ")[0] for text in not_carried_out(full_mode)] == [
         "parallel.deepspeed.config.activation_checkpointing.cpu_checkpointing"
     ]
     moved = config({"activation_checkpointing": section}, memory=full | {"activation_offload": "cpu"})
     assert not_carried_out(moved) == []
     check(config({"activation_checkpointing": dict.fromkeys(section, False)}), DERIVED)
-    assert said({"activation_checkpointing": {"profile": True}}, memory=full).startswith(
+    assert refusal({"activation_checkpointing": {"profile": True}}, memory=full).startswith(
         "activation_checkpointing.profile: true is not accepted: Lockstep doesn't time each block"
     )
 
 
-def test_what_deepspeed_would_be_given_can_be_given_back() -> None:
+def test_the_plain_scheduler_is_accepted_as_the_users_config() -> None:
     for warmup_type in ("linear", "log"):
         schedule = {"kind": "cosine", "warmup_steps": 10, "final_ratio": 0.1, "warmup_type": warmup_type}
         written = plain_config(config(None, schedule=schedule), DERIVED)["scheduler"]
@@ -286,7 +286,7 @@ def test_what_deepspeed_would_be_given_can_be_given_back() -> None:
 
 def test_loss_scaling_of_fp16_must_agree() -> None:
     fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 1000, "hysteresis": 2}
-    assert said({"fp16": fp16}, precision={"compute": "fp16"}) == (
+    assert refusal({"fp16": fp16}, precision={"compute": "fp16"}) == (
         "fp16.initial_scale_power: 12, but precision.loss_scale.initial is 16.0; write "
         '`precision.loss_scale.initial: 4096`, or "auto" here\n'
         "fp16.loss_scale_window: 1000, but precision.loss_scale.growth_interval is 2000; write "
@@ -295,33 +295,35 @@ def test_loss_scaling_of_fp16_must_agree() -> None:
     )
 
 
-def test_files_that_are_no_config(tmp_path: Path) -> None:
+def test_files_that_are_not_a_config(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "broken.json").write_text("{")
     place = "parallel.deepspeed.config"
-    assert said(str(tmp_path / "none.json")) == f"{place}: can't read {tmp_path}/none.json: No such file or directory"
-    assert said(str(tmp_path / "list.json")) == f"{place}: {tmp_path}/list.json holds no JSON object, but a list"
-    assert said(str(tmp_path / "broken.json")).startswith(f"{place}: {tmp_path}/broken.json is not JSON: ")
+    assert (
+        refusal(str(tmp_path / "none.json")) == f"{place}: can't read {tmp_path}/none.json: No such file or directory"
+    )
+    assert refusal(str(tmp_path / "list.json")) == f"{place}: {tmp_path}/list.json holds no JSON object, but a list"
+    assert refusal(str(tmp_path / "broken.json")).startswith(f"{place}: {tmp_path}/broken.json is not JSON: ")
 
 
 def test_offloading_fits_the_stage() -> None:
-    assert said(None, {"offload_optimizer": "nvme"}).startswith(
+    assert refusal(None, {"offload_optimizer": "nvme"}).startswith(
         "parallel.deepspeed.offload_optimizer: nvme is not supported"
     )
-    assert said(None, {"offload_param": "cpu"}) == (
+    assert refusal(None, {"offload_param": "cpu"}) == (
         "parallel.deepspeed.offload_param: cpu requires zero_stage 3, and it is 2"
     )
 
 
-def test_what_does_not_go_with_it() -> None:
-    assert said({"gradient_clipping": 2.0}, {"offload_param": "cpu"}) == (
+def test_problems_of_both_configs_are_reported_together() -> None:
+    assert refusal({"gradient_clipping": 2.0}, {"offload_param": "cpu"}) == (
         "parallel.deepspeed.offload_param: cpu requires zero_stage 3, and it is 2\n"
         'gradient_clipping: 2.0, but optim.clip_norm is 1.0; write `optim.clip_norm: 2.0`, or "auto" here'
     )
 
 
 def test_every_key_that_must_agree_is_compared() -> None:
-    compared = set(deepspeed_check._in_deepspeed_s_terms(config(), DERIVED))
+    compared = set(deepspeed_check._expected_values(config(), DERIVED))
     must_agree = {row.path for row in deepspeed_keys().values() if row.rule == "same"}
     by_name = {"zero_allow_untested_optimizer", "optimizer.type", "optimizer.params.adam_w_mode", "scheduler.type",
                "fp16.enabled", "bf16.enabled", "bfloat16.enabled"}  # fmt: skip
@@ -329,20 +331,20 @@ def test_every_key_that_must_agree_is_compared() -> None:
 
 
 def test_every_key_that_deepspeed_reads_is_answered() -> None:
-    """A newer DeepSpeed may have keys that nobody has thought of."""
+    """A newer DeepSpeed may have new keys."""
     zero = pytest.importorskip("deepspeed.runtime.zero.config")
     answered = set(keys_of("zero_optimization"))
     fields = zero.DeepSpeedZeroConfig.model_fields
-    assert {one for name, field in fields.items() for one in (name, field.alias) if one} <= answered
+    assert {key for name, field in fields.items() for key in (name, field.alias) if key} <= answered
 
 
 def test_the_command_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["config", "deepspeed", "stdlib-lm", "--ranks", "2", "--precision.compute", "fp32"]
     assert main([*words, "--parallel.strategy", "deepspeed"]) == 0
     shown = capsys.readouterr()
-    found = json.loads(shown.out)
-    assert found["train_batch_size"] == 2 * found["train_micro_batch_size_per_gpu"]
-    assert found["zero_optimization"]["stage"] == 2
+    written = json.loads(shown.out)
+    assert written["train_batch_size"] == 2 * written["train_micro_batch_size_per_gpu"]
+    assert written["zero_optimization"]["stage"] == 2
     assert "note: the optimizer has 2 groups of parameters" in shown.err
     assert main(words) == 2
     assert capsys.readouterr().err == (

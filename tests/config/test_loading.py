@@ -62,7 +62,7 @@ def test_an_override_meets_the_recipes_kind(base: Path) -> None:
     assert model.layers == 6
 
 
-def test_a_new_kind_leaves_out_the_old_ones_keys_and_says_so(base: Path) -> None:
+def test_a_new_kind_leaves_out_the_old_ones_keys_with_a_note(base: Path) -> None:
     loaded = load([base], ["model.kind=custom", "model.target=a:b", "model.freeze=[x]"], {})
     assert loaded.config.model == CustomModel(kind="custom", target="a:b", freeze=("x",))
     assert loaded.notes == (
@@ -75,10 +75,10 @@ def test_keys_of_the_old_kind_beside_the_new_one_are_refused(base: Path) -> None
         load([base], ["model.kind=custom", "model.target=a:b", "model.layers=3"], {})
 
 
-def test_another_length_takes_the_place_of_the_earlier_one(base: Path) -> None:
+def test_another_length_replaces_the_earlier_one(base: Path) -> None:
     loaded = load([base], ["run.epochs=2"], {})
     assert (loaded.config.run.steps, loaded.config.run.epochs) == (None, 2)
-    assert loaded.notes == ("run.epochs (--run.epochs) takes the place of run.steps",)
+    assert loaded.notes == ("run.epochs (--run.epochs) replaces run.steps",)
 
 
 def test_a_flag_alone_switches_on(base: Path) -> None:
@@ -92,7 +92,7 @@ def test_text_stays_as_written(base: Path) -> None:
     assert loaded.config.description == ""
 
 
-def test_an_empty_section_says_nothing(base: Path, tmp_path: Path) -> None:
+def test_an_empty_section_has_its_defaults(base: Path, tmp_path: Path) -> None:
     empty = _file(tmp_path / "empty.yaml", "optim:\nbatch:\n")
     assert load([base, empty], environ={}).config == load([base], environ={}).config
 
@@ -118,17 +118,17 @@ def test_names_in_variables_find_their_spelling(base: Path, tmp_path: Path) -> N
         ("LOCKSTEP_OPTIM__LRR", "LOCKSTEP_OPTIM__LRR: optim.lrr: unknown key; did you mean lr?"),
         (
             "LOCKSTEP_OPTIM_LR",
-            "LOCKSTEP_OPTIM_LR: would do nothing; two underscores part the keys: write LOCKSTEP_OPTIM__LR",
+            "LOCKSTEP_OPTIM_LR: has no effect; two underscores separate the keys: write LOCKSTEP_OPTIM__LR",
         ),
     ],
 )
-def test_a_misspelt_variable_is_no_silence(base: Path, variable: str, message: str) -> None:
+def test_a_misspelled_variable_is_refused(base: Path, variable: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load([base], environ={variable: "1"})
     assert str(caught.value) == message
 
 
-def test_other_variables_are_not_ours(base: Path) -> None:
+def test_other_variables_are_ignored(base: Path) -> None:
     assert load([base], environ={"LOCKSTEP_CACHE": "x", "HOME": "/"}).config == load([base], environ={}).config
 
 

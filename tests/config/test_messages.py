@@ -1,4 +1,4 @@
-"""Wrong configs and exactly what is said of each: the file is /run.yaml in all messages."""
+"""Wrong configs with the exact message of each: the file is /run.yaml in all messages."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:5:26: schedule.warmup_ratio: 1.5 is not a number from 0 to 1, or null; the nearest is 1\n"
         "/run.yaml:6:35: precision.loss_scale.initial: -1 is not a number above 0",
     ),
-    "misspelt keys and values": (
-        GOOD + "optim:\n  nmae: adam\n  name: adamv\n  momentun: 0.9\nbach: {global_size: 3}\n",
+    "misspelled keys and values": (
+        GOOD + "optim:\n  namee: adam\n  name: adamv\n  momentun: 0.9\nbach: {global_size: 3}\n",
         [],
         "/run.yaml:6:9: optim.name: 'adamv' is not one of adamw, adam, sgd, muon, adafactor, lion, custom, given; did "
         "you mean adam?\n"
-        "/run.yaml:5:3: optim.nmae: unknown key; did you mean name?\n"
+        "/run.yaml:5:3: optim.namee: unknown key; did you mean name?\n"
         "/run.yaml:7:3: optim.momentun: unknown key; did you mean momentum?\n"
         "/run.yaml:8:1: bach: unknown key; did you mean batch?",
     ),
@@ -60,11 +60,11 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:5:14: checkpoint.steps: a unit, not a key; write `checkpoint.every: 5 steps`",
     ),
     "a wrong kind, a key of another kind, a kind forgotten": (
-        "model: {kind: transfomer, width: 64}\n"
+        "model: {kind: transformr, width: 64}\n"
         "data:\n  train: {kind: digits, length: 3}\n  evaluation: {test: {split: held-out}}\n"
         "run: {steps: 10}\n",
         [],
-        "/run.yaml:1:15: model.kind: 'transfomer' is not a kind of model; did you mean transformer?\n"
+        "/run.yaml:1:15: model.kind: 'transformr' is not a kind of model; did you mean transformer?\n"
         "/run.yaml:3:25: data.train.length: only kind stdlib-text, stdlib-functions or tokens has this key\n"
         "/run.yaml:4:16: data.evaluation.test.kind: is missing; one of stdlib-text, stdlib-functions, digits, tokens, "
         "huggingface, custom, given",
@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         [],
         "/run.yaml:6:19: parallel.fsdp.fsdp_activation_checkpointing: Lockstep's key is "
         "memory.activation_checkpointing.mode: write `memory.activation_checkpointing.mode: none`\n"
-        "/run.yaml:7:10: memory.activation_checkpointing: every 2 says of which blocks; say what, too: mode: "
+        "/run.yaml:7:10: memory.activation_checkpointing: every 2 needs a mode that recomputes: write mode: "
         "full, or leave it out\n"
         "/run.yaml:4:1: gradient_checkpointing: Lockstep's key is memory.activation_checkpointing.mode: write "
         "`memory.activation_checkpointing.mode: full`\n"
@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         [],
         "/run.yaml:1:1: model: width 100 must be an even multiple of heads 6 (rotary embedding turns pairs); the "
         "nearest width is 96\n"
-        "/run.yaml:4:1: schedule: warmup_steps and warmup_ratio say the same thing twice; keep one",
+        "/run.yaml:4:1: schedule: warmup_steps and warmup_ratio set the same thing; keep one",
     ),
     "everything forgotten": (
         "",
@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "custom, given\n"
         "/run.yaml: data.train.kind: is missing; one of stdlib-text, stdlib-functions, digits, tokens, huggingface, "
         "custom, given\n"
-        "/run.yaml: run: nothing says how long the run is; give exactly one of steps, samples, tokens, epochs",
+        "/run.yaml: run: the length of the run is missing; give exactly one of steps, samples, tokens, epochs",
     ),
     "lists and mappings": (
         GOOD + "optim: adamw_torch\n",
@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "--parallel.tensor_parallel.plan: ['a'] is not a mapping of names to values, or auto; a plan has a style for "
         'each pattern of modules\' names: write {"layers.*.query": colwise, "layers.*.out": rowwise}, or auto\n'
         "--parallel.deepspeed.config: ['a'] is not text, or a mapping of names to values, or null; write the path of a "
-        "JSON file, or what it would hold",
+        "JSON file, or its content as a mapping",
     ),
     "a mapping for a style": (
         GOOD + "parallel: {tensor_parallel: {plan: {str: {a: colwise}, b: rowwise}}}\n",
@@ -186,7 +186,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_says_exactly_this(case: str, tmp_path: Path) -> None:
+def test_the_message_is_exact(case: str, tmp_path: Path) -> None:
     text, overrides, expected = WRONG[case]
     path = tmp_path / "run.yaml"
     path.write_text(text)

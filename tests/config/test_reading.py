@@ -1,4 +1,4 @@
-"""YAML 1.2, JSON, and the places of values."""
+"""Values of YAML 1.2 and JSON, with their places."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from lockstep.config.reading import Leaf, Table, read_json, read_yaml, resolve, 
         ("1.2.3", "1.2.3"),
     ],
 )
-def test_a_plain_scalar_means_what_yaml_1_2_says(text: str, value: object) -> None:
+def test_a_plain_scalar_has_its_value_in_yaml_1_2(text: str, value: object) -> None:
     assert resolve(text) == value
     assert type(resolve(text)) is type(value)
 
@@ -74,8 +74,8 @@ def test_an_alias_stands_for_its_anchor() -> None:
         ("- 1\n", "x.yaml:1:1: a config is made of lines `key: value`"),
         ("a: b: c\n", "x.yaml:1:5: a second `: ` on a line; quote the value, or indent what belongs to the key"),
         ("a:\n  b: 1\n c: 2\n", "x.yaml:3:2: the indentation fits none of the lines above"),
-        ("a: 1\n---\nb: 1\n", "x.yaml:2:1: a second document (---) begins here; put it into a file of its own"),
-        ("a: [1, 2\n", "x.yaml:1:4: this [ is never closed, or a comma is missing behind it"),
+        ("a: 1\n---\nb: 1\n", "x.yaml:2:1: a second document (---) begins here; put it into another file"),
+        ("a: [1, 2\n", "x.yaml:1:4: this [ is never closed, or a comma is missing after it"),
         ("a: !!python/name:os.system x\n", "x.yaml:1:4: a: tags such as !!python/name:os.system are not read"),
         ("a: &x [*x]\n", "x.yaml:1:4: a.0: this alias contains itself"),
         ("<<: {a: 1}\n", "x.yaml:1:1: `<<` is not read; name several files instead, which are merged"),
@@ -83,7 +83,7 @@ def test_an_alias_stands_for_its_anchor() -> None:
         ("a: @b\n", "x.yaml:1:4: quote the text; this sign has a meaning in YAML"),
     ],
 )
-def test_one_clear_problem(text: str, message: str) -> None:
+def test_a_mistake_is_one_problem(text: str, message: str) -> None:
     _, problems = read_yaml(text, "x.yaml")
     assert [str(problem) for problem in problems] == [message]
 
@@ -106,7 +106,7 @@ def test_json_has_places_too() -> None:
         ('{"a": 1, "a": 2}', "x.json:1:10: a: given twice, first at x.json:1:2; keep one"),
     ],
 )
-def test_json_is_json(text: str, message: str) -> None:
+def test_invalid_json_is_refused(text: str, message: str) -> None:
     _, problems = read_json(text, "x.json")
     assert [str(problem) for problem in problems] == [message]
 
@@ -123,9 +123,9 @@ KEYS = st.text(min_size=1, max_size=80)  # YAML's reader takes 1,024 characters,
 
 @example({"next line": "\x85", "separators": "\u2028 \u2029"}, False)
 @given(st.dictionaries(KEYS.filter(lambda key: "<<" not in key), json_values, max_size=3), st.booleans())
-def test_what_json_says_is_what_is_read(value: dict[str, Any], ascii_only: bool) -> None:
+def test_json_is_read_back_equal(value: dict[str, Any], ascii_only: bool) -> None:
     tree, problems = read_json(json.dumps(value, ensure_ascii=ascii_only), "x.json")
-    if problems:  # signs that YAML's reader refuses, such as control characters, and our `<<`
+    if problems:  # signs that YAML's reader refuses, such as control characters, and `<<`
         assert not ascii_only or "<<" in json.dumps(value)
         return
     assert tree is not None

@@ -1,4 +1,4 @@
-"""The configs that ship, and how they are found."""
+"""The configs that ship, and how they are resolved."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lockstep.config.schema import HuggingFaceData, HuggingFaceModel
 from lockstep.core.errors import ConfigError
 
 
-def test_every_recipe_loads_and_says_what_it_is() -> None:
-    found = recipes()
-    assert found[0].name == DEFAULT_RECIPE == "stdlib-lm"
-    assert {recipe.name for recipe in found} >= {"stdlib-lm", "stdlib-classify", "digits", "bert-imdb"}
-    for recipe in found:
+def test_every_recipe_loads_and_has_a_description() -> None:
+    resolved = recipes()
+    assert resolved[0].name == DEFAULT_RECIPE == "stdlib-lm"
+    assert {recipe.name for recipe in resolved} >= {"stdlib-lm", "stdlib-classify", "digits", "bert-imdb"}
+    for recipe in resolved:
         config = load([recipe.path], environ={}).config
         assert recipe.description == config.description
         assert recipe.path.read_text().startswith("# yaml-language-server: $schema=../docs/config.schema.json\n")
@@ -63,13 +63,13 @@ def test_the_large_recipe_by_deepspeed() -> None:
     assert (config.run.epochs, config.run.end_with) == (1, "best")
 
 
-def test_an_overlay_has_a_name_and_is_no_recipe() -> None:
+def test_an_overlay_has_a_name_and_is_not_a_recipe() -> None:
     names = [overlay.name for overlay in overlays()]
     assert names == ["tiny/bert", "tiny/llama2"]
     assert not {recipe.name for recipe in recipes()} & set(names)
-    found = resolve_all(["llama2-wikitext", "tiny/llama2"])
-    config = load([one.path for one in found], environ={}).config
-    assert (found[0].name, config.model.kind, config.run.steps, config.batch.global_size) == (
+    resolved = resolve_all(["llama2-wikitext", "tiny/llama2"])
+    config = load([recipe.path for recipe in resolved], environ={}).config
+    assert (resolved[0].name, config.model.kind, config.run.steps, config.batch.global_size) == (
         "llama2-wikitext", "huggingface", 4, 128,
     )  # fmt: skip
 
@@ -77,15 +77,15 @@ def test_an_overlay_has_a_name_and_is_no_recipe() -> None:
 def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("run: {seed: 3}\n")
-    found = resolve_all(["digits", str(more)])
-    assert found[0].name == "digits"
-    assert load([one.path for one in found], environ={}).config.run.seed == 3
+    resolved = resolve_all(["digits", str(more)])
+    assert resolved[0].name == "digits"
+    assert load([recipe.path for recipe in resolved], environ={}).config.run.seed == 3
     assert resolve_all([])[0].name == DEFAULT_RECIPE
     assert resolve_recipe(str(more)).name == "more"
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("name", "message"),
     [
         ("digit", "'digit' is neither a recipe nor a file nor a run's folder; did you mean digits?"),
         (
@@ -98,8 +98,8 @@ def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
         ("recipes/digitz.yaml", "there is no file recipes/digitz.yaml; did you mean recipes/digits.yaml?"),
     ],
 )
-def test_an_unknown_name_is_answered(asked: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_is_refused_with_a_hint(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(ConfigError) as caught:
-        resolve_recipe(asked)
+        resolve_recipe(name)
     assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""What is made from the schema is current."""
+"""The generated page and JSON Schema are current and complete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.config import reference, shape
 from lockstep.config.schema import TransformerModel
+from lockstep.strategies.registry import names
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -43,15 +44,24 @@ def test_descriptions_come_from_the_docstrings() -> None:
 def test_every_property_has_a_description() -> None:
     made = reference.json_schema()
     bodies = {"Config": made, **made["$defs"]}
-    bare = [
+    undescribed = [
         f"{name}.{key}"
         for name, body in bodies.items()
         for key, entry in body.get("properties", {}).items()
         if len(entry.get("description", "").split()) < 3 or not entry["description"].rstrip().endswith((".", "`"))
     ]
-    assert bare == []
+    assert undescribed == []
 
 
-def test_every_row_of_the_page_says_what_its_key_does() -> None:
+def test_every_row_of_the_page_has_a_description() -> None:
     rows = [line for line in reference.markdown().splitlines() if line.startswith("| `")]
     assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_the_json_schema_refuses_unknown_keys_of_parallel_but_sections_of_imported_strategies() -> None:
+    parallel = reference.json_schema()["$defs"]["Parallel"]
+    known = parallel["then"]["propertyNames"]["enum"]
+    assert {"strategy", "data", "fsdp", "pipeline_parallel"} <= set(known)
+    assert "fdsp" not in known
+    assert parallel["if"]["properties"]["strategy"]["enum"] == list(names())
+    assert parallel["additionalProperties"] == {"type": "object"}

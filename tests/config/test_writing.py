@@ -1,4 +1,4 @@
-"""Any config, written as YAML, loads equal."""
+"""Every config loads equal after it is written as YAML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FREE = st.recursive(
 
 
 def _holding(at: ValueShape) -> st.SearchStrategy[Any]:
-    """Values that fit a shape."""
+    """Return a strategy for values that fit a shape."""
     options: list[st.SearchStrategy[Any]] = []
     if at.nullable:
         options.append(st.none())
@@ -56,23 +56,23 @@ def _holding(at: ValueShape) -> st.SearchStrategy[Any]:
 
 
 def _whole_bounds(bounds: Range) -> tuple[int, int]:
-    low = bounds.above + 1 if bounds.above is not None else bounds.least
-    high = bounds.most if bounds.most is not None else bounds.below - 1 if bounds.below is not None else 10**12
+    low = bounds.gt + 1 if bounds.gt is not None else bounds.ge
+    high = bounds.le if bounds.le is not None else bounds.lt - 1 if bounds.lt is not None else 10**12
     assert low is not None
     return int(low), int(high)
 
 
 def _reals(bounds: Range) -> st.SearchStrategy[float]:
-    low = bounds.above if bounds.above is not None else bounds.least
-    high = bounds.most if bounds.most is not None else bounds.below
-    return st.floats(low, high, exclude_min=bounds.above is not None, exclude_max=bounds.below is not None).filter(
+    low = bounds.gt if bounds.gt is not None else bounds.ge
+    high = bounds.le if bounds.le is not None else bounds.lt
+    return st.floats(low, high, exclude_min=bounds.gt is not None, exclude_max=bounds.lt is not None).filter(
         lambda number: abs(number) < float("inf")
     )
 
 
 @cache
 def _sections(section: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
-    """Required keys, and some of the others; those that must fit each other are left to their defaults."""
+    """Return a strategy for required keys and some others; keys that must fit each other keep their defaults."""
     fields = {key: _holding(at) for key, at in shape.fields(section).items() if (section, key) not in _COUPLED}
     required = {key: fields.pop(key) for key in shape.required(section) if key in fields}
     return st.fixed_dictionaries(required, optional=fields)
@@ -93,24 +93,24 @@ _COUPLED = {
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_written_config_loads_equal(data: st.DataObject) -> None:
-    asked = data.draw(_sections(schema.Config))
-    asked["run"]["steps"] = 10
-    if asked["model"]["kind"] == "huggingface":
-        asked["model"]["pretrained"] = "x"
-    optim = asked.get("optim", {})
+    values = data.draw(_sections(schema.Config))
+    values["run"]["steps"] = 10
+    if values["model"]["kind"] == "huggingface":
+        values["model"]["pretrained"] = "x"
+    optim = values.get("optim", {})
     if optim.get("name") == "custom":
         optim["target"] = "kit.small:Net"
     else:
         optim.pop("target", None)
         optim.pop("arguments", None)
-    if "storage" in (checkpoint := asked.get("checkpoint", {})):
+    if "storage" in (checkpoint := values.get("checkpoint", {})):
         checkpoint.pop("folder", None)
     try:
-        config = schema.Config.model_validate_json(_json(asked))
+        config = schema.Config.model_validate_json(_json(values))
     except ValidationError as error:
-        if any(one["loc"] for one in error.errors()):
+        if any(details["loc"] for details in error.errors()):
             raise
-        reject()  # two sections that don't go together
+        reject()  # two sections contradict each other
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.yaml")
         path.write_text(to_yaml(config), encoding="utf-8")

@@ -175,5 +175,5 @@ def test_compiled_models_and_changing_modes_are_refused() -> None:
         validate(section)
     for mode in ("segments", "adaptive"):
         section["memory"] = {"activation_checkpointing": {"mode": mode}}
-        with pytest.raises(lockstep.ConfigError, match=f"mode {mode} changes from call to call"):
+        with pytest.raises(lockstep.ConfigError, match=f"mode {mode} changes between calls"):
             validate(section)

@@ -42,7 +42,7 @@ def _chain(length: int) -> str:
 
 LARGE = r"can't be read: it has [0-9,]+ bytes, and may have 262,144"
 DEEP = "lists and mappings are nested more than 64 deep"
-MANY = "holds more than 10,000 values, with all that its aliases repeat"
+MANY = "holds more than 10,000 values, including those that aliases repeat"
 CONFIGS: dict[str, tuple[str, str, str]] = {  # what, the file's suffix, the refusal
     "aliases of aliases": (_aliases(mapping=False), "yaml", MANY),
     "aliases of aliases, in mappings": (_aliases(mapping=True), "yaml", MANY),

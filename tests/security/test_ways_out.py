@@ -119,7 +119,7 @@ def test_a_config_file_of_a_run_cannot_choose_where_to_train(
 ) -> None:
     (stranger / "config.yaml").write_text(json.dumps({**CONFIG, "run": {"steps": 2, "folder": str(victim)}}))
     assert main(["train", str(stranger / "config.yaml")]) == 2
-    assert f"run.folder: {victim} (it lies outside of the run's folder)" in capsys.readouterr().err
+    assert f"run.folder: {victim} (it is outside of the run's folder)" in capsys.readouterr().err
 
 
 def test_a_users_own_runs_may_keep_checkpoints_elsewhere(

@@ -1,8 +1,8 @@
-"""Decides whether a config may be acted on: before anything is imported, set or written.
+"""Decides whether a config may be acted on, before anything is imported, set or written.
 
-a file of the user's own, overrides, Python      yes
-a run's that this user has started here          yes; what was hidden in its config is back
-any other run's                                  what it demands is listed; --trust-run (trust_run=True) lets it
+a file of the user, overrides, Python            yes
+a run that this user has started here            yes; the values hidden in its config are restored
+any other run                                    its demands are listed; --trust-run (trust_run=True) allows them
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
 
+_VARIABLES = ("launch", "environment")
+
 
 def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Config:
-    """The config, of which everything may be used.
+    """Return the config, all of which may be used.
 
     Args:
-        trusted: the user has said that whoever made the run is trusted.
-        writes: a run is going to be written where the config says.
+        trusted: The user trusts the author of the run.
+        writes: A run will be written to the config's folders.
 
     Raises:
-        ConfigError: it is of a run that this user has not started here, and names code, sets variables, or writes
-            outside of the run's folder; or a value was hidden in it, and nobody knows it.
+        ConfigError: It is of a run that this user has not started here, and names code, sets variables, or writes
+            outside of the run's folder; or a value is hidden in it, and unknown.
     """
     reasons = [] if trusted else _unapproved(loaded, writes)
     if reasons:
-        shown = "".join(f"\n  {key}: {printable(what)}" for key, what in reasons)
+        shown = "".join(f"\n  {key}: {printable(demand)}" for key, demand in reasons)
         runs = ", ".join(dict.fromkeys(printable(run.name) for run in loaded.runs))
         raise ConfigError(
-            f"{runs} is the config of a run that you have not started here, and it asks for what can run code or "
+            f"{runs} is the config of a run that you have not started here, and it demands what can run code or "
             f"reach your files:{shown}\n"
-            "--trust-run lets it, if you trust whoever made the run (in Python: trust_run=True)"
+            "Pass --trust-run if you trust the author of the run (in Python: trust_run=True)"
         )
     return _with_hidden_values(loaded)
 
@@ -57,44 +59,39 @@ def _unapproved(loaded: LoadedConfig, writes: bool) -> list[tuple[str, str]]:
     foreign = [run for run in loaded.runs if run.known is None]
     targets = dict(code_in(loaded.config))
     reasons = []
-    for key, what in demands(loaded.config):
-        origin = loaded.origins.get(key)  # of a whole mapping there is none
+    for key, demand in demands(loaded.config):
+        origin = loaded.origins.get(key)  # a whole mapping has none
         if any(origin is None or run.holds(origin) for run in foreign):
-            reasons.append((key, what))
+            reasons.append((key, demand))
         elif key in targets and (moved := _moved(targets[key], origin or "", loaded.runs)):
             reasons.append((key, moved))
-    return [*reasons, *(_folders(loaded, foreign) if writes else ())]
+    if writes:
+        folders = {"run.folder": loaded.config.run.folder, "checkpoint.folder": loaded.config.checkpoint.folder}
+        for key, folder in folders.items():
+            for run in foreign:
+                if folder is not None and run.holds(loaded.origins.get(key, "")) and outside(folder, run.run):
+                    reasons.append((key, f"{folder} (it is outside of the run's folder)"))
+    return reasons
 
 
 def _moved(target: str, origin: str, runs: tuple[RunConfig, ...]) -> str | None:
-    """Return the message for code that has moved since this user started the run: it may be somebody else's now."""
+    """Return the message for code that has moved since this user started the run: it may be other people's now."""
     for run in runs:
         if run.known is not None and run.holds(origin):
             then, now = run.known.code.get(target, ""), locate(target)
-            return (
-                f"{target} (it was {then or 'not found'} when you started the run, and is {now})"
-                if then != now
-                else None
-            )
+            message = f"{target} (it was {then or 'not found'} when you started the run, and is {now})"
+            return message if then != now else None
     return None
-
-
-def _folders(loaded: LoadedConfig, foreign: list[RunConfig]) -> Iterator[tuple[str, str]]:
-    folders = {"run.folder": loaded.config.run.folder, "checkpoint.folder": loaded.config.checkpoint.folder}
-    for key, folder in folders.items():
-        for run in foreign:
-            if folder is not None and run.holds(loaded.origins.get(key, "")) and outside(folder, run.run):
-                yield key, f"{folder} (it lies outside of the run's folder)"
 
 
 # --- hidden values ------------------------------------------------------------------------------------------------
 
-_VARIABLES = ("launch", "environment")
-
 
 def _with_hidden_values(loaded: LoadedConfig) -> Config:
-    """The config with what was hidden when it was written; variables that this process has anyhow are left out, since
-    ranks get them with its environment."""
+    """Return the config with the values that were hidden when it was written.
+
+    Variables that this process has are left out, since ranks inherit them.
+    """
     plain = to_plain(loaded.config)
     known = {path: value for run in loaded.runs if run.known is not None for path, value in run.known.hidden.items()}
     paths = list(_still_hidden(plain, ()))
@@ -114,26 +111,22 @@ def _with_hidden_values(loaded: LoadedConfig) -> Config:
 
 
 def _put(holder: Any, path: tuple[str, ...], value: str) -> None:
-    *way, last = path
-    for key in way:
+    *parents, last = path
+    for key in parents:
         holder = holder[int(key) if isinstance(holder, list) else key]
     holder[int(last) if isinstance(holder, list) else last] = value
 
 
 def _still_hidden(values: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    if isinstance(values, dict):
-        for key, value in values.items():
+    if isinstance(values, dict | list):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from _still_hidden(value, (*path, str(key)))
-    elif isinstance(values, list):
-        for number, value in enumerate(values):
-            yield from _still_hidden(value, (*path, str(number)))
     elif is_hidden(values):
         yield path
 
 
 def _unknown(path: tuple[str, ...]) -> Problem:
-    place = ".".join(path)
-    way = f"give --{place} VALUE"
-    if path[:2] == _VARIABLES:
-        way = f"set {path[2]} in your environment, or {way}"
-    return Problem("", place, f"is a secret, whose value isn't kept in a run's folder and isn't known here; {way}")
+    key = ".".join(path)
+    variable = f"set {path[2]} in your environment, or " if path[:2] == _VARIABLES else ""
+    why = "is a secret, whose value isn't kept in a run's folder and isn't known here"
+    return Problem("", key, f"{why}; {variable}give --{key} VALUE")

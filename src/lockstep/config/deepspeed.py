@@ -1,10 +1,10 @@
-"""DeepSpeed's config for a run of Lockstep's.
+"""Makes DeepSpeed's config for a run.
 
-    engine_config    for the run's engine, which reduces, divides and updates, and nothing else
+    engine_config    for the run's engine, which only reduces, shards and updates
     plain_config     for DeepSpeed without Lockstep, to make the same run
 
-Numbers that depend on the number of ranks come in as `Derived`, from the plan. A config that the user wrote is checked
-first, by `deepspeed_check`.
+`Derived`, from the plan, has the numbers that depend on the number of ranks. `deepspeed_check` checks the user's
+DeepSpeed config first.
 """
 
 from __future__ import annotations
@@ -29,29 +29,22 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config, DeepSpeed
     from lockstep.plan.plan import Plan
 
-_BUCKET = 500_000_000
-"""DeepSpeed's default: elements reduced at a time."""
-_KEPT_WHOLE = 100_000
-"""DeepSpeed's default: elements of the largest parameter that stage 3 keeps whole."""
+_BUCKET = 500_000_000  # DeepSpeed's default: elements reduced at a time
+_KEPT_WHOLE = 100_000  # DeepSpeed's default: elements of the largest parameter that stage 3 keeps whole
 
 
 def engine_config(config: Config, derived: Derived) -> dict[str, Any]:
-    """Return the config for `deepspeed.initialize`. The schedule, clipping, the loss scale and accumulation are
-    Lockstep's, so it holds none of them.
+    """Return the config for `deepspeed.initialize`, without schedule, clipping, loss scale and accumulation.
 
     Raises:
         ConfigError: See `check`.
     """
     check(config, derived)
-    given, _ = read_deepspeed(config.parallel.deepspeed)
     return {
         "train_micro_batch_size_per_gpu": derived.micro_size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        **_handed_on(given, ""),
-        "zero_optimization": _zero(config, derived, given),
+        **_shared(config.parallel.deepspeed, derived.trainable),
     }
 
 
@@ -62,10 +55,8 @@ def plain_config(config: Config, derived: Derived) -> dict[str, Any]:
         ConfigError: See `check`; or DeepSpeed has no such optimizer, schedule or batch.
     """
     check(config, derived)
-    given, _ = read_deepspeed(config.parallel.deepspeed)
     train_batch = derived.micro_size * derived.accumulation * derived.ranks
-    problems = [*_inexpressible(config, derived, train_batch)]
-    if problems:
+    if problems := [*_inexpressible(config, derived, train_batch)]:
         raise ConfigError(problems)
     scheduler = _scheduler(config, derived)
     compute = config.precision.compute
@@ -79,10 +70,7 @@ def plain_config(config: Config, derived: Derived) -> dict[str, Any]:
         "optimizer": _optimizer(config),
         **({} if scheduler is None else {"scheduler": scheduler}),
         **({"torch_autocast": autocast} if autocast["dtype"] else {}),
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        **_handed_on(given, ""),
-        "zero_optimization": _zero(config, derived, given),
+        **_shared(config.parallel.deepspeed, derived.trainable),
     }
 
 
@@ -102,8 +90,7 @@ def kept_whole(section: DeepSpeed, elements: Sequence[int]) -> list[bool]:
 
 
 def not_carried_out(config: Config) -> list[str]:
-    """Return a sentence about each thing that the DeepSpeed config requests and that isn't done, without changing any
-    result."""
+    """Return a sentence about each request of the DeepSpeed config that is ignored without changing any result."""
     key = "activation_checkpointing.cpu_checkpointing"
     section = read_deepspeed(config.parallel.deepspeed)[0].get("activation_checkpointing")
     requested = isinstance(section, Mapping) and section.get("cpu_checkpointing")
@@ -113,7 +100,7 @@ def not_carried_out(config: Config) -> list[str]:
 
 
 def derived_of(plan: Plan) -> Derived:
-    """Return the numbers of a plan that a DeepSpeed config is compared with, or filled in from."""
+    """Return the numbers of a plan that appear in a DeepSpeed config."""
     return Derived(plan.ranks, plan.batch.micro_size, plan.batch.accumulation, plan.steps, plan.trainable)
 
 
@@ -127,22 +114,22 @@ def check_plan(config: Config, plan: Plan) -> list[str]:
     return not_carried_out(config)
 
 
-def _handed_on(given: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the section's keys that are DeepSpeed's own business; its default stands for `auto`."""
-    if not given:
-        return {}
-    return {key: given[key] for key in keys_of(section, ["pass"]) if given.get(key, AUTO) != AUTO}
-
-
-def _zero(config: Config, derived: Derived, given: Mapping[str, Any]) -> dict[str, Any]:
-    section = config.parallel.deepspeed
-    zero: dict[str, Any] = {"stage": section.zero_stage, "reduce_bucket_size": max(1, min(_BUCKET, derived.trainable))}
-    zero |= _handed_on(given.get("zero_optimization") or {}, "zero_optimization")
+def _shared(section: DeepSpeed, trainable: int) -> dict[str, Any]:
+    """Return the keys of both configs, with those that are passed to DeepSpeed."""
+    given, _ = read_deepspeed(section)
+    zero: dict[str, Any] = {"stage": section.zero_stage, "reduce_bucket_size": max(1, min(_BUCKET, trainable))}
+    zero |= _passed(given.get("zero_optimization") or {}, "zero_optimization")
     for key in ("offload_optimizer", "offload_param"):
         device = getattr(section, key)
         if device != "none":
             zero[key] = {"device": device, "pin_memory": section.pin_memory}
-    return zero
+    own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {**own, **_passed(given, ""), "zero_optimization": zero}
+
+
+def _passed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Return the section's keys that are passed to DeepSpeed; `auto` leaves its default."""
+    return {key: given[key] for key in keys_of(section, ["pass"]) if given.get(key, AUTO) != AUTO}
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
@@ -157,10 +144,9 @@ def _optimizer(config: Config) -> dict[str, Any]:
 
 
 def _scheduler(config: Config, derived: Derived) -> dict[str, Any] | None:
-    """Return DeepSpeed's scheduler, whose warm-up and curve come two updates later than Lockstep's."""
+    """Return DeepSpeed's scheduler, whose warmup and curve come two updates later than Lockstep's."""
     schedule, steps = config.schedule, derived.steps
-    warmup = warmup_steps(config, derived)
-    if schedule.kind == "constant" and not warmup:
+    if schedule.kind == "constant" and not warmup_steps(config, derived):
         return None
     shared = {"warmup_num_steps": warmup_num_steps(config, derived), "warmup_type": schedule.warmup_type}
     if schedule.kind == "cosine":
@@ -173,7 +159,7 @@ def _scheduler(config: Config, derived: Derived) -> dict[str, Any] | None:
 
 
 def _inexpressible(config: Config, derived: Derived, train_batch: int) -> Iterator[Problem]:
-    """Yield what DeepSpeed's own config has no words for."""
+    """Yield what DeepSpeed's own config can't express."""
     global_size, schedule = config.batch.global_size, config.schedule
     if train_batch != global_size:
         yield Problem(
@@ -191,4 +177,4 @@ def _inexpressible(config: Config, derived: Derived, train_batch: int) -> Iterat
     if config.precision.compute == "auto":
         yield Problem("", "precision.compute", "auto depends on the machine; write fp32, bf16 or fp16")
     if derived.steps is None and schedule.kind != "constant":
-        yield Problem("", "run", "only running tells how many steps there are, and DeepSpeed's schedule needs them")
+        yield Problem("", "run", "the number of steps is unknown in advance, and DeepSpeed's schedule needs it")

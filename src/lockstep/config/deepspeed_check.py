@@ -1,11 +1,11 @@
-"""A DeepSpeed config beside Lockstep's: what both state must agree, and the rest is handed on to DeepSpeed.
+"""Checks a user's DeepSpeed config: what Lockstep's config also states must agree, the rest is passed to DeepSpeed.
 
     ds.json     {"train_batch_size": "auto", "gradient_clipping": 0.5, "zero_optimization": {"stage": 3, ...}, ...}
                         |                          |                            |
-                  filled in by `deepspeed`   compared with optim.clip_norm    handed on, or refused by name
+                  filled in by `deepspeed`   compared with optim.clip_norm    passed on, or refused by name
                                              and refused if it differs
 
-Which keys there are, and what becomes of each, is in `deepspeed_keys`.
+`deepspeed_keys` has the keys, with what happens to each.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 AUTO = "auto"
 _PLACE = "parallel.deepspeed.config"
 _RANK_DEPENDENT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
-"""Keys whose values are compared with what only a plan knows."""
+"""Keys whose values depend on the plan."""
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OF_ONE_SCHEDULER = {"warmup_max_lr": "WarmupDecayLR", "cos_min_ratio": "WarmupCosineLR"}
-"""Parameters whose defaults matter under one scheduler; those of the others' defaults matter under every one."""
+"""Parameters whose defaults matter under one scheduler; all others matter under every one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Derived:
     """Numbers that a plan knows.
 
     Attributes:
-        steps: Number of updates in the whole run; None if only running tells.
+        steps: Number of updates in the whole run; None if unknown in advance.
         trainable: Number of trainable elements.
     """
 
@@ -52,7 +52,7 @@ class Derived:
 
 
 def check_alone(config: Config) -> None:
-    """Check what depends neither on the number of ranks nor on the model; raises ConfigError, as `check` does."""
+    """Check what depends neither on the number of ranks nor on the model. Raises ConfigError, as `check`."""
     check(config, Derived(ranks=1, micro_size=1, accumulation=1, steps=None, trainable=0), later=_RANK_DEPENDENT)
 
 
@@ -60,10 +60,10 @@ def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
     """Check the DeepSpeed config against Lockstep's.
 
     Args:
-        later: Keys that are left to a later check.
+        later: Keys that are checked later.
 
     Raises:
-        ConfigError: All that contradicts, isn't accepted, or is no key of DeepSpeed's.
+        ConfigError: Lists what contradicts, isn't accepted, or isn't a key of DeepSpeed's.
     """
     given, problems = read_deepspeed(config.parallel.deepspeed)
     problems += _section_problems(config)
@@ -75,7 +75,7 @@ def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
 
 
 def read_deepspeed(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]]:
-    """Return the JSON, or why there is none."""
+    """Return the DeepSpeed config, or the problem with its file."""
     if section.config is None or isinstance(section.config, Mapping):
         return section.config or {}, []
     path = Path(section.config)
@@ -100,34 +100,34 @@ def warmup_steps(config: Config, derived: Derived) -> int:
 
 
 def warmup_num_steps(config: Config, derived: Derived) -> int:
-    """Return DeepSpeed's number for this warm-up: it counts from an update of rate 0."""
+    """Return DeepSpeed's number for this warmup: it counts from an update of rate 0."""
     return warmup_steps(config, derived) + (2 if config.schedule.warmup_type == "log" else 1)
 
 
-# --- what is compared ---------------------------------------------------------------------------------------------
+# --- the comparison -----------------------------------------------------------------------------------------------
 
 
 def _section_problems(config: Config) -> list[Problem]:
-    """Return what is wrong with parallel.deepspeed itself, or doesn't go with it."""
-    section, problems = config.parallel.deepspeed, list[Problem]()
+    """Return the problems of parallel.deepspeed itself, and of options that don't go with it."""
+    section, problems = config.parallel.deepspeed, list[tuple[str, str]]()
     if config.parallel.ddp.find_unused_parameters:
         why = "DeepSpeed gives a parameter that isn't used a gradient of zero; write false, or take ddp"
-        problems.append(Problem("", "parallel.ddp.find_unused_parameters", why))
+        problems.append(("ddp.find_unused_parameters", why))
     for key in ("offload_optimizer", "offload_param"):
         if getattr(section, key) == "nvme":
             why = "nvme is not supported: DeepSpeed moves that state between files, where no checkpoint can read it"
-            problems.append(Problem("", f"parallel.deepspeed.{key}", f"{why}; take cpu"))
+            problems.append((f"deepspeed.{key}", f"{why}; take cpu"))
     if section.offload_param != "none" and section.zero_stage != 3:
         why = f"{section.offload_param} requires zero_stage 3, and it is {section.zero_stage}"
-        problems.append(Problem("", "parallel.deepspeed.offload_param", why))
+        problems.append(("deepspeed.offload_param", why))
     if section.offload_optimizer != "none" and section.zero_stage == 0:
         why = f"{section.offload_optimizer} requires zero_stage 1, 2 or 3, and it is 0"
-        problems.append(Problem("", "parallel.deepspeed.offload_optimizer", why))
-    return problems
+        problems.append(("deepspeed.offload_optimizer", why))
+    return [Problem("", f"parallel.{key}", why) for key, why in problems]
 
 
-def _in_deepspeed_s_terms(config: Config, derived: Derived) -> dict[str, Any]:
-    """Return what each key that is compared would be for this config."""
+def _expected_values(config: Config, derived: Derived) -> dict[str, Any]:
+    """Return the value that each compared key must have."""
     optim, schedule, zero, scale = config.optim, config.schedule, config.parallel.deepspeed, config.precision.loss_scale
     return {
         "train_batch_size": config.batch.global_size,
@@ -157,21 +157,18 @@ def _in_deepspeed_s_terms(config: Config, derived: Derived) -> dict[str, Any]:
 
 
 class _Comparison:
-    """Compares a DeepSpeed config with Lockstep's, key by key.
-
-    Attributes:
-        problems: What differs, isn't accepted or isn't known, in the order of the file.
-    """
+    """Compares a DeepSpeed config with Lockstep's, key by key; collects problems in the order of the file."""
 
     def __init__(self, config: Config, derived: Derived) -> None:
         self.problems: list[Problem] = []
         self._config = config
         self._derived = derived
-        self._ours = _in_deepspeed_s_terms(config, derived)
+        self._expected = _expected_values(config, derived)
 
     def section(self, path: str, values: Mapping[str, Any]) -> None:
-        """Compare what stands under `path`."""
-        enabled = path != "fp16" or self._computes_in(values.get("enabled", False), "fp16")
+        """Compare the keys under `path`."""
+        fp16 = values.get("enabled", False)
+        enabled = path != "fp16" or fp16 is True or (fp16 == AUTO and self._config.precision.compute == "fp16")
         offloads = values.get("device", "none") != "none"
         if path == "zero_optimization" and "stage" not in values:
             self._agrees(deepspeed_keys()[f"{path}.stage"], 0)
@@ -224,7 +221,7 @@ class _Comparison:
             self._add(row.path, f"{row.note}; leave it out")
         elif name.endswith("_persistence_threshold") and not is_number_of_elements(value):
             self._add(row.path, f"{_json(value)} is not a whole number of 0 or more")
-        elif row.path in self._ours:
+        elif row.path in self._expected:
             self._agrees(row, value)
         elif name == "enabled":
             self._precision(row.path, value)
@@ -241,69 +238,50 @@ class _Comparison:
         self.problems.append(Problem("", f"{_PLACE}.{key}", message))
 
     def _agrees(self, row: DeepSpeedKey, value: Any) -> None:
-        ours = self._ours[row.path]
+        expected = self._expected[row.path]
         as_written = row.path.endswith("warmup_num_steps") and value == warmup_num_steps(self._config, self._derived)
-        if _same(value, ours) or as_written:
+        if _same(value, expected) or as_written:
             return
         write = f"{row.ours}: {_json(value)}"
         if row.path == "gradient_clipping" and not value:
             write = f"{row.ours}: null"
         elif row.path == "fp16.initial_scale_power":
             write = f"{row.ours}: {2.0 ** (value if _is_number(value) and abs(value) < 1000 else 0):g}"
-        is_ours = f"{row.ours} is {_json(ours)}"
+        fact = f"{row.ours} is {_json(expected)}"
         if row.path == "gradient_accumulation_steps":
             size, ranks, micro = self._config.batch.global_size, self._derived.ranks, self._derived.micro_size
-            is_ours = f"batch.global_size and batch.micro_size come to {ours} ({size} samples on {ranks} x {micro})"
+            fact = f"batch.global_size and batch.micro_size make it {expected} ({size} samples on {ranks} x {micro})"
             fitting = -(-size // (ranks * value)) if isinstance(value, int) and value > 0 else micro
             write = f"{row.ours}: {fitting}"
-        self._add(row.path, f'{_json(value)}, but {is_ours}; write `{write}`, or "auto" here')
+        self._add(row.path, f'{_json(value)}, but {fact}; write `{write}`, or "auto" here')
 
     def _optimizer(self, name: str, params: Any) -> None:
-        """DeepSpeed's Adam is AdamW unless `adam_w_mode` is false."""
-        ours = {"adam": "adamw"}.get(name.lower(), name.lower())
-        if (
-            name.lower() == "adam"
-            and isinstance(params, Mapping)
-            and params.get("adam_w_mode", True) not in (True, AUTO)
-        ):
-            ours = "adam"
-        if ours not in ("adamw", "adam", "sgd", "lion"):
+        """Compare the optimizer; DeepSpeed's Adam is AdamW unless `adam_w_mode` is false."""
+        coupled = isinstance(params, Mapping) and params.get("adam_w_mode", True) not in (True, AUTO)
+        meant = "adamw" if name.lower() == "adam" and not coupled else name.lower()
+        if meant not in ("adamw", "adam", "sgd", "lion"):
             self._add("optimizer.type", f"{name} is not supported; `optim.name` is adamw, adam, sgd or lion")
-        elif ours != self._config.optim.name:
-            write = f'write `optim.name: {ours}`, or "auto" here'
+        elif meant != self._config.optim.name:
+            write = f'write `optim.name: {meant}`, or "auto" here'
             self._add("optimizer.type", f'"{name}", but optim.name is "{self._config.optim.name}"; {write}')
 
     def _defaults(self, scheduler: Any, params: Any) -> None:
-        """Compare what the section leaves to DeepSpeed's defaults."""
-        for row in deepspeed_keys().values():
-            name = row.path.removeprefix("scheduler.params.")
-            if (
-                scheduler not in _CURVES
-                or name == row.path
-                or row.rule != "same"
-                or row.value is None
-                or name in params
-            ):
-                continue
+        """Compare DeepSpeed's defaults for the parameters that the section leaves out."""
+        for name in keys_of("scheduler.params", ["same"]) if scheduler in _CURVES else ():
+            row = deepspeed_keys()[f"scheduler.params.{name}"]
             immaterial = name == "warmup_type" and not warmup_steps(self._config, self._derived)
-            ours = self._ours[row.path]
-            if _OF_ONE_SCHEDULER.get(name, scheduler) == scheduler and not immaterial and not _same(row.value, ours):
-                why = f"not given, which is {_json(row.value)} to DeepSpeed, but {row.ours} is {_json(ours)}"
-                self._add(row.path, f'{why}; write `{row.ours}: {_json(row.value)}`, or "auto" here')
-
-    def _computes_in(self, enabled: Any, dtype: str) -> bool:
-        return enabled is True or (enabled == AUTO and self._config.precision.compute == dtype)
+            if row.value is None or name in params or immaterial or _OF_ONE_SCHEDULER.get(name, scheduler) != scheduler:
+                continue
+            key, value, expected = row.ours, _json(row.value), self._expected[row.path]
+            if not _same(row.value, expected):
+                why = f"not given, so DeepSpeed takes {value}, but {key} is {_json(expected)}"
+                self._add(row.path, f'{why}; write `{key}: {value}`, or "auto" here')
 
     def _precision(self, key: str, enabled: Any) -> None:
         dtype, compute = "fp16" if key.startswith("fp16") else "bf16", self._config.precision.compute
-        if enabled is True and compute != dtype:
-            self._add(
-                key, f'true, but precision.compute is {compute}; write `precision.compute: {dtype}`, or "auto" here'
-            )
-        if enabled is False and compute == dtype:
-            self._add(
-                key, f'false, but precision.compute is {compute}; write `precision.compute: fp32`, or "auto" here'
-            )
+        if isinstance(enabled, bool) and enabled != (compute == dtype):
+            write = f'write `precision.compute: {dtype if enabled else "fp32"}`, or "auto" here'
+            self._add(key, f"{_json(enabled)}, but precision.compute is {compute}; {write}")
 
 
 def _is_off(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""DeepSpeed's config keys: the rows of `deepspeed_keys.md`, for `deepspeed_check` and `lockstep.interop`.
+"""The keys of DeepSpeed's config: the rows of `deepspeed_keys.md`, for `deepspeed_check` and `lockstep.interop`.
 
     rule      in parallel.deepspeed.config              imported
     same      must equal `ours`                          sets `ours`
-    pass      handed on to DeepSpeed                     sets parallel.deepspeed.config.KEY
+    pass      passed to DeepSpeed                        sets parallel.deepspeed.config.KEY
     only      no other value than `value` is accepted    not needed; unsupported if another value and it `matters`
     refuse    refused unless it is off                   not needed; unsupported if it is on and it `matters`
     other     done by Lockstep instead                   sets `ours`
@@ -29,9 +29,9 @@ class DeepSpeedKey:
 
     Attributes:
         path: Sections and key, with dots.
-        ours: Lockstep's key for the same, or empty.
+        `ours`: The same key in Lockstep's config, or empty.
         value: The only value that is accepted; for a scheduler's parameter, DeepSpeed's default.
-        matters: Whether leaving it out makes another run, needs another machine, or loses something that is written.
+        matters: Whether leaving it out makes another run, needs another machine, or loses an output.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""How often: a number and a unit, such as `100 steps`, `1 epoch`, `2.5 minutes`, `1M tokens`."""
+"""An interval: a number and a unit, such as `100 steps`, `1 epoch`, `2.5 minutes`, `1M tokens`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import core_schema
 
 Unit = Literal["steps", "samples", "tokens", "minutes", "epochs"]
+_UNITS: dict[str, Unit] = {"": "steps", "min": "minutes", "mins": "minutes"}
+_UNITS |= {word: unit for unit in get_args(Unit) for word in (unit, unit[:-1])}
 _MAGNITUDES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([kmgbt]?)\s*([a-z]*)\s*", re.IGNORECASE)
 _EXAMPLES = "write a number of steps (100), or '100 steps', '64k samples', '1M tokens', '5 minutes', '0.5 epochs'"
@@ -20,8 +22,7 @@ class Every:
     """An interval, such as 100 steps or 30 minutes.
 
     Attributes:
-        number: more than 0; whole for steps, samples and tokens.
-        unit: what is counted.
+        number: Above 0; whole for steps, samples and tokens.
     """
 
     number: float
@@ -33,21 +34,20 @@ class Every:
 
     @classmethod
     def parse(cls, value: object) -> Every:
-        """Parse 100 or '100 steps'. Raises ValueError that names the valid forms."""
+        """Parse 100 or '100 steps'. Raises ValueError that lists the valid forms."""
         if isinstance(value, Every):
             return value
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"{value!r} is not an interval; {_EXAMPLES}")
-        match = _PATTERN.fullmatch(str(value))
+        valid = isinstance(value, int | str) and not isinstance(value, bool)
+        match = _PATTERN.fullmatch(str(value)) if valid else None
         if match is None:
             raise ValueError(f"{value!r} is not an interval; {_EXAMPLES}")
-        digits, magnitude, word = match.groups()
-        unit = _unit(word)
-        if unit is None and magnitude and _unit(magnitude + word):  # "5 minutes": the m is not a million
-            magnitude, unit = "", _unit(magnitude + word)
+        digits, magnitude, word = (group.lower() for group in match.groups())
+        unit = _UNITS.get(word)
+        if unit is None and magnitude and magnitude + word in _UNITS:  # "5 minutes": the m is not a million
+            magnitude, unit = "", _UNITS[magnitude + word]
         if unit is None:
-            raise ValueError(f"{value!r} has no unit that is known; {_EXAMPLES}")
-        number = float(digits.replace("_", "")) * _MAGNITUDES[magnitude.lower()]
+            raise ValueError(f"{value!r} has an unknown unit; {_EXAMPLES}")
+        number = float(digits.replace("_", "")) * _MAGNITUDES[magnitude]
         if number <= 0:
             raise ValueError(f"{value!r} must be more than 0; to switch it off, write null")
         if unit in ("steps", "samples", "tokens") and not number.is_integer():
@@ -71,15 +71,3 @@ class Every:
             ],
             "examples": [100, "500 steps", "64k samples", "1M tokens", "5 minutes", "1 epoch"],
         }
-
-
-def _unit(word: str) -> Unit | None:
-    word = word.lower()
-    if not word:
-        return "steps"
-    if word in ("min", "mins"):
-        return "minutes"
-    for unit in get_args(Unit):
-        if word in (unit, unit[:-1]):
-            return unit  # type: ignore[no-any-return]
-    return None

@@ -1,8 +1,8 @@
-"""What a config asks of whoever uses it: code to import, variables to set, folders to write to.
+"""Lists what a config demands that can run code: imports, environment variables, code that transformers loads.
 
 model.target, objective.target, optim.target, data...target, data...collate    imported, which runs it
 model.architecture: auto_map, ..._implementation with a /           transformers loads code by these
-launch.environment                                                  LD_PRELOAD and its like make a process run code
+launch.environment                                                  LD_PRELOAD and others make a process run code
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ from lockstep.core.secrets import is_harmless_variable
 from lockstep.core.terminal import plain_line
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DataSource, Extension
-
+    from lockstep.config.schema import Config, Extension
 
 GIVEN = "given"  # stands in a config for an object that is passed in Python
-
-
-def code_named_by(config: Config) -> tuple[str, ...]:
-    """Each key that names code or sets a variable, and what: `model.target: mine.py:Net`."""
-    return tuple(f"{key}: {printable(what)}" for key, what in demands(config))
+_LOADS_CODE = re.compile(r"auto_map|custom_pipelines|kernel_config|use_kernels|\w*_implementation")
 
 
 def printable(text: str) -> str:
@@ -31,7 +26,7 @@ def printable(text: str) -> str:
 
 
 def demands(config: Config) -> Iterator[tuple[str, str]]:
-    """Each key that makes somebody else's code run, or could, and what it asks for."""
+    """Yield each key that makes other people's code run, or could, and what it demands."""
     yield from code_in(config)
     if config.model.kind == "huggingface":
         yield from _of_architecture("model.architecture", config.model.architecture or {})
@@ -41,7 +36,7 @@ def demands(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def code_in(config: Config) -> Iterator[tuple[str, str]]:
-    """Each key that names code to import, and its target."""
+    """Yield each key that names code to import, and its target."""
     if config.model.kind == "custom":
         yield "model.target", config.model.target
     if config.objective.target is not None:
@@ -50,9 +45,12 @@ def code_in(config: Config) -> Iterator[tuple[str, str]]:
         yield "optim.target", config.optim.target
     if ":" in config.parallel.strategy:
         yield "parallel.strategy", config.parallel.strategy
-    yield from _of_data("data.train", config.data.train)
-    for name, section in config.data.evaluation.items():
-        yield from _of_data(f"data.evaluation.{name}", section)
+    evaluation = {f"data.evaluation.{name}": section for name, section in config.data.evaluation.items()}
+    for key, section in {"data.train": config.data.train, **evaluation}.items():
+        if section.kind == "custom":
+            yield f"{key}.target", section.target
+            if section.collate is not None:
+                yield f"{key}.collate", section.collate
     for key, extension in extensions_in(config):
         if extension.target != GIVEN:
             yield f"{key}.target", extension.target
@@ -60,27 +58,15 @@ def code_in(config: Config) -> Iterator[tuple[str, str]]:
 
 def extensions_in(config: Config) -> Iterator[tuple[str, Extension]]:
     """Yield each key whose section names a monitor, a transform or a storage."""
-    for index, section in enumerate(config.monitors):
-        yield f"monitors[{index}]", section
-    for index, section in enumerate(config.transforms):
-        yield f"transforms[{index}]", section
+    for name, sections in (("monitors", config.monitors), ("transforms", config.transforms)):
+        for index, section in enumerate(sections):
+            yield f"{name}[{index}]", section
     if config.checkpoint.storage is not None:
         yield "checkpoint.storage", config.checkpoint.storage
 
 
-def _of_data(key: str, section: DataSource) -> Iterator[tuple[str, str]]:
-    if section.kind != "custom":
-        return
-    yield f"{key}.target", section.target
-    if section.collate is not None:
-        yield f"{key}.collate", section.collate
-
-
-_LOADS_CODE = re.compile(r"auto_map|custom_pipelines|kernel_config|use_kernels|\w*_implementation")
-
-
 def _of_architecture(key: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """`attn_implementation: flash_attention_2` is the library's own; with a / it is a repository of kernels."""
+    """Yield keys by which transformers loads code; an `attn_implementation` with a / is a repository of kernels."""
     for name, value in values.items():
         place = f"{key}.{name}"
         if _LOADS_CODE.fullmatch(str(name)) and not (str(name).endswith("_implementation") and "/" not in str(value)):

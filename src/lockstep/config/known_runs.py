@@ -1,17 +1,18 @@
-"""The run that a config belongs to, and whether this user has started that run here.
+"""Finds the run that a config belongs to, and whether this user has started that run here.
 
-    RUN/config.yaml, RUN/environment.json      written when a run starts, without secrets; anybody may have made them
-    the user's state folder, runs/ID.json      written with them: the config's hash, where the code that it names lies,
-                                               and the values that were hidden
+    RUN/config.yaml, RUN/environment.json      written when a run starts, without secrets; other users can forge them
+    the user's state folder, runs/ID.json      written with them: the config's hash, the locations of the code that it
+                                               names, and the values that were hidden
 
-A run whose id and config agree with what was remembered is this user's own: its code runs without a question, and its
-hidden values come back. Any other is somebody else's.
+A run whose id and config agree with this record was started by this user: its code runs without a question, and its
+hidden values are restored. Any other run is foreign.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,11 +28,11 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
-_WRITTEN_BESIDE = (ENVIRONMENT, "metrics.jsonl", "events.jsonl", "summary.json")
+_WRITTEN_WITH_IT = (ENVIRONMENT, "metrics.jsonl", "events.jsonl", "summary.json")
 _LOCK = "run.lock"
 _KIND = "runs"
 _ID = re.compile(r"[0-9a-f]{32}")
-_MOST_CONFIGS = 4  # of a run: one that is resumed under other overrides has another
+_MOST_CONFIGS = 4  # per run: resuming it under other overrides makes another
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class KnownRun:
     """The record of a run that this user has started.
 
     Attributes:
-        code: where each piece of code that the config names lay.
-        hidden: values by path in the config, which the run's folder doesn't hold.
+        code: Location of each target that the config names.
+        hidden: Values by path in the config, which the run's folder doesn't hold.
     """
 
     code: Mapping[str, str] = field(default_factory=dict)
@@ -52,9 +53,9 @@ class RunConfig:
     """A config file of a run's folder.
 
     Attributes:
-        name: of the file, as origins have it.
-        run: the folder.
-        known: None: somebody else's, as far as anybody can tell.
+        name: The file, as in origins.
+        run: The folder.
+        known: The record of the run; None: it is foreign.
     """
 
     name: str
@@ -67,35 +68,26 @@ class RunConfig:
 
 
 def run_around(file: Path) -> Path | None:
-    """The run's folder that a file lies in, however deep, by its own path or behind links; None: in none.
+    """Return the run's folder that contains a file at any depth, by its path or through links; None if none does.
 
-    A folder with no more than a config.yaml may be anybody's project, and is none.
+    A folder with no more than a config.yaml may be a project, and doesn't count.
     """
     ways = (Path(file).absolute(), Path(file).resolve())
     return next((above for way in ways for above in way.parents if _looks_like_a_run(above)), None)
 
 
 def _looks_like_a_run(folder: Path) -> bool:
-    if _is_there(folder / _LOCK):
-        return True
-    return _is_there(folder / CONFIG) and any(_is_there(folder / name) for name in _WRITTEN_BESIDE)
+    written = any(os.path.lexists(folder / name) for name in _WRITTEN_WITH_IT)
+    return os.path.lexists(folder / _LOCK) or (os.path.lexists(folder / CONFIG) and written)
 
 
-def _is_there(path: Path) -> bool:
-    try:
-        path.lstat()
-    except OSError:
-        return False
-    return True
-
-
-# --- remembering --------------------------------------------------------------------------------------------------
+# --- records ------------------------------------------------------------------------------------------------------
 
 
 def recorded(config: Config, run_id: str) -> str:
-    """The text of a run's config.yaml, without secrets. This user knows the run by what it says from now on."""
+    """Return the text of a run's config.yaml, without secrets, and record that this user has started the run."""
     public = to_public(config)
-    if not _ID.fullmatch(run_id):  # of a checkpoint that somebody else has made
+    if not _ID.fullmatch(run_id):  # of a checkpoint that another program has written
         return plain_yaml(public)
     record = user_state.recall(_KIND, run_id) or {}
     configs = record.get("configs")
@@ -123,21 +115,19 @@ def run_of(file: Path, tree: Table, *, named: bool) -> RunConfig | None:
     """Return a config file as that of a run; None if it belongs to none.
 
     Args:
-        tree: what the file says.
-        named: the run's folder was named, and the file lies in it.
+        tree: Content of the file.
+        named: The run's folder was named, and the file is in it.
     """
     run = file.absolute().parent if named else run_around(file)
-    return _config_of_run(file, run, tree) if run is not None else None
-
-
-def _config_of_run(file: Path, run: Path, tree: Table) -> RunConfig:
+    if run is None:
+        return None
     run_id = id_of_run(run) if file.resolve() == (run / CONFIG).resolve() else None
     known = known_as(run_id, to_python(tree)) if run_id is not None else None
     return RunConfig(str(file), run, known)
 
 
 def id_of_run(run: Path) -> str | None:
-    """The id of the run in this folder, which its checkpoints carry, too; None: it has none yet."""
+    """Return the id of the run in this folder, which is also in its checkpoints; None: it has none yet."""
     try:
         run_id = json.loads(read_bounded(run / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
     except (OSError, ValueError, AttributeError, RecursionError):

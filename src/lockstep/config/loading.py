@@ -1,11 +1,11 @@
-"""Files, environment and command line to one checked config, and where each value came from.
+"""Loads one checked config from files, environment and command line, with the origin of each value.
 
     defaults of the schema          lowest
     files, left to right
     LOCKSTEP_SECTION__KEY=value
     --section.key value             highest
 
-Later layers win key by key: see `merging`. Everything that is wrong is reported at once, in one ConfigError.
+Later layers win key by key: see `merging`. One ConfigError reports all problems at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config, with where each value comes from.
+    """A config, with the origin of each value.
 
     Attributes:
-        config: what was asked, checked.
-        origins: by dotted key, file:line:column, a flag, an environment variable, `default`, or `Python`.
-        notes: what a user should know of how it was put together, one sentence each.
-        runs: those of the files that are the configs of runs.
+        config: The checked config.
+        origins: By dotted key: file:line:column, a flag, an environment variable, `default`, or `Python`.
+        notes: What merging has left out, one sentence each.
+        runs: The files that are configs of runs.
     """
 
     config: Config
@@ -56,15 +56,16 @@ def load(
     *,
     of_runs: Collection[Path] = (),
 ) -> LoadedConfig:
-    """The config of these files, merged left to right, under the environment (None: this process's) and overrides.
+    """Return the config of these files, merged left to right, under the environment and the overrides.
 
-    To act on it, `approval.approved` must be asked.
+    Call `approval.approved` before acting on it.
 
     Args:
-        of_runs: files that were named by the folders of runs that they lie in. Files that lie in a run's folder
-            otherwise are recognized.
+        environ: None: the environment of this process.
+        of_runs: Files that were named by the folders of their runs; other files in a run's folder are recognized.
 
-    Raises ConfigError with every problem there is.
+    Raises:
+        ConfigError: Lists every problem.
     """
     errors: list[Problem] = []
     layers: list[Table] = []
@@ -77,15 +78,16 @@ def load(
         layers.append(tree)
         run = run_of(file, tree, named=file in of_runs)
         runs += [run] if run is not None else []
-    if len(layers) < len(files):  # what can't be read would look as if it were missing
+    if len(layers) < len(files):  # the keys of an unreadable file would be reported as missing
         raise ConfigError(errors)
     return _combine(layers, overrides, os.environ if environ is None else environ, errors, tuple(runs))
 
 
 def validate(values: Config | Mapping[str, Any], overrides: Sequence[str | Override] = ()) -> LoadedConfig:
-    """The same for values from Python: a mapping as a file would hold it, or a Config, under overrides.
+    """Return the config of values from Python: a mapping like a file's, or a Config, under overrides.
 
-    Raises ConfigError with every problem there is.
+    Raises:
+        ConfigError: Lists every problem.
     """
     plain = values.model_dump(exclude_unset=True) if isinstance(values, Config) else values
     tree = from_python(plain, "Python")
@@ -109,7 +111,9 @@ def _combine(
         notes += merge_notes
         errors += wrong
     config = _check(tree, errors)
-    return LoadedConfig(config, dict(_origins(config, tree)), tuple(notes), runs)
+    written = {".".join(path): node.where for path, node in _written(tree, ())}
+    origins = {key: written.get(key, DEFAULT) for key in values(config)}
+    return LoadedConfig(config, origins, tuple(notes), runs)
 
 
 def _check(tree: Table, errors: list[Problem]) -> Config:
@@ -124,11 +128,8 @@ def _check(tree: Table, errors: list[Problem]) -> Config:
     return config
 
 
-# --- where values came from ---------------------------------------------------------------------------------------
-
-
 def values(config: Config) -> dict[str, object]:
-    """Every value by dotted key, in the order of the schema: numbers, text, lists; empty mappings too."""
+    """Return every value by dotted key, in the order of the schema; also empty mappings."""
     return dict(_flat(config.model_dump(), ""))
 
 
@@ -140,15 +141,8 @@ def _flat(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield from _flat(item, f"{key}.{name}" if key else name)
 
 
-def _origins(config: Config, tree: Table) -> Iterator[tuple[str, str]]:
-    written = {".".join(path): node.where for path, node in _written(tree, ())}
-    for key in values(config):
-        yield key, written.get(key, DEFAULT)
-
-
 def _written(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:
-    if path:
-        yield path, node
+    yield path, node
     if isinstance(node, Table):
         for key, entry in node.entries.items():
             yield from _written(entry.node, (*path, key))

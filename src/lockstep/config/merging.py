@@ -4,22 +4,22 @@
     more.yaml     optim: {lr: 3e-4}             ├──>  optim: {lr: 1e-2, name: sgd}
     command line  optim.lr=1e-2                 ┘
 
-Mappings are merged; lists and single values are replaced. Where `kind` says which keys there are (`model`,
-`data.train`), a later `kind` takes over the keys that both kinds have and leaves the others out, with a note. So does
-a later key of several that exclude each other: `run.epochs` replaces an earlier `run.steps`.
+Mappings are merged; lists and single values are replaced. Where `kind` determines the keys (`model`, `data.train`), a
+later `kind` keeps the keys that both kinds have and leaves the others out, with a note. The same holds for keys that
+exclude each other: a later `run.epochs` replaces an earlier `run.steps`.
 """
 
 from __future__ import annotations
 
 from lockstep.config import shape
-from lockstep.config.reading import Leaf, Node, Table, TableEntry
-from lockstep.config.shape import ANYTHING, ValueShape
+from lockstep.config.reading import Leaf, Table, TableEntry
+from lockstep.config.shape import ValueShape
 
 ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("run",): ("steps", "samples", "tokens", "epochs"),
     ("schedule",): ("warmup_steps", "warmup_ratio"),
 }
-"""Keys by section of which only one can be set, since they set the same thing in several ways."""
+"""Keys by section that exclude each other, since they set the same thing."""
 
 
 def merge(older: Table, newer: Table) -> tuple[Table, list[str]]:
@@ -33,21 +33,16 @@ def _tables(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], n
     older = _change_alternative(older, newer, path, notes)
     entries = dict(older.entries)
     for key, entry in newer.entries.items():
-        before = entries.get(key)
-        inner = inside(at, key, newer.get("kind") or older.get("kind"))
-        node = _nodes(before.node, entry.node, inner, (*path, key), notes) if before else entry.node
-        kept = before is not None and isinstance(node, Table)  # a mapping stands where it was first written
+        before, node = entries.get(key), entry.node
+        inner = at.inside(key, newer if newer.get("kind") else older)
+        if before is not None and isinstance(before.node, Table):
+            if isinstance(node, Table):
+                node = _tables(before.node, node, inner, (*path, key), notes)
+            elif isinstance(node, Leaf) and node.value is None and inner.sections():
+                node = before.node  # `optim:` with nothing under it sets nothing
+        kept = before is not None and isinstance(node, Table)  # a mapping stays where it was first written
         entries[key] = TableEntry(node, before.where if before and kept else entry.where)
     return Table(entries, older.where or newer.where)
-
-
-def _nodes(older: Node, newer: Node, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Node:
-    if isinstance(older, Table) and isinstance(newer, Table):
-        return _tables(older, newer, at, path, notes)
-    empty = isinstance(newer, Leaf) and newer.value is None
-    if isinstance(older, Table) and empty and at.sections():
-        return older  # `optim:` with nothing under it sets nothing
-    return newer
 
 
 def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Table:
@@ -55,16 +50,15 @@ def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ..
     before, after = older.get("kind"), newer.get("kind")
     if not at.kinds or not isinstance(before, Leaf) or not isinstance(after, Leaf) or before.value == after.value:
         return older
-    section = at.select(after.value)
+    section = at.select(newer)
     if section is None:
-        return older  # a wrong kind is reported as such
+        return older  # validation reports the wrong kind
     known = shape.fields(section)
-    lost = [key for key in older.entries if key not in known]
-    if lost:
+    if lost := [key for key in older.entries if key not in known]:
         name = ".".join(path)
-        gone = ", ".join(f"{name}.{key}" for key in lost)
+        keys = ", ".join(f"{name}.{key}" for key in lost)
         by = f" ({after.where})" if after.where else ""
-        notes.append(f"{name}.kind is now {after.value}{by}; left out, as only {before.value} has them: {gone}")
+        notes.append(f"{name}.kind is now {after.value}{by}; left out, as only {before.value} has them: {keys}")
     return Table({key: entry for key, entry in older.entries.items() if key in known}, older.where)
 
 
@@ -75,18 +69,10 @@ def _change_alternative(older: Table, newer: Table, path: tuple[str, ...], notes
     lost = [way for way in ways if given and way not in newer.entries and _has_value(older, way)]
     for way in lost:
         entry = newer.entries[given[0]]
-        notes.append(f"{path[0]}.{given[0]} ({entry.node.where}) takes the place of {path[0]}.{way}")
+        notes.append(f"{path[0]}.{given[0]} ({entry.node.where}) replaces {path[0]}.{way}")
     return Table({key: entry for key, entry in older.entries.items() if key not in lost}, older.where)
 
 
 def _has_value(table: Table, key: str) -> bool:
     node = table.get(key)
     return node is not None and not (isinstance(node, Leaf) and node.value is None)
-
-
-def inside(at: ValueShape, key: str, kind: Node | None = None) -> ValueShape:
-    """Return the shape one key further in; `kind` chooses among sections."""
-    section = at.select(kind.value if isinstance(kind, Leaf) else None)
-    if section is not None:
-        return shape.fields(section).get(key, ANYTHING)
-    return at.values or ANYTHING

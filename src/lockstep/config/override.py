@@ -1,4 +1,4 @@
-"""One value from the command line. A file of its own, since parsing a command line needs no schema."""
+"""A value from the command line. In a file of its own, since parsing a command line needs no schema."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Override:
     """A value for one key, from a flag or from Python.
 
     Attributes:
-        key: dotted.
-        text: as typed; None if there was none, which is `true` for keys that are true or false.
-        where: what to call it; by default the flag.
+        key: Dotted key.
+        text: As typed; None if there was none, which is `true` for boolean keys.
+        where: Its name in messages; empty: the flag.
     """
 
     key: str

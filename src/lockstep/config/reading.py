@@ -1,13 +1,13 @@
-"""YAML and JSON files to values that know where they stand.
+"""Reads YAML and JSON files to values that know their place in the file.
 
     optim:            Table
       lr: 3e-4   -->    optim -> Table            run.yaml:1:1
       betas: [...]          lr -> Leaf(0.0003, "3e-4")   run.yaml:2:7
                             betas -> Items(...)          run.yaml:3:10
 
-Plain scalars mean what YAML 1.2 says (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number, only `true`
-and `false` are booleans, `no` is text. Beyond it, digits may be grouped as in `1_000_000`. A leaf keeps its text,
-so that a key that wants text gets what was written. JSON is read by the same composer, for its positions.
+Plain scalars have the meaning of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number, only
+`true` and `false` are booleans, `no` is text. Beyond it, digits may be grouped as in `1_000_000`. A leaf keeps its
+text, for keys whose value is text. JSON is read by the same composer, for its positions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lockstep.core.files import read_bounded
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A scalar as it is written in a file.
+    """A scalar.
 
     Attributes:
-        value: as YAML 1.2 reads it.
-        text: as written; None if it was quoted, or came from Python.
+        value: Its value in YAML 1.2.
+        text: As written; None if it was quoted, or came from Python.
         where: file:line:column, a flag, an environment variable, or empty.
     """
 
@@ -50,7 +50,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """A value, and where its key stands."""
+    """A value, and the place of its key."""
 
     node: Node
     where: str = ""
@@ -74,14 +74,12 @@ MOST_BYTES = 2**18
 MOST_VALUES = 10_000
 MOST_DEPTH = 64
 _TOO_DEEP = f"lists and mappings are nested more than {MOST_DEPTH} deep"
-_TOO_MANY = f"holds more than {MOST_VALUES:,} values, with all that its aliases repeat"
-
-
+_TOO_MANY = f"holds more than {MOST_VALUES:,} values, including those that aliases repeat"
 _NOT_READ = {".toml": "TOML", ".ini": "INI", ".cfg": "INI", ".py": "Python"}
 
 
 def read_file(path: Path) -> tuple[Table | None, list[Problem]]:
-    """The file's values, and all that is wrong with its form; None if nobody can tell what it says."""
+    """Return the file's values, or None if it can't be parsed; and all problems of its form."""
     name = str(path)
     if path.suffix.lower() in _NOT_READ:
         why = f"is {_NOT_READ[path.suffix.lower()]}, and a config is YAML or JSON: sections, with lines `key: value`"
@@ -97,9 +95,13 @@ def read_file(path: Path) -> tuple[Table | None, list[Problem]]:
 
 
 def read_json(text: str, name: str) -> tuple[Table | None, list[Problem]]:
-    """Read JSON, as `read_yaml` does YAML."""
+    """Return the values and problems of a JSON text, like `read_yaml`."""
+
+    def refuse_constant(word: str) -> float:
+        raise ValueError(f"{word} is not a number in JSON")
+
     try:
-        json.loads(text, parse_constant=_refuse_constant)
+        json.loads(text, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         place = f"{name}:{error.lineno}:{error.colno}"
         return None, [Problem(place, "", f"is not JSON: {error.msg[0].lower()}{error.msg[1:]}")]
@@ -107,16 +109,13 @@ def read_json(text: str, name: str) -> tuple[Table | None, list[Problem]]:
         return None, [Problem(name, "", str(error))]
     except RecursionError:
         return None, [Problem(name, "", _TOO_DEEP)]
-    for sign in _BREAKS_OF_YAML:  # between JSON's quotes they are signs like any other
+    for sign in "\x85\u2028\u2029":  # line breaks of YAML, but not in JSON's strings
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return read_yaml(text.replace("\t", " "), name)  # JSON strings hold no raw tabs; YAML allows none between values
 
 
-_BREAKS_OF_YAML = "\x85\u2028\u2029"
-
-
 def read_yaml(text: str, name: str) -> tuple[Table | None, list[Problem]]:
-    """The text's values and problems; `name` stands in all places."""
+    """Return the text's values and problems; `name` is the file in all places."""
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -138,8 +137,7 @@ def read_yaml(text: str, name: str) -> tuple[Table | None, list[Problem]]:
 
 
 def read_value(text: str, where: str) -> tuple[Node, list[Problem]]:
-    """One value of a command line or an environment variable: YAML if it is a list, a mapping or quoted, otherwise
-    one scalar, whatever it holds."""
+    """Return a value of the command line or the environment: a YAML list, mapping or quoted text, or else a scalar."""
     if not text.lstrip().startswith(("[", "{", '"', "'")):
         return Leaf(resolve(text) if text else "", text, where), []
     try:
@@ -154,7 +152,7 @@ def read_value(text: str, where: str) -> tuple[Node, list[Problem]]:
 
 
 def from_python(value: object, where: str = "") -> Node:
-    """Python's values as a tree."""
+    """Return Python's values as a tree."""
     if isinstance(value, Mapping):
         return Table({str(key): TableEntry(from_python(item, where), where) for key, item in value.items()}, where)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):  # OmegaConf's lists, too
@@ -165,7 +163,7 @@ def from_python(value: object, where: str = "") -> Node:
 
 
 def to_python(node: Node) -> object:
-    """The tree's values, without places."""
+    """Return the tree's values, without places."""
     if isinstance(node, Table):
         return {key: to_python(entry.node) for key, entry in node.entries.items()}
     if isinstance(node, Items):
@@ -174,7 +172,7 @@ def to_python(node: Node) -> object:
 
 
 def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Every value that is no mapping, and every empty mapping, with its path."""
+    """Yield every value that is no mapping, and every empty mapping, with its path."""
     if isinstance(node, Table) and node.entries:
         for key, entry in node.entries.items():
             yield from leaves(entry.node, (*path, key))
@@ -217,7 +215,7 @@ _PLAIN = "tag:yaml.org,2002:str"
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives no meaning to plain scalars: YAML 1.1's (`no` is false, `3e-4` is text) is not ours."""
+    """A loader that leaves plain scalars as text, instead of reading them as YAML 1.1 (`no` is false)."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -226,7 +224,7 @@ class _Loader(yaml.SafeLoader):
         self._depth = self._number = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Raises MarkedYAMLError for what no config is: before the composer's recursion, or memory, ends."""
+        """Raise MarkedYAMLError for a tree that is too large, before recursion or memory end."""
         self._depth += 1
         self._number += 1
         if self._depth > MOST_DEPTH or self._number > MOST_VALUES:
@@ -239,7 +237,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Reader:
-    """PyYAML's nodes to ours. Goes on after a problem."""
+    """Converts PyYAML's nodes to this module's, and collects problems."""
 
     def __init__(self, name: str, lines: bool = True) -> None:
         self.problems: list[Problem] = []
@@ -293,16 +291,14 @@ class _Reader:
         return Table(entries, where)
 
     def _where(self, node: yaml.Node) -> str:
-        if not self._lines:
-            return self._name
-        return _place(self._name, node.start_mark)
+        return _place(self._name, node.start_mark) if self._lines else self._name
 
     def _problem(self, where: str, path: tuple[str, ...], message: str) -> None:
         self.problems.append(Problem(where, ".".join(path), message))
 
 
 def _join_surrogates(text: str) -> str:
-    """JSON writes signs beyond 16 bits as two escapes; YAML's reader leaves the halves apart."""
+    """Return text whose surrogate pairs, which YAML's reader takes from JSON's escapes, are single characters."""
     if not any("\ud800" <= sign <= "\udfff" for sign in text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -312,23 +308,22 @@ def _place(name: str, mark: yaml.Mark) -> str:
     return f"{name}:{mark.line + 1}:{mark.column + 1}"
 
 
-def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is not a number in JSON")
-
-
 # --- errors of syntax ---------------------------------------------------------------------------------------------
 
-_OPENED = (
-    "while scanning a quoted scalar",
-    "while parsing a flow sequence",
-    "while parsing a flow mapping",
-    "while scanning a simple key",
+_OPENED = tuple(
+    f"while {what}"
+    for what in (
+        "scanning a quoted scalar",
+        "parsing a flow sequence",
+        "parsing a flow mapping",
+        "scanning a simple key",
+    )
 )
 _ADVICE = (
     ("'\\t'", "a tab; YAML is indented with spaces"),
     ("while scanning a quoted scalar", "this quote is never closed"),
-    ("while parsing a flow sequence", "this [ is never closed, or a comma is missing behind it"),
-    ("while parsing a flow mapping", "this { is never closed, or a comma is missing behind it"),
+    ("while parsing a flow sequence", "this [ is never closed, or a comma is missing after it"),
+    ("while parsing a flow mapping", "this { is never closed, or a comma is missing after it"),
     ("while scanning an alias", "`*` begins an alias in YAML; quote the text, as in '*.bias'"),
     ("found undefined alias", "`*` begins an alias in YAML; quote the text, as in '*.bias'"),
     ("while scanning an anchor", "`&` begins an anchor in YAML; quote the text"),
@@ -336,12 +331,12 @@ _ADVICE = (
     ("could not find expected ':'", "this line is not `key: value`"),
     ("expected <block end>", "the indentation fits none of the lines above"),
     ("that cannot start any token", "quote the text; this sign has a meaning in YAML"),
-    ("expected a single document", "a second document (---) begins here; put it into a file of its own"),
+    ("expected a single document", "a second document (---) begins here; put it into another file"),
 )
 
 
 def _syntax(error: yaml.MarkedYAMLError, name: str, text: str) -> Problem:
-    """PyYAML's complaint in words of the config's writer, at the place where the mistake was made."""
+    """Return PyYAML's error as advice, at the place of the mistake."""
     reason = f"{error.context or ''} {error.problem or ''}"
     if error.problem in (_TOO_DEEP, _TOO_MANY) and error.problem_mark is not None:
         return Problem(_place(name, error.problem_mark), "", error.problem)

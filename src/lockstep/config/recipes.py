@@ -1,11 +1,9 @@
-"""Configs by name.
+"""Finds configs by name.
 
-    stdlib-lm         ->  recipes/stdlib-lm.yaml, in a checkout
-                          lockstep/recipes/stdlib-lm.yaml, installed from a wheel, into which the build copies them
-    tiny/llama2       ->  recipes/tiny/llama2.yaml: no whole config, but one to lay over a recipe
-    path/to/run.yaml  ->  itself
-
-One folder, in sight at the top of the repository; nothing to link or to keep alike.
+stdlib-lm         ->  recipes/stdlib-lm.yaml, in a checkout
+                      lockstep/recipes/stdlib-lm.yaml, installed from a wheel, into which the build copies them
+tiny/llama2       ->  recipes/tiny/llama2.yaml: an incomplete config to merge over a recipe
+path/to/run.yaml  ->  itself
 """
 
 from __future__ import annotations
@@ -26,12 +24,11 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A config file that comes with Lockstep, or one of the user's.
+    """A config file, of Lockstep or of the user.
 
     Attributes:
-        name: what a run of it is called.
-        path: of the file.
-        of_run: it was named by the folder of the run that it lies in.
+        name: Name of its runs.
+        of_run: It was named by the folder of its run.
     """
 
     name: str
@@ -47,23 +44,23 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """All that ship with Lockstep; the default one first."""
+    """Return the recipes of Lockstep; the default one first."""
     bundled = [Recipe(path.stem, path) for path in _folder().glob("*.yaml")]
     return sorted(bundled, key=lambda recipe: (recipe.name != DEFAULT_RECIPE, recipe.name))
 
 
 def overlays() -> list[Recipe]:
-    """Files to lay over a recipe, by folder and name."""
+    """Return the files to merge over a recipe, by folder and name."""
     folder = _folder()
     files = [(path.relative_to(folder).with_suffix(""), path) for path in sorted(folder.glob("*/*.yaml"))]
     return [Recipe(name.as_posix(), path) for name, path in files]
 
 
 def resolve_recipe(name_or_path: str) -> Recipe:
-    """The recipe or overlay of that name, the config file at that path, or that of the run there.
+    """Return the recipe or overlay of that name, the config file at that path, or that of the run there.
 
     Raises:
-        ConfigError: there is none; lists what there is.
+        ConfigError: There is none; names the closest one, or all.
     """
     path = local_path(name_or_path)
     if path.suffix in _SUFFIXES or path.is_file():
@@ -71,29 +68,29 @@ def resolve_recipe(name_or_path: str) -> Recipe:
     if (path / "config.yaml").is_file():
         return Recipe(path.absolute().name, path / "config.yaml", of_run=True)
     known = {recipe.name: recipe for recipe in recipes()}
-    laid_over = {recipe.name: recipe for recipe in overlays()}
-    if name_or_path in known or name_or_path in laid_over:
-        return (known | laid_over)[name_or_path]
-    near = closest_match(name_or_path, known | laid_over)
-    meant = f"did you mean {near}?" if near else f"the recipes are {', '.join(known)}"
-    raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file nor a run's folder; {meant}")
+    every = known | {recipe.name: recipe for recipe in overlays()}
+    if name_or_path in every:
+        return every[name_or_path]
+    near = closest_match(name_or_path, every)
+    hint = f"did you mean {near}?" if near else f"the recipes are {', '.join(known)}"
+    raise ConfigError(f"{name_or_path!r} is neither a recipe nor a file nor a run's folder; {hint}")
 
 
 def resolve_all(names_or_paths: Sequence[str]) -> list[Recipe]:
-    """The first is the recipe, whose name is the run's; the others are laid over it."""
+    """Return the recipe, after which a run is named, and the files to merge over it."""
     return [resolve_recipe(name) for name in names_or_paths or (DEFAULT_RECIPE,)]
 
 
 def _file(path: Path) -> Recipe:
     if path.is_file():
         return Recipe(path.stem, path)
-    neighbours = {item.stem: item for item in sorted(path.parent.glob("*")) if item.suffix in _SUFFIXES}
-    near = closest_match(path.stem, neighbours)
-    raise ConfigError(f"there is no file {path}" + (f"; did you mean {neighbours[near]}?" if near else ""))
+    neighbors = {item.stem: item for item in sorted(path.parent.glob("*")) if item.suffix in _SUFFIXES}
+    near = closest_match(path.stem, neighbors)
+    raise ConfigError(f"there is no file {path}" + (f"; did you mean {neighbors[near]}?" if near else ""))
 
 
 def _folder() -> Path:
     installed = _PACKAGE / "recipes"
     folder = installed if installed.is_dir() else _PACKAGE.parents[1] / "recipes"
     here = Path.cwd()
-    return folder.relative_to(here) if folder.is_relative_to(here) else folder  # short places in messages
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder  # short paths in messages

@@ -1,16 +1,14 @@
-"""The values that a key may have, derived from the schema once: for fitting values, for error messages, and for
-the reference page.
+"""The values that a key may have, derived once from the schema: to convert values, for messages and the reference page.
 
-    micro_size: Positive | Literal["auto"]   -->   Shape(whole=Range(above=0), choices=("auto",))
-    train: Annotated[A | B, discriminator]   -->   Shape(kinds={"stdlib-text": A, "digits": B})
+micro_size: Positive | Literal["auto"]   -->   ValueShape(whole=Range(gt=0), choices=("auto",))
+train: Annotated[A | B, discriminator]   -->   ValueShape(kinds={"stdlib-text": A, "digits": B})
 """
 
 from __future__ import annotations
 
 import types
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,18 +17,19 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.config.every import Every
+from lockstep.config.reading import Leaf, Node, Table
 from lockstep.config.schema import Config, Parallel
-from lockstep.strategies.registry import names, strategies
+from lockstep.strategies.registry import names, option_sections
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds of a number; None: none."""
+    """Bounds of a number, under pydantic's names."""
 
-    above: float | None = None
-    least: float | None = None
-    below: float | None = None
-    most: float | None = None
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +37,16 @@ class ValueShape:
     """The values that a key may have.
 
     Attributes:
-        nullable: null is allowed.
-        anything: no rule at all.
-        boolean, text, interval: true or false; text; an interval such as `100 steps`.
-        choices: words of a fixed list.
-        whole, real: bounds of a whole number, of any number.
-        section: keys of this section.
-        kinds: keys of the section that `kind` names.
-        values: a mapping of free names to this.
-        items: a list of this.
-        length: of that list, if it is fixed.
+        nullable, boolean, text: null, true or false, or text is valid.
+        anything: Every value is valid.
+        interval: An interval such as `100 steps` is valid.
+        choices: Valid words.
+        whole, real: Bounds of a whole number, of any number.
+        section: A section is valid.
+        kinds: The section that `kind` names is valid.
+        values: A mapping of free names to this is valid.
+        items: A list of this is valid.
+        length: Length of that list, if it is fixed.
     """
 
     nullable: bool = False
@@ -65,12 +64,19 @@ class ValueShape:
     length: int | None = None
 
     def sections(self) -> tuple[type[BaseModel], ...]:
-        """All sections that may stand here."""
+        """Return all valid sections."""
         return (self.section,) if self.section else tuple(self.kinds.values())
 
-    def select(self, kind: object) -> type[BaseModel] | None:
-        """The section that stands here, given the `kind` that was written."""
-        return self.section or (self.kinds.get(kind) if isinstance(kind, str) else None)
+    def select(self, node: Node | None) -> type[BaseModel] | None:
+        """Return the section that a node's `kind` selects."""
+        kind = node.get("kind") if isinstance(node, Table) else None
+        word = kind.value if isinstance(kind, Leaf) else None
+        return self.section or (self.kinds.get(word) if isinstance(word, str) else None)
+
+    def inside(self, key: str, node: Node | None = None) -> ValueShape:
+        """Return the shape of a key's value; the node's `kind` selects among sections."""
+        section = self.select(node)
+        return fields(section).get(key, ANYTHING) if section is not None else self.values or ANYTHING
 
 
 ANYTHING = ValueShape(anything=True)
@@ -78,17 +84,21 @@ ANYTHING = ValueShape(anything=True)
 
 @cache
 def root() -> ValueShape:
-    """The whole config."""
+    """Return the shape of the whole config."""
     return ValueShape(section=Config)
 
 
 def fields(section: type[BaseModel]) -> Mapping[str, ValueShape]:
     """Return the keys of a section, with the options of registered strategies."""
+    declared = _declared(section)
     if section is not Parallel:
-        return _declared(section)
-    declared = {**_declared(section), "strategy": ValueShape(choices=names())}
-    registered = {one.section: ValueShape(section=one.options) for one in strategies() if one.options is not None}
-    return {**declared, **{key: options for key, options in registered.items() if key not in declared}}
+        return declared
+    registered = {key: ValueShape(section=options) for key, options in option_sections().items()}
+    return {
+        **declared,
+        "strategy": ValueShape(choices=names()),
+        **{k: v for k, v in registered.items() if k not in declared},
+    }
 
 
 @cache
@@ -101,7 +111,7 @@ def required(section: type[BaseModel]) -> tuple[str, ...]:
 
 
 def all_keys(shape: ValueShape | None = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Dotted keys of all that can be asked, over all kinds; `NAME` stands for a free name."""
+    """Yield the paths of all keys, over all kinds; `NAME` stands for a free name."""
     shape = shape or root()
     if shape.values and shape.values.sections():
         yield from all_keys(shape.values, (*path, "NAME"))
@@ -111,10 +121,11 @@ def all_keys(shape: ValueShape | None = None, path: tuple[str, ...] = ()) -> Ite
             yield from all_keys(inner, (*path, name))
 
 
-def _shape(annotation: Any, metadata: typing.Iterable[object] = ()) -> ValueShape:
+def _shape(annotation: Any, metadata: Iterable[object] = ()) -> ValueShape:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _shape(arguments[0], [*_flat(arguments[1:]), *metadata])
+        inner = [item for each in arguments[1:] for item in (each.metadata if isinstance(each, FieldInfo) else [each])]
+        return _shape(arguments[0], [*inner, *metadata])
     if origin in (Union, types.UnionType):
         return _join([_shape(member, metadata) for member in arguments])
     if origin is Literal:
@@ -124,72 +135,28 @@ def _shape(annotation: Any, metadata: typing.Iterable[object] = ()) -> ValueShap
         return ValueShape(items=_shape(arguments[0]), length=fixed)
     if origin is dict:
         return ValueShape(values=_shape(arguments[1]))
-    return _simple(annotation, metadata)
+    if annotation in (int, float):
+        bounds = [asdict(bound) for bound in metadata if isinstance(bound, Gt | Ge | Lt | Le)]
+        limits = Range(**{name: value for bound in bounds for name, value in bound.items()})
+        return ValueShape(whole=limits) if annotation is int else ValueShape(real=limits)
+    return _SIMPLE.get(annotation) or ValueShape(section=annotation)
 
 
-def _simple(annotation: Any, metadata: typing.Iterable[object]) -> ValueShape:
-    if annotation is Any:
-        return ANYTHING
-    if annotation in (None, type(None)):
-        return ValueShape(nullable=True)
-    if annotation is bool:
-        return ValueShape(boolean=True)
-    if annotation is int:
-        return ValueShape(whole=_range(metadata))
-    if annotation is float:
-        return ValueShape(real=_range(metadata))
-    if annotation is str:
-        return ValueShape(text=True)
-    if annotation is Every:
-        return ValueShape(interval=True)
-    return ValueShape(section=annotation)
+_SIMPLE: Mapping[Any, ValueShape] = {
+    Any: ANYTHING,
+    None: ValueShape(nullable=True),
+    type(None): ValueShape(nullable=True),
+    bool: ValueShape(boolean=True),
+    str: ValueShape(text=True),
+    Every: ValueShape(interval=True),
+}
 
 
 def _join(shapes: list[ValueShape]) -> ValueShape:
+    joined = ValueShape()
+    for shape in shapes:
+        values = {name: getattr(joined, name) or getattr(shape, name) for name in ValueShape.__slots__}
+        joined = replace(joined, **{**values, "choices": joined.choices + shape.choices})
     sections = [shape.section for shape in shapes if shape.section]
     kinds = {fields(section)["kind"].choices[0]: section for section in sections} if len(sections) > 1 else {}
-    joined = ValueShape(
-        nullable=any(shape.nullable for shape in shapes),
-        anything=any(shape.anything for shape in shapes),
-        boolean=any(shape.boolean for shape in shapes),
-        text=any(shape.text for shape in shapes),
-        interval=any(shape.interval for shape in shapes),
-        choices=tuple(choice for shape in shapes for choice in shape.choices),
-        kinds=kinds,
-        section=sections[0] if len(sections) == 1 else None,
-    )
-    for shape in shapes:
-        joined = replace(
-            joined,
-            whole=joined.whole or shape.whole,
-            real=joined.real or shape.real,
-            values=joined.values or shape.values,
-            items=joined.items or shape.items,
-            length=joined.length or shape.length,
-        )
-    return joined
-
-
-def _flat(metadata: typing.Iterable[object]) -> list[object]:
-    """`Field(gt=0)` inside Annotated holds its bounds one level deeper."""
-    return [item for each in metadata for item in (each.metadata if isinstance(each, FieldInfo) else [each])]
-
-
-def _range(metadata: typing.Iterable[object]) -> Range:
-    bounds = Range()
-    for item in metadata:
-        match item:
-            case Gt():
-                bounds = replace(bounds, above=_float(item.gt))
-            case Ge():
-                bounds = replace(bounds, least=_float(item.ge))
-            case Lt():
-                bounds = replace(bounds, below=_float(item.lt))
-            case Le():
-                bounds = replace(bounds, most=_float(item.le))
-    return bounds
-
-
-def _float(bound: object) -> float:
-    assert isinstance(bound, int | float)
-    return bound
+    return replace(joined, section=None, kinds=kinds) if kinds else joined

@@ -10,29 +10,43 @@ compute: bf-16   ->   did you mean bf16?
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
+import lockstep
 from lockstep.config import shape
 from lockstep.config.every import Unit
-from lockstep.config.hints import hints
 from lockstep.config.reading import Leaf, Node, Table
-from lockstep.config.shape import ValueShape
 from lockstep.core.closest import closest_match
+
+
+def other_tools() -> Any:
+    """Return the module that knows other tools' keys, by `key_hint(path, node, tree)` and `value_hint(key, node)`.
+
+    It is in a package above this one, so `lockstep/__init__.py` names it; it is imported for the first such message.
+    """
+    return importlib.import_module(lockstep.KEY_HINTS)
 
 
 def for_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, tree: Table) -> str:
     """Return a sentence about an unknown key."""
-    other = _flag_of_others(path, node) or _interval(path, siblings, node) or hints().key_hint(path, node, tree)
-    if other := other or _elsewhere(path):
-        return other
-    near = closest_match(path[-1], siblings)
-    if near:
+    hint = _flag_of_others(path, node) or _interval(path, siblings, node) or other_tools().key_hint(path, node, tree)
+    if hint := hint or _elsewhere(path):
+        return str(hint)
+    if near := closest_match(path[-1], siblings):
         return f"unknown key; did you mean {near}?"
-    far = _near_elsewhere(path[-1])
-    if far:
+    keys = dict.fromkeys(shape.all_keys())
+    words = difflib.get_close_matches(path[-1], {key[-1] for key in keys}, n=1, cutoff=0.75)
+    if far := [".".join(key) for key in keys if key[-1] in words][:3]:
         return f"unknown key; did you mean {_or(far)}?"
     return f"unknown key; the keys here are {', '.join(siblings)}"
+
+
+def for_value(text: str, choices: Sequence[str]) -> str:
+    """Return "; did you mean X?" or an empty text."""
+    near = closest_match(text, choices)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _flag_of_others(path: tuple[str, ...], node: Node) -> str | None:
@@ -52,14 +66,8 @@ _FLAGS = {
 }
 
 
-def for_value(text: str, choices: Sequence[str]) -> str:
-    """Return "; did you mean X?" or an empty text."""
-    near = closest_match(text, choices)
-    return f"; did you mean {near}?" if near else ""
-
-
 def _interval(path: tuple[str, ...], siblings: Sequence[str], node: Node) -> str | None:
-    """Return the right key for `steps: 5` beside `every`."""
+    """Return the right key for `steps: 5` next to `every`."""
     if path[-1] not in get_args(Unit) or "every" not in siblings:
         return None
     value = node.text or node.value if isinstance(node, Leaf) else "N"
@@ -69,30 +77,17 @@ def _interval(path: tuple[str, ...], siblings: Sequence[str], node: Node) -> str
 def _elsewhere(path: tuple[str, ...]) -> str | None:
     """Return where the same word is a key: here, for another kind; or in other sections."""
     places = [key for key in dict.fromkeys(shape.all_keys()) if key[-1] == path[-1]]
-    here = next(
-        (
-            key
-            for key in places
-            if len(key) == len(path) and all(name in ("NAME", word) for name, word in zip(key, path, strict=True))
-        ),
-        None,
-    )
-    if here:
-        return f"only kind {_or(_kinds(here))} has this key"
+    for key in places:
+        if len(key) == len(path) and all(name in ("NAME", word) for name, word in zip(key, path, strict=True)):
+            return f"only kind {_or(_kinds(key))} has this key"
     return f"unknown here; write {_or(['.'.join(key) for key in places[:3]])}" if places else None
 
 
 def _kinds(key: tuple[str, ...]) -> tuple[str, ...]:
-    at: ValueShape = shape.root()
+    at = shape.root()
     for name in key[:-1]:
-        at = shape.fields(at.section)[name] if at.section else at.values or shape.ANYTHING
+        at = at.inside(name)
     return tuple(kind for kind, section in at.kinds.items() if key[-1] in shape.fields(section))
-
-
-def _near_elsewhere(word: str) -> list[str]:
-    keys = dict.fromkeys(shape.all_keys())
-    near = difflib.get_close_matches(word, {key[-1] for key in keys}, n=1, cutoff=0.75)
-    return [".".join(key) for key in keys if near and key[-1] == near[0]][:3]
 
 
 def _or(words: Sequence[str]) -> str:

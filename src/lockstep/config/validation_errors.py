@@ -3,7 +3,7 @@
     loc ("model", "transformer", "layers")   ->   where run.yaml:3:11, key model.layers
     type int_type, input "abc"               ->   'abc' is not a whole number above 0
 
-One problem a key: what a key takes is stated once, however many members of a union refused the value.
+One problem per key: valid values are stated once, however many members of a union refused the value.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lockstep.config import shape, suggestions
-from lockstep.config.hints import hints
-from lockstep.config.merging import inside
 from lockstep.config.overrides import PREFIX
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves
 from lockstep.config.shape import ValueShape
+from lockstep.config.suggestions import other_tools
 from lockstep.config.wording import expectation, nearest, shown
 from lockstep.core.errors import Problem
 
 Path = tuple[str, ...]
-_MAX_KEYS = 100  # keys with a message: nobody reads more, and to look for suggestions takes milliseconds a key
+_MAX_KEYS = 100  # keys with a message: nearest matches take milliseconds a key
 
 
 def problems(error: ValidationError, tree: Table) -> list[Problem]:
@@ -34,40 +33,41 @@ def problems(error: ValidationError, tree: Table) -> list[Problem]:
     for details in error.errors(include_url=False, include_input=False):
         grouped.setdefault(_path(details["loc"], details["type"]), []).append(details)
     answered = dict(list(grouped.items())[:_MAX_KEYS])
-    for path in [path for path, group in answered.items() if _meant_otherwise(path, group, tree, grouped)]:
+    for path in [path for path, group in answered.items() if _only_words(path, group, tree, grouped)]:
         del answered[path]
-    reported = [problem for path, group in answered.items() for problem in _about(path, group, tree)]
+    reported = [problem for path, group in answered.items() for problem in _about(path, group[0], tree)]
     left = len(grouped) - _MAX_KEYS
     return [*reported, Problem("", "", f"{left:,} more keys are wrong")] if left > 0 else reported
 
 
-def _meant_otherwise(path: Path, group: list[ErrorDetails], tree: Table, grouped: Mapping[Path, object]) -> bool:
-    """Return whether a word is valid, too, but a mapping was written in which something else is wrong."""
+def _only_words(path: Path, group: list[ErrorDetails], tree: Table, grouped: Mapping[Path, object]) -> bool:
+    """Return whether only words are refused where a mapping is also valid and is written, with a mistake inside."""
     node, at, _ = _find(tree, path)
     words_alone = all(details["type"] in ("literal_error", "string_type") for details in group)
     deeper = any(other[: len(path)] == path and other != path for other in grouped)
     return words_alone and deeper and at.values is not None and isinstance(node, Table)
 
 
-def _about(path: Path, group: list[ErrorDetails], tree: Table) -> list[Problem]:
-    details, key = group[0], ".".join(path)
+def _about(path: Path, details: ErrorDetails, tree: Table) -> list[Problem]:
+    key = ".".join(path)
     node, at, where = _find(tree, path)
     match details["type"]:
         case "extra_forbidden":
             return _unknown(path, tree)
         case "missing" | "union_tag_not_found":
-            return [Problem(where, key, _missing(at))]
+            valid = f"one of {', '.join(at.kinds)}" if at.kinds else f"it is {expectation(at)}"
+            return [Problem(where, key, f"is missing; {valid}")]
         case "value_error":
             message = str(details["ctx"]["error"])
             return [Problem(_flag_named(message, path, node) or where, key, message)]
-    if node is None:
-        return [Problem(where, key, details["msg"])]
-    return [Problem(where, key, _refused(path, node, at, tree))]
+    return [Problem(where, key, details["msg"] if node is None else _refused(path, node, at, tree))]
 
 
 def _flag_named(message: str, path: Path, node: Node | None) -> str | None:
-    """Return the last flag or environment variable that set what the message names: the newest of several values that
-    contradict each other."""
+    """Return the last flag or environment variable that set a key named in the message.
+
+    Of several values that contradict each other, it is the newest.
+    """
     names = set(re.findall(r"[\w-]+(?:\.[\w-]+)*", message))
     keys = [] if node is None else [(deeper, leaf.where) for deeper, leaf in leaves(node) if deeper]
     named = [
@@ -78,55 +78,41 @@ def _flag_named(message: str, path: Path, node: Node | None) -> str | None:
     return named[-1] if named else None
 
 
-# --- unknown and missing keys -------------------------------------------------------------------------------------
-
-
 def _unknown(path: Path, tree: Table) -> list[Problem]:
     node, _, _ = _find(tree, path)
-    _, parent, _ = _find(tree, path[:-1])
+    parent, at, _ = _find(tree, path[:-1])
     assert node is not None
-    siblings = list(dict.fromkeys(key for section in _chosen(tree, path[:-1], parent) for key in shape.fields(section)))
-    answered = hints().key_hint(path, node, tree) is None and _unknown_inside(path, node, tree)
-    answer = "there is no such section" if answered else suggestions.for_key(path, siblings, node, tree)
-    return [Problem(_key_place(tree, path), ".".join(path), answer), *(answered or ())]
-
-
-def _unknown_inside(path: Path, node: Node, tree: Table) -> list[Problem]:
-    """Return the problems of another tool's keys under another tool's section."""
-    if not isinstance(node, Table):
-        return []
-    answers = [(path + deeper, hints().key_hint(path + deeper, leaf, tree)) for deeper, leaf in leaves(node) if deeper]
-    return [Problem(_key_place(tree, place), ".".join(place), answer) for place, answer in answers if answer]
-
-
-def _missing(at: ValueShape) -> str:
-    if at.kinds:
-        return f"is missing; one of {', '.join(at.kinds)}"
-    return f"is missing; it is {expectation(at)}"
+    section = at.select(parent)
+    sections = (section,) if section else at.sections()
+    siblings = list(dict.fromkeys(key for section in sections for key in shape.fields(section)))
+    inside = []
+    if isinstance(node, Table) and other_tools().key_hint(path, node, tree) is None:  # another tool's section
+        for deeper, leaf in leaves(node):
+            if deeper and (hint := other_tools().key_hint(path + deeper, leaf, tree)):
+                inside.append(Problem(_key_place(tree, path + deeper), ".".join(path + deeper), hint))
+    answer = "there is no such section" if inside else suggestions.for_key(path, siblings, node, tree)
+    return [Problem(_key_place(tree, path), ".".join(path), answer), *inside]
 
 
 # --- values -------------------------------------------------------------------------------------------------------
 
 
 def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
-    """Return why the value is invalid, and which is valid."""
+    """Return why the value is invalid, and which one is valid."""
     if at.kinds and path[-1] == "kind" and isinstance(node, Leaf):
         near = suggestions.for_value(str(node.text or node.value), tuple(at.kinds))
         return f"{shown(node)} is not a kind of {'.'.join(path[:-1])}{near or '; one of ' + ', '.join(at.kinds)}"
     key = ".".join(path)
+    if at.sections() and key not in _TEXTS and (answer := other_tools().key_hint(path, node, tree)):
+        return str(answer)
     example = next((f"; {text}" for start, text in _EXAMPLES if key.startswith(start)), "")
-    hint = _as_text(key, node) or _other_value(key, node) or _hint(node, at) or example
-    answer = hints().key_hint(path, node, tree) if at.sections() and key not in _TEXTS else None
-    return answer or f"{shown(node)} is not {expectation(at)}{hint}"
-
-
-def _other_value(key: str, node: Node) -> str:
-    hint = hints().value_hint(key, node)
-    return f"; {hint}" if hint else ""
+    of_tool = other_tools().value_hint(key, node)
+    hint = _as_text(key, node) or (f"; {of_tool}" if of_tool else "") or _hint(node, at) or example
+    return f"{shown(node)} is not {expectation(at)}{hint}"
 
 
 def _as_text(key: str, node: Node) -> str:
-    """Return what to write for a text where a section or a list is wanted."""
+    """Return what to write for a text where a section or a list is valid."""
     if not isinstance(node, Leaf) or not isinstance(node.value, str):
         return ""
     if key == "parallel.fsdp.wrap" and node.value[:1].isupper():
@@ -144,16 +130,6 @@ _TEXTS = {
     "data.train": _DATA,
     "checkpoint": "a folder goes into checkpoint.folder; `lockstep train RUN` resumes the run in a folder",
 }
-
-
-def _hint(node: Node, at: ValueShape) -> str:
-    if isinstance(node, Leaf):
-        return _leaf_hint(node, at)
-    if isinstance(node, Items) and at.length:
-        return f"; it has {len(node.items)}"
-    return ""
-
-
 _EXAMPLES = (
     ("parallel.tensor_parallel.plan.", "write the style of these modules, such as colwise or rowwise"),
     (
@@ -161,17 +137,22 @@ _EXAMPLES = (
         'a plan has a style for each pattern of modules\' names: write {"layers.*.query": colwise, '
         '"layers.*.out": rowwise}, or auto',
     ),
-    ("parallel.deepspeed.config", "write the path of a JSON file, or what it would hold"),
+    ("parallel.deepspeed.config", "write the path of a JSON file, or its content as a mapping"),
 )
+_SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
-def _leaf_hint(leaf: Leaf, at: ValueShape) -> str:
-    text, value = leaf.text or leaf.value, leaf.value
+def _hint(node: Node, at: ValueShape) -> str:
+    if isinstance(node, Items) and at.length:
+        return f"; it has {len(node.items)}"
+    if not isinstance(node, Leaf):
+        return ""
+    text, value = node.text or node.value, node.value
     if at.boolean and isinstance(value, str) and value.lower() in _SWITCHES:
         return f"; {value} is text in YAML 1.2: write {_SWITCHES[value.lower()]}"
     if at.choices and isinstance(text, str) and (near := suggestions.for_value(text, at.choices)):
         return near
-    if (at.whole or at.real) and leaf.text is None and isinstance(value, str) and _is_number(value):
+    if (at.whole or at.real) and node.text is None and isinstance(value, str) and _is_number(value):
         return f"; without the quotes it is: {value}"
     bounds = at.real or at.whole
     if bounds and (number := nearest(value, bounds, whole=at.real is None)):
@@ -179,9 +160,6 @@ def _leaf_hint(leaf: Leaf, at: ValueShape) -> str:
     if at.items and not at.items.sections() and value is not None:
         return f"; write [{', '.join([str(text)] * (at.length or 1))}]"
     return ""
-
-
-_SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
 def _is_number(text: str) -> bool:
@@ -192,21 +170,21 @@ def _is_number(text: str) -> bool:
     return True
 
 
-# --- places -------------------------------------------------------------------------------------------------------
+# --- locations ----------------------------------------------------------------------------------------------------
 
 
 def _path(loc: Sequence[int | str], kind: str) -> Path:
-    """Return the key of an error: pydantic's location without the names it gives to members of unions."""
+    """Return the key of an error: pydantic's location without the names of members of unions."""
     path: list[str] = []
     at = shape.root()
     for part in loc:
-        section = at.select(None)
+        section = at.section
         if at.kinds and part in at.kinds:
             at = ValueShape(section=at.kinds[str(part)])
         elif section and (part in shape.fields(section) or kind == "extra_forbidden"):
             path.append(str(part))
-            at = shape.fields(section).get(str(part), shape.ANYTHING)
-        elif at.values and (at.choices or at.text):  # the name of a member, of several that may stand here
+            at = at.inside(str(part))
+        elif at.values and (at.choices or at.text):  # the name of a member, where words are also valid
             at = replace(at, choices=(), text=False)
         elif at.values and part != "[key]":
             path.append(str(part))
@@ -224,32 +202,19 @@ def _find(tree: Table, path: Path) -> tuple[Node | None, ValueShape, str]:
     node: Node | None = tree
     at, where = shape.root(), tree.where
     for key in path:
-        if key == "kind" and at.kinds:
-            inner = at
+        if not (key == "kind" and at.kinds):
+            at = at.items if at.items else at.inside(key, node)
+        if isinstance(node, Table) and (entry := node.entries.get(key)):
+            node, where = entry.node, entry.where if isinstance(entry.node, Table) else entry.node.where
+        elif isinstance(node, Items) and key.isdigit() and int(key) < len(node.items):
+            node = node.items[int(key)]
+            where = node.where
         else:
-            kind = node.get("kind") if isinstance(node, Table) else None
-            inner = at.items if at.items else inside(at, key, kind)
-        node, where = _step(node, key, where)
-        at = inner
+            node = None
     return node, at, where
-
-
-def _step(node: Node | None, key: str, where: str) -> tuple[Node | None, str]:
-    if isinstance(node, Table) and (entry := node.entries.get(key)):
-        return entry.node, entry.where if isinstance(entry.node, Table) else entry.node.where
-    if isinstance(node, Items) and key.isdigit() and int(key) < len(node.items):
-        return node.items[int(key)], node.items[int(key)].where
-    return None, where
 
 
 def _key_place(tree: Table, path: Path) -> str:
     parent, _, where = _find(tree, path[:-1])
     entry = parent.entries.get(path[-1]) if isinstance(parent, Table) else None
     return entry.where if entry else where
-
-
-def _chosen(tree: Table, path: Path, at: ValueShape) -> tuple[type, ...]:
-    node, _, _ = _find(tree, path)
-    kind = node.get("kind") if isinstance(node, Table) else None
-    section = at.select(kind.value if isinstance(kind, Leaf) else None)
-    return (section,) if section else at.sections()

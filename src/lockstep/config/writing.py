@@ -1,9 +1,9 @@
-"""A config as a YAML file that loads equal; without its secrets, what the run folder keeps.
+"""Writes a config as a YAML file that loads equal; for the run folder, without secrets.
 
     Config  ->  to_plain   ->  {"optim": {"lr": 0.001, ...}}  ->  to_yaml  ->  text
             ->  to_public  ->  the same, with secrets hidden
 
-Text is quoted wherever YAML 1.2, as `reading` has it, would take it for something else.
+Text is quoted wherever `reading` (YAML 1.2) would read another type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.core.secrets import HIDDEN, hidden_setting, is_harmless_variable, 
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Mappings, lists, numbers, text: what JSON can hold."""
+    """Return the config as mappings, lists, numbers and text, as JSON has them."""
     return config.model_dump(mode="json")
 
 
@@ -29,7 +29,7 @@ def to_public(config: Config) -> dict[str, Any]:
 
 
 def hidden_in(config: Config) -> list[tuple[tuple[str, ...], str]]:
-    """Path and value of each text that `to_public` hides, or hides a part of."""
+    """Return path and value of each text that `to_public` hides, whole or in part."""
     return list(_hidden(to_plain(config), ()))
 
 
@@ -62,17 +62,17 @@ def _shown(text: str, path: tuple[str, ...]) -> str:
 
 
 def to_yaml(config: Config) -> str:
-    """Every value of the config, defaults too, in the order of the schema."""
+    """Return every value of the config, defaults too, in the order of the schema."""
     return plain_yaml(to_plain(config))
 
 
 def plain_yaml(values: Mapping[str, Any]) -> str:
-    """Values as a config holds them, as YAML that `reading` reads back."""
+    """Return a config's plain values as YAML that `reading` reads back."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes by our reading, which isn't PyYAML's: `1e5` is a number here."""
+    """A dumper that quotes text for YAML 1.2, where PyYAML's is 1.1 (`1e5` is a number here)."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

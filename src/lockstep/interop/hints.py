@@ -4,7 +4,7 @@
     gradient_accumulation_steps: 4          ->   write `batch.global_size: 64` and `batch.micro_size: 16`
       beside per_device_train_batch_size: 16
 
-The answers are those of an import, one key at a time. `config.hints` calls this module.
+The answers are those of an import, one key at a time. `config.suggestions` calls this module.
 """
 
 from __future__ import annotations

@@ -1,0 +1,215 @@
+"""Sections about the update: objective, batch, optimizer, schedule, precision, memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
+
+
+class ObjectiveConfig(Section):
+    """The objective of the training."""
+
+    kind: Literal["auto", "next-token", "masked-lm", "classification", "seq2seq", "custom", "given"] = "auto"
+    """`auto`: that of the model; `given`: an object passed in Python."""
+    label_smoothing: Fraction = 0.0
+    """Fraction of a target's probability that is spread evenly over all classes or tokens; 0: none."""
+    target: PathText | None = None
+    """Code of `custom`: `package.module:Name`, `path/to/file.py:Name` or the registered name of a class with `count`
+    and `loss_sum`; or a loss of torch, such as `CrossEntropyLoss`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for `target`."""
+
+    @model_validator(mode="after")
+    def _target_if_custom(self) -> ObjectiveConfig:
+        if (self.kind == "custom") != (self.target is not None):
+            raise ValueError("`target` and `kind: custom` belong together: give both or neither")
+        return self
+
+
+class BatchConfig(Section):
+    """The number of samples in an update. Ranks and accumulation don't change it."""
+
+    global_size: Positive = 32
+    """Samples per update, over all ranks."""
+    micro_size: Positive | Auto = "auto"
+    """Samples per forward and backward of a rank, at most; auto: the rank's whole share at once."""
+
+
+class ParameterRule(Section):
+    """Settings for the parameters that match; the first rule that matches a parameter wins."""
+
+    match: tuple[str, ...]
+    """Patterns of parameter names, such as `*.bias` or `head.*`."""
+    lr_scale: Annotated[float, Field(ge=0)] = 1.0
+    """Factor on the learning rate of these parameters; 0: they keep their values."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Null: that of all parameters."""
+
+
+class Optim(Section):
+    """The optimizer and its settings."""
+
+    name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "custom", "given"] = "adamw"
+    """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `custom`: that of `target`; `given`:
+    one passed in Python."""
+    target: PathText | None = None
+    """Code of `custom`: `package.module:Name`, `path/to/file.py:Name` or the registered name of a torch optimizer,
+    which is called with parameter groups."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for `target`."""
+    lr: Annotated[float, Field(ge=0)] = 1e-3
+    """Peak learning rate; the schedule scales it."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of the moments' running means: for adam, adamw and lion, and for muon's AdamW."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator: for adam and adamw, and for muon's AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Weight decay of the parameters that `decay` selects; decoupled, but with adam and sgd part of the gradient."""
+    momentum: Fraction = 0.9
+    """Momentum of sgd and muon."""
+    nesterov: bool = False
+    """Nesterov's momentum, for sgd; muon always uses it."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """Parameters with weight decay: those of two or more dims (no biases, no norms), or all."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Scale the gradient down to this global 2-norm; null: never."""
+    rules: tuple[ParameterRule, ...] = ()
+    """Other settings for some parameters; the first rule that matches a parameter wins."""
+    in_backward: bool = False
+    """Update each parameter as soon as the backward has its gradient, and free the gradient to save memory. For
+    `single`, without clipping, fp16 and accumulation. No update can be discarded: a gradient that isn't finite ends the
+    run."""
+
+    @model_validator(mode="after")
+    def _options_fit_the_optimizer(self) -> Optim:
+        if (self.name == "custom") != (self.target is not None):
+            raise ValueError("`target` and `name: custom` belong together: give both or neither")
+        if self.in_backward and self.clip_norm is not None:
+            raise ValueError(
+                f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} "
+                "needs it; write clip_norm: null, or in_backward: false"
+            )
+        if self.nesterov and self.name == "sgd" and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0; the usual one is 0.9")
+        if self.nesterov and self.name != "sgd":
+            raise ValueError(f"nesterov is an option of sgd; {self.name} would ignore it")
+        return self
+
+
+class Schedule(Section):
+    """Learning rate as a function of progress: warmup, then the kind's curve down to `final_ratio` of the peak."""
+
+    kind: Literal["constant", "linear", "cosine", "warmup-stable-decay", "given"] = "cosine"
+    """Curve of the learning rate after the warmup; `constant` stays at the peak; `given`: a function passed in Python,
+    which replaces the whole schedule."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Updates over which the rate rises to its peak; null: by `warmup_ratio`, or none."""
+    warmup_ratio: Fraction | None = None
+    """Fraction of the run's steps; instead of `warmup_steps`."""
+    warmup_type: Literal["linear", "log"] = "linear"
+    """linear: the rate rises in equal steps; log: fast at first, as in DeepSpeed's logarithmic warmup."""
+    decay_ratio: Fraction = 0.2
+    """warmup-stable-decay: fraction of the run that decays, at its end."""
+    final_ratio: Fraction = 0.0
+    """Learning rate at the end, as a fraction of the peak."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Schedule:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("warmup_steps and warmup_ratio set the same thing; keep one")
+        if self.kind == "warmup-stable-decay" and (self.warmup_ratio or 0.0) + self.decay_ratio > 1:
+            raise ValueError(
+                f"warmup_ratio {self.warmup_ratio} + decay_ratio {self.decay_ratio} is more than the whole run; "
+                f"decay_ratio can be {1 - (self.warmup_ratio or 0.0):g} at most"
+            )
+        return self
+
+
+class LossScale(Section):
+    """Dynamic loss scaling of fp16."""
+
+    initial: Annotated[float, Field(gt=0)] = 65536.0
+    """Factor on the loss at the start."""
+    growth_factor: Annotated[float, Field(gt=1)] = 2.0
+    """Factor by which the scale grows."""
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Factor by which the scale shrinks after an overflow; that update is discarded."""
+    growth_interval: Positive = 2000
+    """Updates without overflow after which the scale grows."""
+
+
+class Precision(Section):
+    """Precision of the arithmetic. Parameters, optimizer state and losses are always fp32."""
+
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Precision of forward and backward; auto: bf16 where the processor has it, otherwise fp32."""
+    tf32: bool = True
+    """Allow TF32 in fp32 matrix products on NVIDIA GPUs."""
+    loss_scale: LossScale = LossScale()
+    """Loss scale of runs whose gradients pass through fp16: `compute: fp16`, or fp16 in
+    `parallel.fsdp.mixed_precision`."""
+
+
+class ActivationCheckpointing(Section):
+    """Activation checkpointing: which activations a forward keeps for the backward.
+
+    The gradient is bitwise identical under each mode; a block must draw random numbers from torch's own generators.
+    """
+
+    mode: Literal["none", "full", "selective", "segments", "budget", "adaptive"] = "none"
+    """none: keep all; full: keep only the inputs of a block and recompute the rest: less memory, a third more
+    arithmetic; selective: also keep the outputs of matrix products and attention; segments: of each run of blocks keep
+    the inputs of its first one, the last run whole; budget: keep as many blocks whole, the last ones, as `budget`
+    allows; adaptive: none until a rank's memory passes `threshold`, from then on full."""
+    every: Positive = 1
+    """full, selective, adaptive: recompute every Nth module, beginning with the first; 1: all of them."""
+    modules: Literal["blocks"] | tuple[str, ...] = "blocks"
+    """Modules that are recomputed as a unit: the model's repeated blocks, or the modules of these classes, such as
+    `[Attention, SwiGLU]`."""
+    segments: Annotated[int, Field(ge=2)] = 4
+    """segments: number of runs into which each list of blocks is divided."""
+    budget: Fraction = 0.5
+    """budget: fraction of what all blocks would keep for the backward, measured in the first forward; under
+    `model.compile` torch's own budget, which chooses operations instead of blocks."""
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """adaptive: fraction of a rank's memory, at its peak; on the CPU resident memory, of what the machine or container
+    has for each rank."""
+    look_every: Positive = 100
+    """adaptive: updates between two measurements."""
+
+    @model_validator(mode="after")
+    def _options_fit_the_mode(self) -> ActivationCheckpointing:
+        if self.every != 1 and self.mode == "none":
+            raise ValueError(f"every {self.every} needs a mode that recomputes: write mode: full, or leave it out")
+        for name, modes in _OPTIONS_OF_MODES.items():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default and self.mode not in modes:
+                raise ValueError(
+                    f"{name} {value} is an option of mode {' or '.join(modes)}; {self.mode} would ignore it"
+                )
+        return self
+
+
+_OPTIONS_OF_MODES = {
+    "every": ("full", "selective", "adaptive"),
+    "modules": ("full", "selective", "budget", "adaptive"),
+    "segments": ("segments",),
+    "budget": ("budget",),
+    "threshold": ("adaptive",),
+    "look_every": ("adaptive",),
+}
+
+
+class Memory(Section):
+    """Ways to save memory."""
+
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    activation_offload: Literal["none", "cpu"] = "none"
+    """cpu: activations wait for the backward in the host's memory, also the inputs that checkpointing keeps; for
+    GPUs."""
+    loss_chunk: Positive | None = None
+    """Language models: compute the loss for this many positions at a time, so that all logits never exist at once;
+    null: for all at once."""
