@@ -20,7 +20,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.cli.main import main
 from lockstep.config import known_runs
 from lockstep.config.approval import approved
-from lockstep.config.foreign_code import demands
+from lockstep.config.foreign_code import demands, printable
 from lockstep.config.loading import load, validate
 from lockstep.core.errors import ConfigError
 from lockstep.training.exporting import ExportArguments
@@ -275,7 +275,7 @@ def _named(**sections: Any) -> tuple[str, ...]:
         "data": {"train": {"kind": "digits"}},
         "run": {"steps": 1},
     }
-    return tuple(f"{key}: {demand}" for key, demand in demands(validate({**config, **sections}).config))
+    return tuple(f"{key}: {printable(demand)}" for key, demand in demands(validate({**config, **sections}).config))
 
 
 def test_keys_that_name_code() -> None:

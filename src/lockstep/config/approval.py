@@ -38,8 +38,7 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
         ConfigError: It is of a run that this user has not started here, and names code, sets variables, or writes
             outside of the run's folder; or a value is hidden in it, and unknown.
     """
-    reasons = [] if trusted else _unapproved(loaded, writes)
-    if reasons:
+    if reasons := [] if trusted else _unapproved(loaded, writes):
         shown = "".join(f"\n  {key}: {printable(demand)}" for key, demand in reasons)
         runs = ", ".join(dict.fromkeys(printable(run.name) for run in loaded.runs))
         raise ConfigError(

@@ -19,13 +19,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.config import shape
-from lockstep.config.fitting import fit
 from lockstep.config.known_runs import RunConfig, run_of
 from lockstep.config.merging import merge
 from lockstep.config.override import Override
 from lockstep.config.overrides import from_environment, from_flags
-from lockstep.config.reading import Node, Table, from_python, read_file
+from lockstep.config.reading import Items, Leaf, Node, Table, from_python, read_file, to_python
 from lockstep.config.schema import Config
+from lockstep.config.shape import ValueShape
 from lockstep.config.validation_errors import problems
 from lockstep.core.errors import ConfigError, Problem
 
@@ -126,6 +126,52 @@ def _check(tree: Table, errors: list[Problem]) -> Config:
     if errors:
         raise ConfigError(errors)
     return config
+
+
+# --- conversion to the types of the schema ------------------------------------------------------------------------
+
+
+def fit(node: Node, at: ValueShape) -> object:
+    """Return the node's value in the shape's type, if it can be converted without ambiguity.
+
+    layers: 1e1       a whole number is valid     ->  10
+    folder: 2024      text is valid               ->  "2024", as written
+    freeze: [a, b]    a list is valid             ->  ("a", "b")
+    optim:            a section, nothing under it ->  {}
+    """
+    if isinstance(node, Table):
+        return _fit_table(node, at)
+    if isinstance(node, Items):
+        return tuple(fit(item, at.items) for item in node.items) if at.items else to_python(node)
+    value = node.value
+    if at.anything or isinstance(value, str):
+        return value
+    if value is None:
+        # Nothing written under a section means its defaults; under a mapping of names, none.
+        return None if at.nullable or not (at.sections() or at.values) else _fit_table(Table(), at)
+    if isinstance(value, bool):
+        return value if at.boolean else _fit_text(node, at)
+    if isinstance(value, float) and value.is_integer() and at.whole and not at.real:
+        return int(value)
+    valid = at.whole or at.real or (at.interval and isinstance(value, int))
+    return value if valid or not isinstance(value, int | float) else _fit_text(node, at)
+
+
+def _fit_table(table: Table, at: ValueShape) -> object:
+    values = {key: fit(entry.node, at.inside(key, table)) for key, entry in table.entries.items()}
+    if (section := at.select(table)) is not None:
+        for key in shape.required(section):
+            if (inner := at.inside(key, table)).sections():  # so that missing keys inside are reported, too
+                values.setdefault(key, _fit_table(Table(), inner))
+    return values
+
+
+def _fit_text(leaf: Leaf, at: ValueShape) -> object:
+    takes_text = at.text or at.choices or at.interval
+    return leaf.text if takes_text and leaf.text is not None else leaf.value
+
+
+# --- values and their origins -------------------------------------------------------------------------------------
 
 
 def values(config: Config) -> dict[str, object]:

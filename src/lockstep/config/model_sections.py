@@ -105,18 +105,9 @@ class HuggingFaceModel(ModelSection):
 
     kind: Literal["huggingface"]
     task: Literal[
-        "causal-lm",
-        "masked-lm",
-        "sequence-classification",
-        "seq2seq",
-        "token-classification",
-        "multiple-choice",
-        "question-answering",
-        "image-classification",
-        "audio-classification",
-        "speech-seq2seq",
-        "ctc",
-    ]
+        "causal-lm", "masked-lm", "sequence-classification", "seq2seq", "token-classification", "multiple-choice",
+        "question-answering", "image-classification", "audio-classification", "speech-seq2seq", "ctc",
+    ]  # fmt: skip
     """Task of the model's head, under its name in the transformers library; it determines the meaning of labels."""
     pretrained: PathText | None = None
     """Folder or hub name whose weights to start from."""

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from lockstep.config import shape, suggestions
 from lockstep.config.overrides import PREFIX
-from lockstep.config.reading import Items, Leaf, Node, Table, leaves
+from lockstep.config.reading import Items, Leaf, Node, Table, leaves, resolve
 from lockstep.config.shape import ValueShape
 from lockstep.config.suggestions import other_tools
 from lockstep.config.wording import expectation, nearest, shown
@@ -152,7 +152,8 @@ def _hint(node: Node, at: ValueShape) -> str:
         return f"; {value} is text in YAML 1.2: write {_SWITCHES[value.lower()]}"
     if at.choices and isinstance(text, str) and (near := suggestions.for_value(text, at.choices)):
         return near
-    if (at.whole or at.real) and node.text is None and isinstance(value, str) and _is_number(value):
+    quoted = node.text is None and isinstance(value, str) and type(resolve(value)) in (int, float)
+    if (at.whole or at.real) and quoted:
         return f"; without the quotes it is: {value}"
     bounds = at.real or at.whole
     if bounds and (number := nearest(value, bounds, whole=at.real is None)):
@@ -160,14 +161,6 @@ def _hint(node: Node, at: ValueShape) -> str:
     if at.items and not at.items.sections() and value is not None:
         return f"; write [{', '.join([str(text)] * (at.length or 1))}]"
     return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 # --- locations ----------------------------------------------------------------------------------------------------

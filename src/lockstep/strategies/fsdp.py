@@ -79,18 +79,11 @@ class FSDP(Section):
 
 
 def _full_shard(update: Update) -> Traffic:
-    sent = update.traffic(gathers=2 * update.micro_batches, reduces=1, at_root=-update.micro_batches)
-    return _with_replicas(update, sent)
+    return update.traffic(gathers=2 * update.micro_batches, reduces=1, at_root=-update.micro_batches)
 
 
 def _grad_op(update: Update) -> Traffic:
-    return _with_replicas(update, update.traffic(gathers=update.micro_batches, reduces=1))
-
-
-def _with_replicas(update: Update, sent: Traffic) -> Traffic:
-    """Add the all-reduce of each shard's gradients among the replicas."""
-    all_reduced = 2 * (update.replicas - 1) / update.replicas * update.volume.gradients / update.shards
-    return Traffic(sent.gathered, sent.reduced + all_reduced)
+    return update.traffic(gathers=update.micro_batches, reduces=1)
 
 
 def _sharded(note: str) -> StateSharding:

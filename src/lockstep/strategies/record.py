@@ -99,13 +99,15 @@ class Update:
     def traffic(self, gathers: float, reduces: float, at_root: float = 0.0) -> Traffic:
         """Return what a rank sends if the shards gather all parameters and scatter all gradients this many times.
 
+        Replicas then all-reduce each shard's gradients.
+
         Args:
-            at_root: How many times they gather the parameters in no block, in addition.
+            at_root: How many times the shards gather the parameters in no block, in addition.
         """
-        share, volume = (self.shards - 1) / self.shards, self.volume
-        return Traffic(
-            share * (gathers * volume.parameters + at_root * volume.at_root), share * reduces * volume.gradients
-        )
+        volume, share = self.volume, (self.shards - 1) / self.shards
+        all_reduced = 2 * (self.replicas - 1) / self.replicas * volume.gradients / self.shards
+        gathered = share * (gathers * volume.parameters + at_root * volume.at_root)
+        return Traffic(gathered, share * reduces * volume.gradients + all_reduced)
 
 
 def nothing_sent(update: Update) -> Traffic:
