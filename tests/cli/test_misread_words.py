@@ -89,8 +89,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
     ),
     "a flag against the recipe, in another section": (
         "config check stdlib-lm --memory.activation_checkpointing.mode segments --model.compile",
-        "--memory.activation_checkpointing.mode: memory.activation_checkpointing.mode segments changes from call to "
-        "call",
+        "--memory.activation_checkpointing.mode: memory.activation_checkpointing.mode segments changes between calls",
     ),
     "two flags": (
         "config check stdlib-lm --schedule.warmup_steps 5 --schedule.warmup_ratio 0.1",
