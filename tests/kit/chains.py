@@ -1,4 +1,4 @@
-"""Models that a pipeline can be cut from, and some that it can't, and says why."""
+"""Models that a pipeline can partition, and some that it refuses with a reason."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Twice(Chain):
 
 
 class Turned(nn.Module):
-    """Hands on what doesn't lie in one piece."""
+    """Passes on a tensor that isn't contiguous."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def run_lockstep(*words: object, cwd: Path | None = None, **environment: str | N
 
 
 class Running:
-    """A command in a process group of its own, under way."""
+    """A running command in its own process group."""
 
     def __init__(self, process: Any, folder: Path) -> None:
         self._process, self._folder = process, folder
@@ -46,7 +46,7 @@ class Running:
         return cast("int", self._process.pid)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return (self._folder / "err").read_text()
 
     @property
@@ -64,17 +64,17 @@ class Running:
     def wait_for(self, moment: Callable[[], object]) -> None:
         deadline = time.monotonic() + _PATIENCE_S
         while not moment():
-            assert self.lives, f"ended with {self._process.exitcode}: {self.said}"
-            assert time.monotonic() < deadline, f"it doesn't come: {self.said}"
+            assert self.lives, f"ended with {self._process.exitcode}: {self.output}"
+            assert time.monotonic() < deadline, f"it doesn't come: {self.output}"
             time.sleep(0.005)
 
     def end(self) -> int:
-        """Waits for it; the exit code. None of its processes is left."""
+        """Wait for it, end its processes, and return the exit code."""
         self._process.join(_PATIENCE_S)
         code = self._process.exitcode
         if code is None:
             os.killpg(self.pid, signal.SIGKILL)
-            raise AssertionError(f"it hangs: {self.said}")
+            raise AssertionError(f"it hangs: {self.output}")
         deadline = time.monotonic() + 5
         while left := processes_of_group(self.pid):
             assert time.monotonic() < deadline, f"leaves processes: {left}"

@@ -12,7 +12,7 @@ from kit.small import CrossEntropy, Net, points
 
 
 class Jittered(Dataset):
-    """The points, moved by what Python's and torch's generators say."""
+    """The points, moved by draws of Python's and torch's generators."""
 
     def __init__(self, samples: int = 40) -> None:
         self.points = points(samples)

@@ -5,7 +5,7 @@ mixtral               each token goes through two of four experts
 t5                    encoder and decoder; a bias of relative positions in the first block of each
 bert                  an encoder with a class for each text
 vit                   an encoder with a class for each image
-own                   none of these: recurrent, a layer used twice, a bare parameter, sizes that no rank count divides
+own                   none of these: recurrent, a layer used twice, a single parameter, sizes that no rank count divides
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def _replace_in_sharding(session: Any, **members: Any) -> None:
 
 
 class _Wrapped:
-    """Everything of the original, except what a subclass says."""
+    """Forwards to the original, except for what a subclass overrides."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -44,7 +44,7 @@ def mean_of_means(session: Any) -> None:
             return mean * session._count / (ranks * micro_batches)
 
     engine = components_of(session).engine
-    engine = getattr(engine, "_engine", engine)  # of divided sequences
+    engine = getattr(engine, "_engine", engine)  # context parallelism wraps it
     engine._objective = Objective(engine._objective)
 
 
@@ -82,7 +82,7 @@ def swapped_sample(session: Any) -> None:
 
 
 def cursor_off_by_one(session: Any) -> None:
-    """The data go on one sample too late."""
+    """The data continues one sample too late."""
     from lockstep.core.progress import Progress
 
     _restart(session, Progress(samples=1))

@@ -31,7 +31,7 @@ def _prove(config: dict[str, Any], how: dict[str, Any]) -> list[Row]:
 
     for name in RankEnvironment().variables():
         os.environ.pop(name, None)
-    with tempfile.TemporaryDirectory() as folder:  # what crashed ranks said would be kept
+    with tempfile.TemporaryDirectory() as folder:  # otherwise the output of crashed ranks would be kept
         tempfile.tempdir = folder
         return lockstep.verify(config, **how)
 
@@ -54,7 +54,7 @@ def text(global_size: int = 13, **sections: Any) -> dict[str, Any]:
 def with_faults(
     config: dict[str, Any], faults: list[Any], ranks: int = 2, steps: int = 4, given: UserObjects = _NOTHING
 ) -> list[list[Row]]:
-    """The rows of DDP on so many ranks, for each fault; all in one world, beside one reference. None: no fault."""
+    """The rows of DDP on N ranks, for each fault; all in one world, with one reference. None: no fault."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = validate(config).config
         proof = plan_verification(loaded, ["ddp"], [ranks], "fp32", gpus=0)

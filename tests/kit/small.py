@@ -22,7 +22,7 @@ from lockstep.core.records import Batch
 
 
 def points(samples: int = 40, seed: int = 0) -> TensorDataset:
-    """Points [samples, 4] around their classes' centres."""
+    """Points [samples, 4] around their classes' centers."""
     draws = torch.Generator().manual_seed(seed)
     classes = torch.randint(3, (samples,), generator=draws)
     return TensorDataset(torch.eye(4)[classes] + 0.3 * torch.randn(samples, 4, generator=draws), classes)
@@ -213,7 +213,7 @@ def refusals(configs: list[dict[str, Any]]) -> list[str]:
 
 
 class Experts(Net):
-    """Two layers, of which a point sees one: the first dim's sign says which. A batch may leave one of them out."""
+    """Two layers, of which a point uses one, by the sign of its first dim. A batch may leave one of them out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Draws(Net):
 
 
 class Centered(Net):
-    """Ties the samples of a batch to one another, and says nothing of it."""
+    """Ties the samples of a batch to one another without declaring it."""
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         found = super().forward(points)
@@ -325,7 +325,7 @@ class Centered(Net):
 
 
 class InBatch(CrossEntropy):
-    """Tells a sample from the others in its batch, and says nothing of it."""
+    """Distinguishes a sample from the others in its batch without declaring it."""
 
     def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         same = batch.targets[:, None] == batch.targets
@@ -349,6 +349,6 @@ class ChangesCourse(Net):
 
 
 def bytes_held(tensors: list[Any]) -> int:
-    """Of the memory behind them, once: the gradients of a block may lie in one piece."""
+    """Counts the memory behind them once: the gradients of a block may share one tensor."""
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
     return sum(storages.values())

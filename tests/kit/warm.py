@@ -31,7 +31,7 @@ _MODULES = (
 
 
 def _tests_with_ranks() -> list[str]:
-    """Ranks run functions of theirs."""
+    """Runs the functions of ranks."""
     found = sorted(Path(__file__).parents[1].glob("*/test_*.py"))
     return [f"{path.parent.name}.{path.stem}" for path in found if "kit.worlds" in path.read_text(encoding="utf-8")]
 

@@ -31,7 +31,7 @@ def in_world(ranks: int, function: Callable[..., Any], *arguments: Any, patience
     """What `function(*arguments)` returned on each rank; a rank that raises fails the test with its traceback.
 
     Args:
-        patience: seconds until ranks that are still at it are said to hang.
+        patience: seconds until ranks that are still running count as hanging.
     """
     context = served()
     port = _free_port()
@@ -52,7 +52,7 @@ def in_world(ranks: int, function: Callable[..., Any], *arguments: Any, patience
 
 
 def served() -> ForkServerContext:
-    """Where processes start. The server, started if need be, looks for modules where PYTHONPATH says, and nowhere else
+    """Where processes start. The server, started if need be, looks for modules in PYTHONPATH, and nowhere else
     of what tests have."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *([before] if before else [])])
@@ -82,7 +82,7 @@ def _received(pipe: Connection, rank: int) -> Any:
     try:
         fine, value = pipe.recv()
     except EOFError:
-        raise AssertionError(f"rank {rank} died without a word") from None
+        raise AssertionError(f"rank {rank} died silently") from None
     if not fine:
         raise AssertionError(f"rank {rank} raised\n{value}")
     return value
@@ -103,7 +103,7 @@ def _rank(rank: int, ranks: int, port: int, pipe: Connection, function: Callable
 
 
 def _free_port() -> int:
-    """Below those that the system gives to whoever connects: nobody gets it between here and the first rank."""
+    """A port below those that the system assigns to connections: no process gets it before the first rank binds it."""
     for _ in range(_PORTS):
         port = _FIRST_PORT + next(_numbers) % _PORTS
         with socket.socket() as probe, contextlib.suppress(OSError):

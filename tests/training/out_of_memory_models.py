@@ -1,4 +1,4 @@
-"""Models and a data set that ask for more memory than there is, each at another place of a run."""
+"""Models and a dataset that request more memory than there is, each at another place of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ledger says which samples a run has had, through kills and other ranks; the audit notices every one that is off."""
+"""A ledger records which samples a run has had, through kills and other ranks; the audit notices every wrong one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ORDER = OrderFacts(seed=3, shuffle=True, samples=40, epoch_samples=40, fingerpri
 
 
 def _attempt(config: dict[str, Any], folder: str, until: int, save_at: int, fault: str | None = None) -> None:
-    """Goes on from the newest checkpoint, saves at one step, and is cut off after another: what lies between is lost.
+    """Resume from the newest checkpoint, save at one step, and stop after another: the updates between them are lost.
 
     A fault is planted before the first update.
     """
@@ -115,12 +115,12 @@ def share_of_another_rank(session: Any) -> None:
 
 
 def too_late(session: Any) -> None:
-    """The run goes on one update further than it was."""
+    """The run continues one update later than it was."""
     _shift(session, 13)
 
 
 def too_early(session: Any) -> None:
-    """The run goes on one update before where it was."""
+    """The run continues one update before where it was."""
     _shift(session, -13)
 
 

@@ -66,7 +66,7 @@ def ranks_of(strategy: str, ranks: int) -> int:
 
 
 def save_all(strategies: list[str], folder: str) -> dict[str, dict[str, Any]]:
-    """Each strategy's run, saved at the cut and followed to its end: what it came to."""
+    """Each strategy's run, saved at the cut, with its result."""
     with _grouped():
         return {strategy: _save(strategy, f"{folder}/{strategy}") for strategy in strategies}
 
@@ -86,7 +86,7 @@ def _save(strategy: str, folder: str) -> dict[str, Any]:
 
 def resume_all(sources: list[str], target: str, folder: str) -> dict[tuple[str, str], dict[str, Any]]:
     """Under the target, from each source's checkpoint; and on from those of the single process and of the target
-    itself: what all others restore is the very same state, to the bit."""
+    itself: what all others restore is bitwise the same state."""
     followed = [source for source in sources if source in ("single", target)]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     with _grouped():
@@ -143,7 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def saved(folder: str) -> dict[str, dict[str, Any]]:
-    """What each strategy had at the cut, and what it came to."""
+    """The state of each strategy at the cut, and its result."""
     found: dict[str, dict[str, Any]] = {}
     for ranks in (1, 3, 4):
         strategies = [name for name in STRATEGIES if ranks_of(name, 3) == ranks]

@@ -249,7 +249,7 @@ def _goes_on(asked: dict[str, Any], folder: str, to: int) -> list[float]:
 
 
 def test_checkpoints_go_anywhere(tmp_path: Path) -> None:
-    """Saved with sequences divided over two ranks, twice; gone on with on one; and the other way around."""
+    """Save with sequences sharded over two ranks, twice, and resume on one rank; and the other way around."""
     divided, alone = text(context=2, strategy="fsdp"), text(strategy="single")
     for number, (first, ranks, then, others) in enumerate([(divided, 4, alone, 1), (alone, 1, divided, 4)]):
         folder = str(tmp_path / f"{number}")
@@ -368,7 +368,7 @@ def _asked_of_padding() -> str:
 
 
 def test_targets_predicted_from_padding_are_refused() -> None:
-    """What a model makes of padding that sees nothing is no rule that a divided sequence could follow."""
+    """The outputs for padding that attends to nothing follow no rule that a sharded sequence could reproduce."""
     for said in in_world(2, _asked_of_padding):
         assert "has padding before its tokens" in said
         assert "targets are predicted from padding" in said

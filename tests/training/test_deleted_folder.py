@@ -1,4 +1,4 @@
-"""A run's folder that is deleted, moved or taken while the run goes on."""
+"""A run's folder that is deleted, moved or taken during the run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ OURS = {"kind": "transformer", "layers": 4, "width": 24, "heads": 2, "vocabulary
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Sections `model` and `data` (ours: all others, too), by where the values come from."""
+    """Sections `model` and `data` (for Lockstep's models: all others, too), by where the values come from."""
     place = tmp_path_factory.mktemp("weights")
     torch.save({f"module.{name}": value for name, value in _other_values(ours(6, model=OURS)).items()}, place / "a.pt")
     tied = ours(6, model={**OURS, "tie_embeddings": True})

@@ -1,4 +1,4 @@
-"""What a run leaves and what is exported: the same bits, in forms that other tools read; whole or not at all."""
+"""Published and exported weights are bitwise identical, in formats that other tools read; whole or not at all."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def loaded(folder: Path, run: Path) -> nn.Module:
-    """As somebody loads it who doesn't know Lockstep."""
+    """Load it without Lockstep."""
     import transformers
 
     kind = json.loads((folder / "config.json").read_text())["architectures"][0]

@@ -1,4 +1,4 @@
-"""The disk that a run's folder lies on fails for good: at some moment nothing can be written there any more.
+"""The disk of a run's folder fails for good: at some moment nothing can be written there anymore.
 
 read-only    an ext4 file system in a file, which is made to abort      needs the right to mount
 EIO          what asks for a file to be written gets an I/O error

@@ -1,4 +1,4 @@
-"""Every cell of the table strategy x feature is as it says."""
+"""Every cell of the table strategy x feature holds."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ Config = dict[str, Any]
 
 
 def combined(variant: str, features: Sequence[str], ranks: int) -> Config | None:
-    """A run that asks for all of them; None: two of them ask for the same key, or one is judged by another measure."""
+    """A run that asks for all of them; None: two of them ask for the same key, or one is compared otherwise."""
     if len(features) == 1:
         return asked(variant, features[0], ranks)
     if any(name not in ASKS or name in ALONE for name in features):
@@ -161,7 +161,7 @@ def _put(tree: Any, path: tuple[str, ...], value: Any) -> None:
 
 
 def rounds(variant: str, features: Sequence[str]) -> list[list[str]]:
-    """As few runs as have room for all."""
+    """Pack them into as few runs as possible."""
     found: list[list[str]] = []
     for name in features:
         fits = (one for one in found if combined(variant, [*one, name], _ranks(variant)) is not None)
@@ -252,7 +252,7 @@ def test_a_compiled_model_is_the_single_process(ranks: int) -> None:
 
 
 def _compiled(configs: list[dict[str, Any]]) -> tuple[list[Trajectory], bool]:
-    """Runs, and whether the compiler has seen what fsdp's ranks say to each other."""
+    """Return the runs, and whether the compiler has seen the communication of fsdp's ranks."""
     from lockstep.sharding.collective_order import NumberExchange
 
     plain, seen = NumberExchange.exchange, []

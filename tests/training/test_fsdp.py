@@ -88,8 +88,8 @@ def _local(tensor: Any) -> Any:
             "memory.activation_offload: on the CPU activations are already; it is for GPUs: leave it out",
         ),
         (
-            {"parallel": fsdp(wrap=["Blok"])},
-            "parallel.fsdp.wrap: the model has no module of class Blok; did you mean Block?",
+            {"parallel": fsdp(wrap=["Blck"])},
+            "parallel.fsdp.wrap: the model has no module of class Blck; did you mean Block?",
         ),
         (
             {"parallel": {**fsdp(), "data": 2}},

@@ -1,4 +1,4 @@
-"""A disk without room for one more checkpoint: the oldest gives way, once a newer one is whole."""
+"""A disk without space for one more checkpoint: the oldest is deleted, once a newer one is whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.core.errors import RunFailed
 
 
 def _train_with_room_for(config: dict[str, Any], number: int, broken: tuple[str, ...] = ()) -> dict[str, Any]:
-    """With a disk on which no file can be written while so many checkpoints are there."""
+    """Use a disk on which no file can be written while it has this many checkpoints."""
     place = LocalStorage(Path(config["run"]["folder"]) / "checkpoints")
     write = LocalDraft.write
 

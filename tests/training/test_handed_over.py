@@ -1,4 +1,4 @@
-"""What a program or a data set hands over in another form than wanted: it works, or a sentence says what to do."""
+"""Objects and batches in an unexpected form: they work, or a message states what to do."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ WRONG = {
         "dict is a mapping of splits (train, test); pass one of them: train_dataset=splits['train'], and "
         "others as eval_datasets={'held-out': splits['validation']}",
     ),
-    "data set by name": (
+    "dataset by name": (
         lambda: {"train_dataset": "wikitext"},
         "the dataset is the text 'wikitext'; set a name in the config instead: data.train: {kind: huggingface, name: "
         "wikitext}",
     ),
     "evaluation without a name": (
         lambda: {"eval_datasets": small.points()},
-        "eval_datasets: is of type TensorDataset; hand over data sets by name: {'held-out': dataset}",
+        "eval_datasets: is of type TensorDataset; hand over datasets by name: {'held-out': dataset}",
     ),
     "collate": (lambda: {"collate": 3}, "collate: is of type int; hand over a function: list of items -> batch"),
     "model by name": (
@@ -112,7 +112,7 @@ def test_what_is_of_another_kind_is_refused_with_what_to_hand_over(case: str, tm
 
 
 def test_rows_of_lists_and_renamed_inputs_are_the_run_of_tensors(tmp_path: Path) -> None:
-    """Under every strategy that hands inputs on in a way of its own; and a plain data set of the datasets library."""
+    """Every strategy that passes inputs on differently, and a plain dataset of the datasets library."""
     renamed = {"kind": "custom", "target": "kit.small:Renamed", "inputs": {"points": "x", "name": None}}
     tensors = {**small.config("Renamed"), "evaluation": {"at_end": False}}
     rows = {**tensors, "model": renamed, "data": {"train": {"kind": "custom", "target": "kit.small:Rows"}}}
@@ -245,7 +245,7 @@ def test_renamed_inputs_of_the_library_are_the_same_run_however_the_model_is_cut
 
 
 def test_wrong_names_are_reported_alike_whatever_divides_the_model() -> None:
-    """A pipeline's rehearsal blamed the blocks; of names that `**kwargs` swallow the library's own error was seen."""
+    """A pipeline's dry run blamed the blocks; for names that `**kwargs` accepts, the library's own error was shown."""
     pytest.importorskip("transformers")
     own = {**small.config("Renamed"), "data": {"train": {"kind": "custom", "target": "kit.small:Rows"}}}
     ways = [{"strategy": "fsdp"}, *CUTS]

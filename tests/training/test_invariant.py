@@ -1,4 +1,4 @@
-"""`run.determinism: invariant`: the same bits on any number of ranks, and a comparison that would notice other ones."""
+"""`run.determinism: invariant`: bitwise identical on any number of ranks, by a comparison that can fail."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def runs(ranks: int) -> dict[str, Trajectory]:
 
 
 def other_bits(run: Trajectory, oracle: Trajectory) -> list[str]:
-    """What isn't equal to the bit."""
+    """Return what isn't bitwise identical."""
     told = ("losses", "norms", "samples", "counts")  # NaN, of an overflow, is equal to itself here
     found = [what for what in told if repr(getattr(run, what)) != repr(getattr(oracle, what))]
     for update, (mine, theirs) in enumerate(zip(run.gradients, oracle.gradients, strict=True)):
@@ -160,7 +160,7 @@ def test_a_planted_fault_is_noticed(fault: str) -> None:
     assert other_bits(in_world(3, _with_fault, fault)[0], runs(1)["ragged text, AdamW"])
 
 
-# --- going on -----------------------------------------------------------------------------------------------------
+# --- resuming -----------------------------------------------------------------------------------------------------
 
 CUT, STEPS = 3, 7
 

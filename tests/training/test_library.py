@@ -1,4 +1,4 @@
-"""Lockstep from Python: a whole run, the loop as a generator, and a loop of one's own, on one rank and on two."""
+"""Lockstep from Python: a whole run, the loop as a generator, and a custom loop, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_two_sessions_after_one_another() -> None:
     [
         ({"dataset": []}, "the argument dataset is now called train_dataset"),
         ({"evaluation": {}}, "the argument evaluation is now called eval_datasets"),
-        ({"modle": None}, "there is no argument modle; did you mean model?"),
+        ({"modl": None}, "there is no argument modl; did you mean model?"),
     ],
 )
 def test_renamed_and_unknown_arguments_are_answered(arguments: dict[str, Any], message: str) -> None:

@@ -104,7 +104,7 @@ def _talk(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_an_objective_logs_is_merged_by_weight(ranks: int, tmp_path: Path) -> None:
-    """The fourth update has one sample, so that the second rank's share of it is filler, which nobody may hear."""
+    """The fourth update has one sample, so that the second rank's share is padding, whose logs must not show."""
     in_world(ranks, _talk, tmp_path / "run")
     lines = [
         json.loads(line)

@@ -1,4 +1,4 @@
-"""Objectives and optimizers of a user's own do what they say, or are refused."""
+"""Custom objectives and optimizers work as declared, or are refused."""
 
 from __future__ import annotations
 

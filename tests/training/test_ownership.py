@@ -1,5 +1,5 @@
 """A folder of checkpoints belongs to one run: another run that is pointed at it is refused, and a checkpoint that was
-copied in is not used. One's own run can be moved, copied, forked and started again."""
+copied in is not used. The run itself can be moved, copied, forked and started again."""
 
 from __future__ import annotations
 

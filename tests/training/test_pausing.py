@@ -21,7 +21,7 @@ from lockstep.training.job import Job, run_job
 
 
 def _stopped(config: dict[str, Any], delays: list[float | None]) -> str:
-    """What a rank says that is sent SIGTERM after its delay, counted from the first update; None: never."""
+    """The output of a rank that gets SIGTERM after its delay, counted from the first update; None: never."""
     rank = RankEnvironment.read(os.environ).rank
     metrics = Path(config["run"]["folder"]) / "metrics.jsonl"
 

@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, list[str]]:
-    """What each of two ranks says, by itself."""
+    """The errors of two ranks, separately."""
     found = in_world(2, small.refusals, [asked for asked, _ in REFUSED.values()])
     return {name: [said[number] for said in found] for number, name in enumerate(REFUSED)}
 
@@ -207,7 +207,7 @@ def test_what_can_t_be_done_says_why(name: str, refusals: dict[str, list[str]]) 
 
 
 def test_code_between_blocks_that_runs_in_training_alone_is_noticed_there() -> None:
-    """By the stage that would not know of it; the other one hears of its end."""
+    """Refused by the stage that would not know of it; the other one is informed of its end."""
     said = in_world(2, small.refusal, chain("InTraining", **pipeline(2, "1f1b")))
     assert "the model's forward computes something between blocks.1 and blocks.2" in said[1]
 

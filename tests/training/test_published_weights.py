@@ -1,5 +1,5 @@
 """What a run publishes is the whole model, whatever divided it: the same names and shapes in the file as the single
-process's, and a missing tensor is an error in place of a published file."""
+process's, and a missing tensor is an error instead of a published file."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _config(folder: Path, model: str = "Net", **sections: Any) -> dict[str, Any]
 
 
 def _failed(config: dict[str, Any], fault: str) -> tuple[str, list[str]]:
-    """What a rank raises, and what it says was saved. It stays a while: nobody's end must have told the others."""
+    """The error of a rank, and its note on what was saved. It stays a while, so that its end informs no other."""
     os.environ[_FAULT] = fault
     try:
         lockstep.train(config)

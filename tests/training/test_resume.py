@@ -1,4 +1,4 @@
-"""A run that was cut and goes on ends with the very weights of the run that wasn't."""
+"""A run that was interrupted and resumes ends with exactly the weights of one that wasn't."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.resuming import Resume
+from lockstep.training.session import ledger_of
 
 CUTS = (2, 4, 7)  # of four updates an epoch: in the first, at its very end, and in the second
 STEPS = 9
 
 
 def _cut_and_uncut(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """What the uncut run came to, and what it came to when cut at each of the steps."""
+    """The result of the uninterrupted run, and of runs interrupted at each of the steps."""
     uncut = _run(config, folder, None)
     cut = {step: _run(config, folder, step) for step in sorted(CUTS, reverse=True)}
     return {"uncut": uncut, **cut}
@@ -43,7 +44,7 @@ def _run(config: dict[str, Any], folder: str, cut: int | None) -> dict[str, Any]
             "losses": {report.step: report.loss for report in reports},
             "verdicts": {report.step: report.verdict.name for report in reports},
             "scales": {report.step: report.loss_scale for report in reports},
-            "ledger": [(part.first, part.last, part.digest) for part in session.segments],
+            "ledger": [(part.first, part.last, part.digest) for part in ledger_of(session).segments],
             "progress": session.progress,
         }
 

@@ -65,7 +65,7 @@ def test_accumulation_in_one_process_is_one_batch() -> None:
 
 
 def test_weights_under_sgd() -> None:
-    """Adam normalises noise; under SGD a difference of the weights is one of the gradients."""
+    """Adam normalizes noise; under SGD a difference of the weights is one of the gradients."""
     sgd = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}
     expected = recorded(config(13, **sgd))
     run = recorded(config(13, 2, **sgd), ranks=3)

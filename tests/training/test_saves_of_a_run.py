@@ -74,7 +74,7 @@ def test_a_run_that_can_not_be_saved_leaves_its_weights(ranks: int, tmp_path: Pa
 
 
 class Endless(small.CrossEntropy):
-    """Judges a model with the next of its figures."""
+    """Evaluates a model as the next of its figures."""
 
     def __init__(self, figures: list[str]) -> None:
         self._figures = [float(figure) for figure in figures]

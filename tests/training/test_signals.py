@@ -54,9 +54,9 @@ def test_sigusr2_saves_and_continues_and_sigusr1_saves_and_stops(ranks: int, tar
         running.wait_for(lambda number=number: len(_saves(tmp_path)) == number)
         time.sleep(0.6)  # closer than that, signals are one request
     _send(running, signal.SIGUSR1, target)
-    assert running.end() == 75, running.said
-    assert "and saved; start it again" in running.said
-    assert "Traceback" not in running.said
+    assert running.end() == 75, running.output
+    assert "and saved; start it again" in running.output
+    assert "Traceback" not in running.output
     saves = _saves(tmp_path)
     assert len(saves) == 3
     more = run_lockstep("train", tmp_path / "run", f"--run.steps={saves[-1] + 1}", "--ranks", 1, cwd=tmp_path)
@@ -72,7 +72,7 @@ def test_many_signals_are_one_request(tmp_path: Path) -> None:
         running.send(number, group=True)
         for rank in running.ranks:
             os.kill(rank, number)
-    assert running.end() == 75, running.said
+    assert running.end() == 75, running.output
     assert len(_saves(tmp_path)) == 1
 
 
@@ -85,9 +85,9 @@ def test_data_workers_leave_signals_to_the_group_to_their_rank(number: signal.Si
     running.send(signal.SIGUSR2, group=True)
     running.wait_for(lambda: _saves(tmp_path))
     running.send(number, group=True)
-    assert running.end() == 75, running.said
-    assert "and saved; start it again" in running.said
-    assert "worker" not in running.said
+    assert running.end() == 75, running.output
+    assert "and saved; start it again" in running.output
+    assert "worker" not in running.output
 
 
 def test_a_stop_before_the_first_update_is_one_sentence(tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_a_stop_before_the_first_update_is_one_sentence(tmp_path: Path) -> None:
         begun = _trains(place)
         running.send(sent, group=bool(number % 2))
         code = running.end()
-        assert "Traceback" not in running.said
+        assert "Traceback" not in running.output
         if code == 75:  # the first update was faster
             assert _saves(place)
             continue
         assert not begun
-        assert (code, running.said) == (130, f"lockstep: stopped by {sent.name}\n")
+        assert (code, running.output) == (130, f"lockstep: stopped by {sent.name}\n")
         assert not (place / "run").exists() or (place / "run" / "config.yaml").exists()
 
 

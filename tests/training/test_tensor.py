@@ -171,7 +171,7 @@ def test_a_model_that_counts_its_calls_is_not_rehearsed_into_another() -> None:
 
 
 def test_a_plan_that_is_rehearsed() -> None:
-    """Also where blocks are computed again, or lie in stages; nothing of a rehearsal is left."""
+    """Also with activation checkpointing or stages; nothing of the dry run is left."""
     expected = recorded(undropped(planned({}, tensor=1)), updates=2)
     fsdp = {**planned({}, strategy="fsdp"), "memory": {"activation_checkpointing": {"mode": "full"}}}
     for run in recorded_all([undropped(fsdp), undropped(planned({}, pipeline=2))], 4, updates=2):
@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         planned({}, tensor_parallel={"plan": RIGHT, **SEQUENCE}),
         "sequence_parallel: true, but no style of the plan divides a sequence",
     ),
-    "sequences that nobody asked for": (
+    "sequences that were not requested": (
         planned({"layers.*.norm": "sequence"}),
         "sequence_parallel: false, but the plan divides sequences (layers.0.norm: sequence); write true",
     ),
@@ -339,7 +339,7 @@ def test_a_wrong_plan_is_refused_in_products() -> None:
 
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, list[str]]:
-    """What each of two ranks says, by itself."""
+    """The errors of two ranks, separately."""
     found = in_world(2, small.refusals, [asked for asked, _ in REFUSED.values()])
     return {name: [said[number] for said in found] for number, name in enumerate(REFUSED)}
 

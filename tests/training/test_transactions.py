@@ -20,7 +20,7 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.core.records import StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
-from lockstep.resilience.guard import PATIENCE
+from lockstep.resilience.guard import DISCARD_LIMIT
 from lockstep.training.readback import DeviceReadback
 from lockstep.training.session import Session, components_of
 
@@ -148,13 +148,13 @@ def test_a_loss_scale_that_overflows_halves_until_it_fits(ranks: int, strategy: 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
-    config = small.config(precision={"compute": compute}, run={"steps": PATIENCE + 50})
+    config = small.config(precision={"compute": compute}, run={"steps": DISCARD_LIMIT + 50})
     with lockstep.session(config, objective=small.NanAt(range(3, 1000))) as session:
         model, updates = components_of(session).sharding.state.model, iter(session)
         assert [next(updates).kept for _ in range(3)] == [True] * 3
         before = small.weights(model)
         with pytest.raises(
-            lockstep.RunFailed, match=rf"step {PATIENCE + 3}: {PATIENCE} updates in a row .* since step 3;"
+            lockstep.RunFailed, match=rf"step {DISCARD_LIMIT + 3}: {DISCARD_LIMIT} updates in a row .* since step 3;"
         ):
             list(updates)
         assert _same(before, small.weights(model))
@@ -164,13 +164,13 @@ def test_a_run_that_never_learns_again_gives_up(compute: str) -> None:
 def test_the_state_is_saved_when_a_run_gives_up(strategy: str, tmp_path: Path) -> None:
     ranks = 1 if strategy == "single" else 2
     for outcome in in_world(ranks, _given_up, strategy, tmp_path / "run"):
-        assert f"{PATIENCE} updates in a row" in outcome
-        assert f"the state after step {PATIENCE + 3} is saved in {tmp_path / 'run' / 'checkpoints'}" in outcome
+        assert f"{DISCARD_LIMIT} updates in a row" in outcome
+        assert f"the state after step {DISCARD_LIMIT + 3} is saved in {tmp_path / 'run' / 'checkpoints'}" in outcome
     assert main(["ckpt", "audit", str(tmp_path / "run")]) == 0
 
 
 def _given_up(strategy: str, folder: Path) -> str:
-    run = {"steps": PATIENCE + 50, "folder": str(folder)}
+    run = {"steps": DISCARD_LIMIT + 50, "folder": str(folder)}
     config = small.config(parallel={"strategy": strategy}, run=run, batch={"global_size": 13})
     with pytest.raises(lockstep.RunFailed) as raised:
         lockstep.train(config, objective=small.NanAt(range(3, 1000)))

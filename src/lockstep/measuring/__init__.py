@@ -1,1 +1,1 @@
-"""Measures what ways to save memory save, and cost, on the user's model."""
+"""Measures how much memory the ways to save it save on the user's model, and what they cost."""

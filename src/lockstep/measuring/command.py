@@ -86,7 +86,7 @@ def measure_modes(
     finally:
         remove()
     if rows[0].held is not None:
-        echo(f"\nmodel and optimizer hold {size(rows[0].held)} besides")
+        echo(f"\nmodel and optimizer hold another {size(rows[0].held)}")
     return rows
 
 

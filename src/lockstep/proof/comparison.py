@@ -28,7 +28,7 @@ from lockstep.proof.tensors import Measure, NamedTensors, compare, compare_publi
 from lockstep.proof.tolerances import EPS, NEGLIGIBLE_GRADIENT, NORMALIZING_OPTIMIZERS, Tolerance
 from lockstep.training.audit import expected_digest
 from lockstep.training.job import publish, whole_weights
-from lockstep.training.session import components_of
+from lockstep.training.session import components_of, ledger_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ def record_reference(session: Session, folder: Path, steps: int) -> list[str]:
     write_tensors(components_of(session).sharding.state.weights(), folder / _weights_file(0))
     records: list[UpdateRecord] = []
     for batch in _first_batches(session, steps):
-        scale = float(session.gradient_unit)
+        scale = float(components_of(session).scaler.scale)
         session.accumulate(batch)
         gradients = components_of(session).sharding.gradients()
         write_tensors(_unscaled(gradients, scale), folder / _gradient_file(batch.step))
@@ -95,7 +95,7 @@ class RunComparison:
             tamper(session)
         for batch in _first_batches(session, min(self._steps, len(self._reference))):
             reference = self._reference[batch.step]
-            scale = float(session.gradient_unit)
+            scale = float(components_of(session).scaler.scale)
             session.accumulate(batch)
             slack = self._gradient_slack()
             gradient = self._compare(
@@ -176,7 +176,7 @@ class RunComparison:
 
     def _find_shift(self) -> None:
         """Find out whether the first wrong samples are those of a cursor that is off by a few."""
-        segments = self._session.segments
+        segments = ledger_of(self._session).segments
         order = segments[-1].order if segments else None
         for step in self.evidence.steps:
             if order is None or step.run.digest == step.reference.digest:

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Number = TypeVar("Number", float, "Tensor")
-PATIENCE = 100
+DISCARD_LIMIT = 100
 ADVICE = "a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 are what helps most often"
 
 
 def is_finite(number: Number) -> bool | Tensor:
-    """Return whether a number is neither NaN nor infinite, on its device. (Infinity minus itself is NaN.)"""
+    """Return whether a number is neither NaN nor infinite, on its device; infinity minus itself is NaN."""
     return number - number == 0
 
 
 def verdict(keep: bool, *, scaled: bool) -> Verdict:
-    """`scaled`: a loss scale is in use, so that an overflow is expected now and then."""
+    """Return the verdict on an update; with a loss scale (`scaled`), an overflow is expected now and then."""
     if keep:
         return Verdict.KEPT
     return Verdict.OVERFLOW if scaled else Verdict.NON_FINITE
@@ -42,9 +42,9 @@ def ranks_differ(step: int) -> str:
 
 
 class DiscardLimit:
-    """Ends a run after too many discarded updates in a row: such a run no longer learns."""
+    """Fails a run after too many discarded updates in a row: such a run no longer learns."""
 
-    def __init__(self, limit: int = PATIENCE) -> None:
+    def __init__(self, limit: int = DISCARD_LIMIT) -> None:
         self._limit = limit
         self._in_a_row = 0
         self.discarded = 0

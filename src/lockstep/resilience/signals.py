@@ -4,8 +4,8 @@ SIGINT, SIGTERM, SIGHUP, SIGUSR1    once: all ranks stop after the same update, 
 SIGUSR2                             all ranks save after the same update, and continue
 
 SIGHUP comes when a terminal is closed. SIGUSR1 is what Slurm's `--signal=USR1@90` sends some time before a limit.
-Under Lockstep's own launcher "again" is the launcher's business: a rank may get one signal from the launcher and from
-whoever signals the whole process group.
+Under Lockstep's launcher, the launcher handles "again": a rank may get one signal twice, from the launcher and from a
+process that signals the whole process group.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import Request
 from lockstep.core.stopping import handled_signals, write_stderr
 
-_ONE_WISH_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
+_SAME_SIGNAL_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 
 
 class RunSignals:
     """The requests that signals have made so far.
 
     Args:
-        shown: print that a signal was heard; an update may take a while.
-        ends: the last update is done and saved; whoever asks for a stop gets the run's own end.
-        twice_stops: a second stop signal raises `Stopped` wherever the main thread is.
+        shown: whether to print that a signal was received; an update may take a while.
+        ends: whether the last update is done and saved, so that the run is about to end anyway.
+        twice_stops: whether a second stop signal raises `Stopped` wherever the main thread is.
     """
 
     def __init__(self, *, shown: bool, ends: bool, twice_stops: bool) -> None:
         self._shown = shown
         self._twice_stops = twice_stops
         self._ends = ends
-        self._stop_asked_at: float | None = None
-        self._save_asked_at: float | None = None
-        self._save_is_due = False
+        self._stop_requested_at: float | None = None
+        self._save_requested_at: float | None = None
+        self._requests_save = False
 
     def requests(self) -> tuple[Request, ...]:
         """Return this rank's requests for the next vote. Each signal requests a save once."""
-        save, self._save_is_due = self._save_is_due, False
+        save, self._requests_save = self._requests_save, False
         requests = (Request.SAVE,) if save else ()
-        return requests if self._stop_asked_at is None else (*requests, Request.STOP)
+        return requests if self._stop_requested_at is None else (*requests, Request.STOP)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Handle a stop signal."""
         now = time.monotonic()
-        if self._stop_asked_at is None:
-            self._stop_asked_at = now
+        if self._stop_requested_at is None:
+            self._stop_requested_at = now
             when = "is about to end anyway" if self._ends else "stops after this update, and saves"
-            self._tell(f"{when}; once more stops at once")
-        elif self._twice_stops and now - self._stop_asked_at > _ONE_WISH_S:
+            self._print(f"{when}; once more stops at once")
+        elif self._twice_stops and now - self._stop_requested_at > _SAME_SIGNAL_S:
             raise Stopped(f"stopped at once by a second signal ({signal.Signals(number).name})")
 
     def save(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Handle a save signal."""
         now = time.monotonic()
-        if self._save_asked_at is not None and now - self._save_asked_at <= _ONE_WISH_S:
+        if self._save_requested_at is not None and now - self._save_requested_at <= _SAME_SIGNAL_S:
             return
-        self._save_asked_at, self._save_is_due = now, True
-        self._tell("is about to end, and saves then" if self._ends else "saves after this update, and continues")
+        self._save_requested_at, self._requests_save = now, True
+        self._print("is about to end, and saves then" if self._ends else "saves after this update, and continues")
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._shown:
             write_stderr(text)
 

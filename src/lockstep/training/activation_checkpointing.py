@@ -44,7 +44,7 @@ class Checkpointed:
 
     @property
     def on(self) -> bool:
-        """Whether activations are computed again, from the next forward on."""
+        """True if activations are computed again, from the next forward on."""
         return self._recomputation.switch.on
 
     def look(self) -> bool:

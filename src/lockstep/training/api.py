@@ -56,14 +56,15 @@ def train(
         config: a recipe's name, a file, a mapping, or a Config. It need not contain what is passed as an object.
         ranks: number of processes to start; None: train in this one (or as the rank that a launcher made of it).
         name: what the run is called; part of its folder's name.
-        trust_run: let code run that the config of somebody else's run names (`config` is its folder, or a file in it).
+        trust_run: whether code that the config of another user's run names may run (`config` is its folder, or a file
+            in it).
         accept_changes: resume although data, model or seed differ from those of the checkpoint.
-        fresh: start from the beginning; checkpoints in the run's folder are set aside.
+        fresh: start from the beginning; checkpoints in the run's folder are renamed.
         **objects: `model`, `train_dataset`, `eval_datasets`, `objective`, ...: see `lockstep.Objects`. A module is
             trained in place, unless `ranks` starts processes.
 
     Raises:
-        ConfigError: the run can't be had as it is configured; lists all problems.
+        ConfigError: the run can't be started as it is configured; lists all problems.
         Paused: a signal stopped the run; its state is saved.
         RunFailed: the run failed.
     """
@@ -93,78 +94,81 @@ def session(config: ConfigLike, *, trust_run: bool = False, **objects: Unpack[Ob
 
 
 def resolved(config: ConfigLike, given: UserObjects, *, trusted: bool = False, writes: bool = False) -> Config:
-    """The config, with `given` where objects were handed over. Raises ConfigError: all that is wrong with it.
+    """Return the config, with `given` where objects were passed. Raises ConfigError with all its problems.
 
     Args:
         trusted, writes: as of `approval.approved`.
     """
-    checked = approved(_loaded(config, _handed(given)), trusted=trusted, writes=writes)
+    checked = approved(_loaded(config, _given_sections(given)), trusted=trusted, writes=writes)
     refuse_missing(checked, given)
     return checked
 
 
-def _loaded(config: ConfigLike, handed: Mapping[str, Any]) -> LoadedConfig:
+def _loaded(config: ConfigLike, given: Mapping[str, Any]) -> LoadedConfig:
     if not isinstance(config, str | os.PathLike):
         values = config.model_dump(exclude_unset=True) if isinstance(config, Config) else dict(config)
-        return validate(_with(values, handed))
+        return validate(_with(values, given))
     recipe = resolve_recipe(os.fspath(config))
-    if not handed:
+    if not given:
         return load([recipe.path], of_runs=[recipe.path] if recipe.of_run else [])
     tree, wrong = read_file(recipe.path)
     if wrong or tree is None:
         raise ConfigError(wrong)
-    loaded = validate(_with(cast("Mapping[str, Any]", to_python(tree)), handed))
+    loaded = validate(_with(cast("Mapping[str, Any]", to_python(tree)), given))
     run = run_of(recipe.path, tree, named=recipe.of_run)
     if run is None:
         return loaded
     return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
 
 
-def _with(values: Mapping[str, Any], handed: Mapping[str, Any]) -> dict[str, Any]:
+_NAMED_OPTIMIZER_KEYS = ("name", "betas", "eps", "momentum", "nesterov")  # that an optimizer object replaces
+
+
+def _with(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's values with the sections of objects, which keep what holds for any model and optimizer."""
+
+    def kept(name: str) -> Mapping[str, Any]:
+        section = values.get(name, {})
+        match name:
+            case "model":
+                return {key: value for key, value in section.items() if key in ModelSection.model_fields}
+            case "optim":
+                return {key: value for key, value in section.items() if key not in _NAMED_OPTIMIZER_KEYS}
+            case "data" | "checkpoint":
+                return cast("Mapping[str, Any]", section)
+        return {}
+
     sections: dict[str, Any] = {
-        name: {**_still_meant(name, values.get(name, {})), **section}
-        for name, section in handed.items()
-        if name != "transforms"
+        name: {**kept(name), **section} for name, section in given.items() if name != "transforms"
     }
-    if "transforms" in handed:  # those that the config names stay; a run's own config has the placeholder already
+    if "transforms" in given:  # those that the config names stay; a run's own config has the placeholder already
         named = [section for section in values.get("transforms", ()) if section.get("target") != GIVEN]
-        sections["transforms"] = [*named, *handed["transforms"]]
+        sections["transforms"] = [*named, *given["transforms"]]
     return {**values, **sections}
 
 
-_OF_RULES = ("name", "betas", "eps", "momentum", "nesterov")  # settings of the optimizers that have a name
-
-
-def _still_meant(name: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is said beside an object that is handed over: all of the data, what goes for any model, and for any
-    optimizer."""
-    if name == "model":
-        return {key: value for key, value in asked.items() if key in ModelSection.model_fields}
-    if name == "optim":
-        return {key: value for key, value in asked.items() if key not in _OF_RULES}
-    return asked if name in ("data", "checkpoint") else {}
-
-
-def _handed(given: UserObjects) -> dict[str, Any]:
-    """The sections that handed-over objects stand for."""
+def _given_sections(given: UserObjects) -> dict[str, Any]:
+    """Return the sections of a config that objects stand for."""
     kind = {"kind": "given"}
     source = {"kind": "given", "collate": "given"} if given.collate is not None else kind
-    data: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
+    if given.model is not None:
+        sections["model"] = kind
+    if given.objective is not None:
+        sections["objective"] = kind
     if given.train_dataset is not None:
-        data["train"] = source
+        sections["data"] = {"train": source}
     if given.eval_datasets:
-        data["evaluation"] = dict.fromkeys(given.eval_datasets, source)
-    sections = {
-        "model": kind if given.model is not None else {},
-        "objective": kind if given.objective is not None else {},
-        "data": data,
-        "optim": {"name": "given"} if given.optimizer is not None else {},
-        "schedule": kind if given.schedule is not None else {},
-        "checkpoint": {"storage": {"target": GIVEN}} if given.storage is not None else {},
-    }
-    transforms = [{"target": GIVEN}] * len(given.transforms)
-    named = {name: section for name, section in sections.items() if section}
-    return {**named, "transforms": transforms} if transforms else named
+        sections.setdefault("data", {})["evaluation"] = dict.fromkeys(given.eval_datasets, source)
+    if given.optimizer is not None:
+        sections["optim"] = {"name": "given"}
+    if given.schedule is not None:
+        sections["schedule"] = kind
+    if given.storage is not None:
+        sections["checkpoint"] = {"storage": {"target": GIVEN}}
+    if given.transforms:
+        sections["transforms"] = [{"target": GIVEN}] * len(given.transforms)
+    return sections
 
 
 def _finished(job: Job) -> Finished | None:

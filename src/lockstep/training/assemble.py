@@ -118,7 +118,7 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What is known before the model is parallelized; see `Components`."""
+    """The facts and parts that exist before the model is parallelized; see `Components`."""
 
     whole: WholeModel
     plan: Plan

@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What a ledger proves about the samples that a run has consumed. Spans are positions, the last exclusive.
+    """The evidence of a ledger about the samples that a run has consumed. Spans are positions, the last exclusive.
 
     Attributes:
         samples: samples that the run has consumed, by its progress.
@@ -48,7 +48,7 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """Whether every position was consumed once, with the right sample."""
+        """True if every position was consumed once, with the right sample."""
         return not (self.gaps or self.repeats or self.mismatches)
 
 

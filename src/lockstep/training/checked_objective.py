@@ -1,4 +1,4 @@
-"""A user's objective, whose first loss is compared with those of the batch's halves.
+"""A check of a user's objective: its first loss is compared with the losses of the batch's halves.
 
     loss of a batch = sum of its halves' losses      it is the sum that an update divides by the count of all targets
     between its halves' losses                       it is a mean: refused
@@ -64,8 +64,7 @@ class CheckedObjective:
         return cls(objective, model, key) if isinstance(objective, FunctionObjective) else objective
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Return the objective's sum; raise ConfigError if it is a mean, or depends on parameters that aren't
-        trained."""
+        """Return the objective's sum. Raises ConfigError if it is a mean, or depends on untrained parameters."""
         return self._loss_sum(outputs, batch)
 
     def _checked(self, outputs: object, batch: Batch) -> Tensor:
@@ -122,7 +121,7 @@ class CheckedObjective:
         )
 
     def _refuse_parameters(self, loss: Tensor) -> None:
-        """Raise ConfigError if the loss depends on parameters that aren't the model's."""
+        """Raise ConfigError if the loss depends on untrained parameters."""
         trained = set(map(id, self._model.parameters()))
         others = [leaf for leaf in _leaves(loss) if id(leaf) not in trained and leaf.requires_grad]
         others = [leaf for leaf in others if isinstance(leaf, nn.Parameter) or leaf.is_leaf]

@@ -35,7 +35,7 @@ from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, lock_storage, refuse_local_storage, refuse_unknown_best, restore
 from lockstep.training.saved_state import check_state, data_identity
-from lockstep.training.session import Session, components_of
+from lockstep.training.session import Session, attach, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -183,7 +183,7 @@ class Checkpoints(VoteParticipant):
             lambda: self.history.flush() if self.history is not None else None,
         )
         self._began_at = self._session.progress.steps
-        self._failure_state = self._session.attach(self)
+        self._failure_state = attach(self._session, self)
         return notes
 
     def _set_back(self, step: int, broken: Mapping[str, str], notes: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a session consists of: components built from a config, participants in its votes, the state after a failure."""
+"""The parts of a session: components built from a config, participants in its votes, its state after a failure."""
 
 from __future__ import annotations
 
@@ -103,8 +103,7 @@ class FailureState:
         self._accumulating = self.updating = False
 
     def undo_forward(self, model: nn.Module) -> list[str]:
-        """Restore the buffers that forwards have changed since the last update; return the names of what else they may
-        have changed."""
+        """Restore the buffers that forwards have changed since the last update; return what else may have changed."""
         if not self._accumulating:
             return []
         lost = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -57,7 +57,7 @@ _FORMS: Mapping[str, Form] = {
 
 @dataclass(frozen=True, slots=True)
 class ExportArguments:
-    """What to export, and where to.
+    """The options of an export.
 
     Attributes:
         step: Step of the checkpoint; None: the newest that verifies, or the best if the run is to end with it.

@@ -50,7 +50,7 @@ from lockstep.training.ownership import run_folder_for
 from lockstep.training.resuming import Resume
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
-from lockstep.training.session import Session, components_of
+from lockstep.training.session import Session, components_of, ledger_of
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_objects import UserObjects, transform_names, user_monitors
 from lockstep.training.weights import save_weights, tokenizer_of
@@ -65,7 +65,7 @@ _log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank of a run is given.
+    """The input of every rank of a run.
 
     Attributes:
         recipe: what the run is called.
@@ -119,9 +119,9 @@ def run_job(job: Job) -> Finished:
         monitors = Monitors(builtin, user_monitors(config, job.given) if is_first else [])
         with _watched(session, checkpoints, folder) as checked_folder:
             with metric_log.recording(MetricLog()) as log, _started(monitors, facts):
-                resumed_from = checkpoints.resumed_from
-                if resumed_from is not None:
-                    monitors.restarted(RestartReport(session.attempt, resumed_from, session.progress.samples))
+                if (step := checkpoints.resumed_from) is not None:
+                    attempt, samples = ledger_of(session).attempt, session.progress.samples
+                    monitors.restarted(RestartReport(attempt, step, samples))
                 user_logs = _UserLogs(session, monitors, log)
                 try:
                     results = run(session, monitors, checkpoints, user_logs.after)

@@ -1,4 +1,4 @@
-"""What a path on the command line refers to: a run's checkpoints, or one of them. Importing this needs no torch.
+"""Finds the checkpoints that a path on the command line refers to. Importing this needs no torch.
 
 runs/digits                              a run            all its checkpoints, wherever its config has put them
 runs/digits/checkpoints                  a folder of checkpoints

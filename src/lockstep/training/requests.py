@@ -1,4 +1,4 @@
-"""What a rank requests of all ranks in the next vote: an evaluation or a save by the clock, activation checkpointing.
+"""The requests of a rank in votes: an evaluation or a save by the clock, activation checkpointing.
 
 steps, samples, tokens, epochs    no request: they follow from the progress, which all ranks share
 minutes                           the first rank to reach them requests, and all ranks act after the same update

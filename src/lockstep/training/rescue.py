@@ -22,7 +22,7 @@ from lockstep.core.terminal import echo
 from lockstep.distributed.collectives import LocalGroup, over_store
 from lockstep.distributed.timeouts import is_timeout
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.session import components_of
+from lockstep.training.session import components_of, rescue
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
@@ -42,7 +42,7 @@ def rescuing(session: Session, *excluded: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        outcome = None if isinstance(error, (Stopped, *excluded)) else session.rescue(error)
+        outcome = None if isinstance(error, (Stopped, *excluded)) else rescue(session, error)
         if outcome is not None:
             error.add_note(Rescued(outcome))
             if isinstance(error, SystemExit) and not started_by_lockstep(os.environ):  # nothing else prints it

@@ -18,7 +18,7 @@ from lockstep.resilience.signals import run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import rescuing
-from lockstep.training.session import Session, components_of
+from lockstep.training.session import Session, components_of, seconds_of
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
@@ -105,7 +105,7 @@ def run(
         checkpoints.is_best(new)
         checkpoints.save(new, report_saves)
         _finish(checkpoints, report_saves)
-    return Results(session.progress, last, evaluations, session.seconds)
+    return Results(session.progress, last, evaluations, seconds_of(session))
 
 
 def _refuse_untrained(last: StepReport | None) -> None:

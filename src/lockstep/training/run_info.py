@@ -14,7 +14,7 @@ from lockstep.training.components import Components
 from lockstep.training.session import Session, components_of
 
 _INVARIANT = (
-    "run.determinism invariant: each rank computes with one thread on the CPU; training has the same bits on any "
+    "run.determinism invariant: each rank computes with one thread on the CPU; training is bitwise identical on any "
     "number of ranks, evaluations may differ in their last digits"
 )
 

@@ -41,7 +41,7 @@ class _Data(BaseModel):
 
 
 class _State(BaseModel):
-    """What `Session.state` and `Checkpoints.save` write, as far as a resuming run needs it."""
+    """The state that `Session.state` and `Checkpoints.save` write, as far as a resuming run needs it."""
 
     progress: Progress
     loss_scale: dict[str, float]

@@ -30,7 +30,7 @@ from lockstep.resilience.guard import DiscardLimit, is_finite, ranks_differ, ver
 from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.single import unused_parameters
 from lockstep.training.components import Components, FailureState, VoteParticipant
-from lockstep.training.ledger import Ledger, OrderFacts, Segment
+from lockstep.training.ledger import Ledger, OrderFacts
 from lockstep.training.readback import PendingReport, UpdateNumbers
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has consumed the data that its config grants."""
+        """True once the run has consumed the data that its config grants."""
         return is_finished(self._components.config.run, self.progress, self._components.plan.epoch_samples)
 
     def accumulate(self, batch: GlobalBatch) -> None:
@@ -135,11 +135,6 @@ class Session:
         components.engine.accumulate(batch, components.scaler.scale / self._count, self._open_vote)
         if batch.step == 0:
             self._refuse_unused_parameters()
-
-    @property
-    def gradient_unit(self) -> float | Tensor:
-        """Divisor that turns the accumulated gradient into the update's gradient: the loss scale."""
-        return self._components.scaler.scale
 
     def request(self, requests: Iterable[Request]) -> None:
         """Make requests, which all ranks receive with the next vote that is opened."""
@@ -181,22 +176,6 @@ class Session:
             if report is not None:
                 components.watch.update(report)
         return pending
-
-    @property
-    def segments(self) -> list[Segment]:
-        """Which samples the updates of the run have consumed, by attempt."""
-        self._components.readback.land()
-        return self._ledger.segments
-
-    @property
-    def attempt(self) -> int:
-        """Number of this attempt at the run, from 1; a resumed run has one more than its checkpoint."""
-        return self._ledger.attempt
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the run's first update began, in whatever process."""
-        return time.perf_counter() - self._began
 
     def evaluate(self) -> list[EvaluationReport]:
         """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
@@ -244,7 +223,7 @@ class Session:
             "progress": asdict(self.progress),
             "loss_scale": components.scaler.state(),
             "patience": self._discard_limit.state(),
-            "seconds": self.seconds,
+            "seconds": seconds_of(self),
             "ledger": self._ledger.state(),
         }
         live = components.sharding.state.live_state()
@@ -267,19 +246,6 @@ class Session:
         self._began = time.perf_counter() - values["seconds"]
         self._batch = self._upcoming = None
 
-    def attach(self, saves: VoteParticipant) -> FailureState:
-        """Let `saves` take part in each vote; return what it needs to save after a failure.
-
-        From now on the model's buffers are copied before a forward may change them.
-        """
-        self._saves = saves
-        self._failure_state.buffers = BufferSnapshot(self._components.sharding.state.model)
-        return self._failure_state
-
-    def rescue(self, error: BaseException) -> str | None:
-        """Save the state of a run that `error` ends, if it has checkpoints; return what to report, None if nothing."""
-        return self._saves.rescue(error)
-
     def close(self) -> None:
         """End the loader's worker processes; the session trains no more."""
         self._components.loader.close()
@@ -298,8 +264,7 @@ class Session:
         self._requests.clear()
 
     def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
-        """Return the next update's batch. If its data fail, all ranks learn of it from the vote and finish the current
-        update."""
+        """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""
         try:
             return next(batches)
         except Stopped:
@@ -310,8 +275,7 @@ class Session:
             return replace(self._current, count=0, tokens=0)
 
     def _note_failure(self, report: StepReport) -> None:
-        """Record that a rank's data failed. On a GPU the report is of the update before: there other ranks fail with
-        their peer."""
+        """Record that a rank's data failed; on a GPU the report is too old, and other ranks fail with their peer."""
         if report.step != self.progress.steps or Request.FAIL not in report.requests:
             return
         self._failure_state.fails_together = True
@@ -361,8 +325,7 @@ class Session:
         return report
 
     def _refuse_unused_parameters(self) -> None:
-        """Raise for parameters without a gradient: under DDP they stop the next step, under any strategy they are a
-        bug."""
+        """Raise for parameters without a gradient, which are a bug; under DDP they would stop the next step."""
         if self._components.config.parallel.ddp.find_unused_parameters:
             return
         unused = self._components.sharding.step.parameters_without_gradient()
@@ -371,9 +334,38 @@ class Session:
             raise unused_parameters(unused, remedy=before_unused(plan.strategy, plan.mesh))
 
 
+# --- what other parts of Lockstep need of a session, and users don't ----------------------------------------------
+
+
 def components_of(session: Session) -> Components:
-    """Return the parts of a session, which are no part of the public interface."""
+    """Return the parts of a session."""
     return session._components
+
+
+def ledger_of(session: Session) -> Ledger:
+    """Return the record of which samples the updates of the run have consumed, by attempt."""
+    session._components.readback.land()
+    return session._ledger
+
+
+def seconds_of(session: Session) -> float:
+    """Return the seconds since the run's first update began, in whatever process."""
+    return time.perf_counter() - session._began
+
+
+def attach(session: Session, saves: VoteParticipant) -> FailureState:
+    """Let `saves` take part in each vote; return what it needs to save after a failure.
+
+    From now on the model's buffers are copied before a forward may change them.
+    """
+    session._saves = saves
+    session._failure_state.buffers = BufferSnapshot(session._components.sharding.state.model)
+    return session._failure_state
+
+
+def rescue(session: Session, error: BaseException) -> str | None:
+    """Save the state of a run that `error` ends, if it has checkpoints; return what to report, None if nothing."""
+    return session._saves.rescue(error)
 
 
 def nonzero_count(count: float | Tensor) -> float | Tensor:

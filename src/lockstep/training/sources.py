@@ -1,7 +1,7 @@
 """Training and evaluation data, in the form that a run's model and objective need.
 
-    config, objects handed over --> task of the model --> sources --> labels: aligned with the inputs, or the next
-                                                                  --> decoder inputs, labels for the model's own loss
+    config, objects --> task of the model --> sources --> labels: aligned with the inputs, or the next tokens
+                                                      --> decoder inputs, labels for the model's own loss
 
 The meaning of a batch follows from the model and the data, whether they were configured or passed in Python.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Sources = tuple[Source, dict[str, Source]]
 
-_ALIGNMENT_SAMPLES = 4  # from which the labels' alignment is determined
+_ALIGNMENT_SAMPLES = 4  # enough to determine how labels are aligned
 _USERS_DATA = ("custom", "given")
 _NOTHING = DataFacts(0, None)
 _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
@@ -59,7 +59,7 @@ def users_model(config: Config, given: UserObjects) -> nn.Module | None:
 
 
 def make_model(config: Config, facts: DataFacts, given: UserObjects) -> nn.Module:
-    """Return the model on the CPU, in fp32, with its usual first weights."""
+    """Return the model on the CPU, in fp32, with its initial weights."""
     own = users_model(config, given)
     if own is not None:
         return own
@@ -70,7 +70,7 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     """Return the training source and the evaluation sources by name.
 
     Args:
-        model: the user's, whose inputs' names the data need; None: it is made where they need it.
+        model: the user's, whose inputs' names the data needs; None: it is built if the data needs it.
     """
     task, tokenizer = _task(config, model)
     train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer)
@@ -85,7 +85,7 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
 
 
 def facts_of_data(config: Config, given: UserObjects) -> DataFacts:
-    """Return the facts of the training data that the model needs; a user's data aren't opened, and have none."""
+    """Return the facts of the training data that the model needs; a user's data isn't opened, and has none."""
     if config.data.train.kind in _USERS_DATA:
         return _NOTHING
     alone = config.data.model_copy(update={"evaluation": {}})
@@ -98,7 +98,7 @@ def make_objective(
     """Return the objective of the run, and the sources in the form that it and the model need.
 
     Raises:
-        ConfigError: it doesn't fit the model, or evaluation data are aligned otherwise than training data.
+        ConfigError: it doesn't fit the model, or evaluation data is aligned differently from training data.
     """
     train, evaluation = sources
     head = head_of(model)
@@ -110,7 +110,10 @@ def make_objective(
         aligned = _aligned(config, config.data.train, train, head)
         for name, source in evaluation.items():
             if _aligned(config, config.data.evaluation[name], source, head) is not aligned:
-                raise _aligned_otherwise(name, aligned)
+                kinds = ("the tokens that follow the inputs", "aligned with the inputs")
+                here, there = kinds[not aligned], kinds[aligned]
+                why = f"its targets are {here}, and those of data.train are {there}; make them alike"
+                raise ConfigError(Problem("", f"data.evaluation.{name}", why))
         if aligned:
             objective = _objective(config, train.facts, given, model, head, aligned=True)
     prepare = preparation(head, with_labels=isinstance(objective, ModelLoss)) if head is not None else None
@@ -172,11 +175,5 @@ def _aligned(config: Config, section: DataSource, source: Source, head: Head | N
         return head is not None  # as the sources have it, for models of the transformers library
     if head is not None:
         return head.shifts
-    few = evaluation_batches(source, _ALIGNMENT_SAMPLES, 0, 1, Loader(), torch.device("cpu"))
-    return repeats_inputs(next(few))
-
-
-def _aligned_otherwise(name: str, aligned: bool) -> ConfigError:
-    kinds = ("the tokens that follow the inputs", "aligned with the inputs")
-    why = f"its targets are {kinds[not aligned]}, and those of data.train are {kinds[aligned]}; make them alike"
-    return ConfigError(Problem("", f"data.evaluation.{name}", why))
+    samples = evaluation_batches(source, _ALIGNMENT_SAMPLES, 0, 1, Loader(), torch.device("cpu"))
+    return repeats_inputs(next(samples))

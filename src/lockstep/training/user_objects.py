@@ -1,4 +1,4 @@
-"""The objects that a program passes in Python in place of what a config names."""
+"""The objects that a program passes in Python instead of what a config names."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Objects(TypedDict, total=False):
         train_dataset: a map-style Dataset. Items are a mapping (`labels`, `targets` are what the objective gets), a
             tuple (its last is the target), or a tensor.
         collate: makes a batch of a list of items: what an item may be, or a `lockstep.Batch`.
-        eval_datasets: further Datasets, by name.
+        eval_datasets: Datasets for evaluations, by name.
         objective: what the model is trained for, if its kind does not imply it: a `lockstep.Objective`, or one of
             torch's losses.
-        optimizer: makes a torch optimizer from parameter groups, in place of `optim.name`. A function, because a
+        optimizer: makes a torch optimizer from parameter groups, instead of `optim.name`. A function, because a
             strategy may replace parameters. Its own `lr` is the peak, unless the config sets `optim.lr`.
         schedule: (step from 0, steps of the run or None) -> learning rate as a share of its peak.
         monitors: see each report on the first rank, and may answer with requests (`lockstep.Monitor`).
         transforms: applied to the model before it is sharded (`lockstep.Transform`).
-        storage: holds the checkpoints in place of a folder (`lockstep.ObjectStore`).
+        storage: holds the checkpoints instead of a folder (`lockstep.ObjectStore`).
     """
 
     model: nn.Module | Callable[[], nn.Module] | None
@@ -77,13 +77,15 @@ class UserObjects:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError with all objects of the wrong kind; data sets are checked where they are opened."""
+        """Raise ConfigError with all objects of the wrong kind; datasets are checked where they are opened."""
         checks = {
             "model": _named(self.model, "model: {kind: huggingface, task: causal-lm, pretrained: NAME}"),
             "optimizer": _optimizer(self.optimizer),
             "schedule": _schedule(self.schedule),
             "collate": _collate(self.collate),
-            "eval_datasets": _eval_datasets(self.eval_datasets),
+            "eval_datasets": None
+            if isinstance(self.eval_datasets, Mapping)
+            else f"is of type {_kind(self.eval_datasets)}; hand over datasets by name: {{'held-out': dataset}}",
             "monitors": _extensions(self.monitors, Monitor),
             "transforms": _extensions(self.transforms, Transform),
             "storage": unimplemented(self.storage, ObjectStore) if self.storage is not None else None,
@@ -155,12 +157,6 @@ def _collate(given: object) -> str | None:
     return f"is of type {_kind(given)}; hand over a function: list of items -> batch"
 
 
-def _eval_datasets(given: object) -> str | None:
-    if isinstance(given, Mapping):
-        return None
-    return f"is of type {_kind(given)}; hand over data sets by name: {{'held-out': dataset}}"
-
-
 def _named(given: object, key: str) -> str | None:
     return f"is the text {given!r}; a name goes into the config: {key}" if isinstance(given, str) else None
 
@@ -169,106 +165,99 @@ def _kind(given: object) -> str:
     return type(given).__name__
 
 
+# --- keys of a config that stand for an object --------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """A key of a config that stands for an object handed over in Python.
+class GivenKey:
+    """A key of a config that stands for an object that was passed in Python.
 
     Attributes:
         key: whose value is `given`.
         argument: of `lockstep.train` that takes the object.
-        wanted: what it is.
-        instead: a setting that needs no object.
+        expected: what it takes.
+        alternative: a setting that needs no object.
     """
 
     key: str
     argument: str
-    wanted: str
-    instead: str
+    expected: str
+    alternative: str
 
 
-_MODULE = "a torch.nn.Module, or a function that makes one"
-_DATASET = "a map-style Dataset"
-_OBJECTIVE = "an object with `count` and `loss_sum`"
-_COLLATE = "a function: list of items -> batch"
-_OPTIMIZER = "a function of parameter groups that makes a torch optimizer"
 _EXTENSIONS = {
     "monitors": "monitors (`lockstep.Monitor`)",
     "transforms": "transforms (`lockstep.Transform`)",
     "storage": "an object store (`lockstep.ObjectStore`)",
 }
-_SCHEDULE = "a function (step, steps) -> share of optim.lr"
 
 
-def handed_in(config: Config) -> Iterator[Handed]:
-    """Every object that this config leaves to the program."""
+def given_keys(config: Config) -> Iterator[GivenKey]:
+    """Yield the keys of a config that stand for an object."""
     if config.model.kind == "given":
-        yield Handed("model.kind", "model", _MODULE, "custom")
+        yield GivenKey("model.kind", "model", "a torch.nn.Module, or a function that makes one", "custom")
     if config.objective.kind == "given":
-        yield Handed("objective.kind", "objective", _OBJECTIVE, "custom")
-    yield from _handed_data(config)
+        yield GivenKey("objective.kind", "objective", "an object with `count` and `loss_sum`", "custom")
+    sources = {"data.train": config.data.train}
+    sources |= {f"data.evaluation.{name}": section for name, section in config.data.evaluation.items()}
+    for key, source in sources.items():
+        if source.kind == "given":
+            argument = "train_dataset" if key == "data.train" else "eval_datasets"
+            yield GivenKey(f"{key}.kind", argument, "a map-style Dataset", "custom")
+            if source.collate is not None:
+                yield GivenKey(f"{key}.collate", "collate", "a function: list of items -> batch", "null")
     if config.optim.name == "given":
-        yield Handed("optim.name", "optimizer", _OPTIMIZER, "adamw")
+        expected = "a function of parameter groups that makes a torch optimizer"
+        yield GivenKey("optim.name", "optimizer", expected, "adamw")
     if config.schedule.kind == "given":
-        yield Handed("schedule.kind", "schedule", _SCHEDULE, "cosine")
+        yield GivenKey("schedule.kind", "schedule", "a function (step, steps) -> share of optim.lr", "cosine")
     for key, section in extensions_in(config):
         argument = key.partition("[")[0].removeprefix("checkpoint.")
         if section.target == GIVEN:
-            yield Handed(f"{key}.target", argument, _EXTENSIONS[argument], "module:Name")
+            yield GivenKey(f"{key}.target", argument, _EXTENSIONS[argument], "module:Name")
 
 
-def _handed_data(config: Config) -> Iterator[Handed]:
-    sources = {"data.train": config.data.train}
-    sources |= {f"data.evaluation.{name}": section for name, section in config.data.evaluation.items()}
-    for key, section in sources.items():
-        if section.kind != "given":
-            continue
-        argument = "train_dataset" if key == "data.train" else "eval_datasets"
-        yield Handed(f"{key}.kind", argument, _DATASET, "custom")
-        if section.collate is not None:
-            yield Handed(f"{key}.collate", "collate", _COLLATE, "null")
-
-
-_LOOKED_FOR_HERE = ("optimizer", "schedule", "collate", "monitors", "transforms", "storage")
+_CHECKED_HERE = ("optimizer", "schedule", "collate", "monitors", "transforms", "storage")
 
 
 def refuse_missing(config: Config, given: UserObjects) -> None:
-    """Raises ConfigError: the config says that an optimizer, a schedule or a collate function was handed over, and here
-    none was. Models, data and objectives are looked for where they are used."""
+    """Raise ConfigError if the config needs an object that wasn't passed; models, data and objectives check later."""
     missing = [
-        _missing(one)
-        for one in handed_in(config)
-        if one.argument in _LOOKED_FOR_HERE and not getattr(given, one.argument)
+        Problem(
+            "",
+            given_key.key,
+            f"`given` takes {given_key.expected} handed over in Python, and nothing was; "
+            f"add {given_key.argument}=..., or write {given_key.key}: {given_key.alternative}",
+        )
+        for given_key in given_keys(config)
+        if given_key.argument in _CHECKED_HERE and not getattr(given, given_key.argument)
     ]
     if missing:
         raise ConfigError(missing)
 
 
-def _missing(one: Handed) -> Problem:
-    why = f"`given` takes {one.wanted} handed over in Python, and nothing was; add {one.argument}=..., or write "
-    return Problem("", one.key, f"{why}{one.key}: {one.instead}")
-
-
 def refuse_given(loaded: LoadedConfig) -> None:
-    """Raise ConfigError if the config names objects, which nobody can hand over from the command line."""
-    found = list(handed_in(loaded.config))
-    if not found:
+    """Raise ConfigError if the config needs objects, which can't be passed on the command line."""
+    keys = list(given_keys(loaded.config))
+    if not keys:
         return
-    arguments = ", ".join(dict.fromkeys(f"{one.argument}=..." for one in found))
+    arguments = ", ".join(dict.fromkeys(f"{given_key.argument}=..." for given_key in keys))
     run = str(loaded.runs[0].run) if loaded.runs else None
     call = f'lockstep.train("{run or "CONFIG"}", {arguments})'
     accept = "" if run is None else " and accept the change: --accept-changes"
-    raise ConfigError([Problem("", one.key, _handed_over(one, call) + accept) for one in found])
+    problems = []
+    for given_key in keys:
+        key, setting = given_key.key, given_key.alternative
+        another = "name a `custom` one here" if setting == "custom" else f"write {key}: {setting}"
+        why = f"`given` is an object handed over in Python; hand it over again: {call}, or {another}{accept}"
+        problems.append(Problem("", key, why))
+    raise ConfigError(problems)
 
 
-def _handed_over(one: Handed, call: str) -> str:
-    another = "name a `custom` one here" if one.instead == "custom" else f"write {one.key}: {one.instead}"
-    return f"`given` is an object handed over in Python; hand it over again: {call}, or {another}"
-
-
-def not_given(key: str, wanted: str, got: object) -> ConfigError:
-    """What a config leaves to the program, and the program didn't give."""
-    found = "nothing was" if got is None else f"a {type(got).__name__} was"
-    return ConfigError(Problem("", key, f"kind `given` takes {wanted} handed over in Python, and {found}"))
+def not_given(key: str, expected: str, got: object) -> ConfigError:
+    """Return the error for an object that the config needs and that was not passed, or has the wrong type."""
+    passed = "nothing was" if got is None else f"a {type(got).__name__} was"
+    return ConfigError(Problem("", key, f"kind `given` takes {expected} handed over in Python, and {passed}"))
 
 
 def user_monitors(config: Config, given: UserObjects) -> list[Monitor]:
