@@ -1,4 +1,4 @@
-"""What becomes of one key of another tool's config: find its row, and apply its rule.
+"""Answer one key of another tool's config: find its row, and apply its rule.
 
 ("zero_optimization", "stage")     DeepSpeed's key, in any section
 ("optim", "lr")                    Lockstep's key, taken as it is

@@ -83,7 +83,7 @@ def _expanded(keys: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What becomes of a key.
+    """The result of importing a key.
 
     Attributes:
         settings: Lockstep's keys with their values.

@@ -1,4 +1,4 @@
-"""Where a run first deviates from the single process, and the likely cause.
+"""Find where a run first deviates from the single process, and the likely cause.
 
     other samples? --> other initial weights? --> loss --> gradient --> norm --> weights after the update
     (counts, digest)                              the first deviation is reported, not what follows from it
