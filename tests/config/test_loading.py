@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kit import small
 
 from lockstep.config.loading import DEFAULT, LoadedConfig, load, validate, values
 from lockstep.config.override import Override
@@ -155,3 +156,15 @@ def test_several_unreadable_files_are_named_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load([first, second], environ={})
     assert [problem.where for problem in caught.value.problems] == [f"{first}:1:4", str(second)]
+
+
+@pytest.mark.parametrize(
+    ("section", "selector", "other"), [("optim", "name", "sgd"), ("objective", "kind", "next-token")]
+)
+def test_a_target_implies_custom_and_contradicts_another_choice(section: str, selector: str, other: str) -> None:
+    config = validate({**small.config(), section: {"target": "m:N"}}).config
+    assert getattr(getattr(config, section), selector) == "custom"
+    with pytest.raises(ConfigError, match=f"{selector} is {other}, and `target` names code of your own"):
+        validate({**small.config(), section: {"target": "m:N", selector: other}})
+    with pytest.raises(ConfigError, match=f"{selector} custom needs `target`"):
+        validate({**small.config(), section: {selector: "custom"}})

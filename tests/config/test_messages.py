@@ -75,6 +75,11 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         "/run.yaml:5:1: data: given twice, first at /run.yaml:2:1; keep one\n"
         "/run.yaml:4:24: monitor.tensorboard: 'no' is not true or false; no is text in YAML 1.2: write false",
     ),
+    "a seed beside an argument of that name": (
+        GOOD + "monitors: [{target: 'm:N', arguments: {seed: 1}}]\nseed: 3\n",
+        [],
+        "/run.yaml:5:1: seed: Lockstep's key is run.seed: write `run.seed: 3`",
+    ),
     "words of transformers": (
         GOOD + HUGGING_FACE,
         [],

@@ -1,17 +1,10 @@
-"""The code rules that no linter has, and the allow-lists of remaining breaches.
-
-    src/lockstep --parsed once--> RULES, each yields (file, count) --> compared with tests/layers/allowed/PACKAGE.txt
-
-There is an allow-list for each package, with an entry per line, `rule file count`. It may only shrink:
-`python tests/layers/law.py` rewrites it, and refuses while a rule is broken more often than it allows.
-"""
+"""The code rules that no linter has: `RULES` yields each place of src/lockstep that breaks one."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
-ALLOWED = Path(__file__).parent / "allowed"
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -191,53 +183,6 @@ def _class_names() -> Counter[str]:
     )
 
 
-# --- the allow-list -------------------------------------------------------------------------------------------------
-
-Counts = dict[tuple[str, str], int]
-"""How often a rule is broken in a file, by (rule, path)."""
-
-
-def offenses(rule: str) -> dict[str, list[str]]:
-    """Return the places that break `rule`, by file."""
-    return {module.path: spots for module in modules() if (spots := list(RULES[rule](module)))}
-
-
-def allowed() -> Counts:
-    """Read the allow-list of every package."""
-    counts: Counts = {}
-    for file in sorted(ALLOWED.glob("*.txt")):
-        for line in file.read_text().splitlines():
-            if line[0] not in "<=>":  # a merge conflict, until the list is rewritten
-                rule, path, count = line.split()
-                counts[rule, path] = int(count)
-    return counts
-
-
-def rewrite() -> int:
-    """Rewrite the allow-lists for files that were moved or fixed. Return 1 if a rule is broken more often."""
-    before = allowed()
-    now = {(rule, path): len(spots) for rule in RULES for path, spots in offenses(rule).items()}
-    limits, totals = Counter[str](), Counter[str]()
-    for (rule, _), count in before.items():
-        limits[rule] += count
-    for (rule, _), count in now.items():
-        totals[rule] += count
-    grown = [f"{rule}: {totals[rule]}, allowed are {limits[rule]}" for rule in RULES if totals[rule] > limits[rule]]
-    if before and grown:
-        print("\n".join(grown))
-        return 1
-    lines: dict[str, list[str]] = {}
-    for (rule, path), count in sorted(now.items()):
-        package = path.split("/")[0] if "/" in path else "lockstep"
-        lines.setdefault(package, []).append(f"{rule} {path} {count}\n")
-    for file in ALLOWED.glob("*.txt"):
-        if file.stem not in lines:
-            file.unlink()
-    for package, entries in lines.items():
-        (ALLOWED / f"{package}.txt").write_text("".join(entries))
-    print(", ".join(f"{rule} {totals[rule]}" for rule in RULES))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(rewrite())
+def offenses(rule: str) -> list[str]:
+    """Return the places that break `rule`."""
+    return [f"src/lockstep/{module.path}:{spot}" for module in modules() for spot in RULES[rule](module)]

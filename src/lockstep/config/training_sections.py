@@ -9,6 +9,23 @@ from pydantic import Field, model_validator
 from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
 
 
+def _custom_if_target(values: Any, selector: str) -> Any:
+    """Return the values of a section whose `target` selects `custom`, where nothing else is selected."""
+    if isinstance(values, dict) and values.get("target") is not None and selector not in values:
+        return {**values, selector: "custom"}
+    return values
+
+
+def _check_target(selector: str, selected: str, target: str | None) -> None:
+    """Raise ValueError if `target` and `custom` don't come together."""
+    if selected == "custom" and target is None:
+        raise ValueError(f"{selector} custom needs `target`: module:Name or path/to/file.py:Name")
+    if selected != "custom" and target is not None:
+        raise ValueError(
+            f"{selector} is {selected}, and `target` names code of your own; write {selector}: custom, or drop target"
+        )
+
+
 class ObjectiveConfig(Section):
     """The objective of the training."""
 
@@ -22,10 +39,14 @@ class ObjectiveConfig(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments for `target`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_of_target(cls, values: Any) -> Any:
+        return _custom_if_target(values, "kind")
+
     @model_validator(mode="after")
     def _target_if_custom(self) -> ObjectiveConfig:
-        if (self.kind == "custom") != (self.target is not None):
-            raise ValueError("`target` and `kind: custom` belong together: give both or neither")
+        _check_target("kind", self.kind, self.target)
         return self
 
 
@@ -53,8 +74,8 @@ class Optim(Section):
     """The optimizer and its settings."""
 
     name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "custom", "given"] = "adamw"
-    """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `custom`: that of `target`; `given`:
-    one passed in Python."""
+    """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `custom`: that of `target`, which
+    implies it; `given`: one passed in Python."""
     target: PathText | None = None
     """Code of `custom`: `package.module:Name`, `path/to/file.py:Name` or the registered name of a torch optimizer,
     which is called with parameter groups."""
@@ -83,10 +104,14 @@ class Optim(Section):
     `single`, without clipping, fp16 and accumulation. No update can be discarded: a gradient that isn't finite ends the
     run."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_target(cls, values: Any) -> Any:
+        return _custom_if_target(values, "name")
+
     @model_validator(mode="after")
     def _options_fit_the_optimizer(self) -> Optim:
-        if (self.name == "custom") != (self.target is not None):
-            raise ValueError("`target` and `name: custom` belong together: give both or neither")
+        _check_target("name", self.name, self.target)
         if self.in_backward and self.clip_norm is not None:
             raise ValueError(
                 f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} "

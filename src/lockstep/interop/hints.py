@@ -39,7 +39,7 @@ def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
     has_value = isinstance(node, Leaf) and node.value is not None
     if not has_value and row.note.startswith("write "):
         return row.note
-    keys = tuple(ForeignKey(way, to_python(leaf)) for way, leaf in leaves(tree) if way)
+    keys = tuple(ForeignKey(way, to_python(leaf)) for way, leaf in leaves(tree) if way and "arguments" not in way)
     if row.rule == "accumulation" or row.target == "batch.micro_size":
         return _batch_hint(ForeignFile(Path(), "yaml", keys))
     if not isinstance(node, Leaf) or not has_value:
