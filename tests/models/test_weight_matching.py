@@ -475,5 +475,5 @@ def test_a_module_from_the_python_api_starts_from_weights(tmp_path: Path) -> Non
 def test_init_partial_without_init_from_is_refused() -> None:
     config = small.config()
     config["model"]["init_partial"] = True
-    with pytest.raises(ConfigError, match="give init_from too"):
+    with pytest.raises(ConfigError, match="init_partial needs init_from"):
         open_and_close(config)

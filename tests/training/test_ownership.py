@@ -240,6 +240,15 @@ def test_a_session_continues_the_checkpoints_of_a_run_only_if_it_is_asked_to(sto
         assert session.checkpoints(memory, accept_changes=True).resumed_from == 6
 
 
+def test_a_session_continues_the_checkpoints_of_a_run_with_the_same_settings_under_another_strategy(
+    store: dict[str, Any],
+) -> None:
+    memory = instance_of_store()
+    lockstep.train({**_config(run={"folder": "run"}), "parallel": {"strategy": "single"}}, storage=memory)
+    with lockstep.session({**_config(steps=8), "parallel": {"strategy": "ddp"}}) as session:
+        assert session.checkpoints(memory).resumed_from == 6
+
+
 def test_a_run_does_not_take_the_checkpoints_of_a_session(store: dict[str, Any]) -> None:
     memory = instance_of_store()
     with lockstep.session(_config(lr=0.03)) as session:

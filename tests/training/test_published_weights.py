@@ -108,7 +108,7 @@ def test_a_file_of_a_library_is_compared_too() -> None:
     listed.refuse_incomplete_file({**shapes, "second.weight": shapes.pop("first.weight")}, (), "files")
     split = {key: shape for key, shape in shapes.items() if key != "first.bias"}
     listed.refuse_incomplete_file({**split, "first.weight": (4, 4), "a": (1,), "b": (3,)}, (), "files")
-    with pytest.raises(RunFailed, match=r"lack 1 of the model's 9 tensors \(4 elements, and 1 elements under other"):
+    with pytest.raises(RunFailed, match=r"lack 1 of the model's 9 tensors \(4 elements, but 1 elements under other"):
         listed.refuse_incomplete_file({**split, "first.weight": (4, 4), "a": (1,)}, (), "files")
     listed.refuse_incomplete_file({**split, "first.weight": (4, 4)}, {"first.bias"}, "files")
 

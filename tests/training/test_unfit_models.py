@@ -52,7 +52,7 @@ ONE = {"batch": {"global_size": 2, "micro_size": 1}}
 @pytest.mark.parametrize(
     ("given", "sections", "says"),
     [
-        ({"model": SparseTable}, {}, "model: table.weight gets sparse gradients"),
+        ({"model": SparseTable}, {}, "model: table.weight has sparse gradients"),
         ({"model": Complex}, {}, "model: turn is complex64"),
         ({"model": Lazy}, {}, "model: lazy.weight of a LazyLinear has no shape before the first forward"),
         ({"objective": TwoLosses}, {}, "objective: loss_sum returned a tuple"),

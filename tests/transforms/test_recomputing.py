@@ -267,7 +267,7 @@ def switched_on_at(full_rank: int) -> list[bool]:
             watch = components_of(session).watch
             assert watch is not None
             used = 0.9 if dist.get_rank() == full_rank else 0.1
-            session._components = replace(components_of(session), watch=replace(watch, used=lambda: used))
+            session._components = replace(components_of(session), watch=replace(watch, peak_share=lambda: used))
             for _ in session:
                 switched.append(watch.switch.on)
     finally:

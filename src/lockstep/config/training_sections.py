@@ -9,18 +9,14 @@ from pydantic import Field, model_validator
 from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section
 
 
-def _custom_if_target(values: Any, selector: str) -> Any:
-    """Return the values of a section whose `target` selects `custom`, where nothing else is selected."""
-    if isinstance(values, dict) and values.get("target") is not None and selector not in values:
-        return {**values, selector: "custom"}
-    return values
-
-
-def _check_target(selector: str, selected: str, target: str | None) -> None:
-    """Raise ValueError if `target` and `custom` don't come together."""
-    if selected == "custom" and target is None:
+def _settle_target(section: ObjectiveConfig | Optim, selector: str) -> None:
+    """Let `target` select `custom` where nothing else is selected. Raise ValueError if they contradict each other."""
+    if section.target is not None and selector not in section.model_fields_set:
+        object.__setattr__(section, selector, "custom")  # the section is frozen, and not yet anyone's
+    selected = getattr(section, selector)
+    if selected == "custom" and section.target is None:
         raise ValueError(f"{selector} custom needs `target`: module:Name or path/to/file.py:Name")
-    if selected != "custom" and target is not None:
+    if selected != "custom" and section.target is not None:
         raise ValueError(
             f"{selector} is {selected}, and `target` names code of your own; write {selector}: custom, or drop target"
         )
@@ -39,14 +35,9 @@ class ObjectiveConfig(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments for `target`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _kind_of_target(cls, values: Any) -> Any:
-        return _custom_if_target(values, "kind")
-
     @model_validator(mode="after")
     def _target_if_custom(self) -> ObjectiveConfig:
-        _check_target("kind", self.kind, self.target)
+        _settle_target(self, "kind")
         return self
 
 
@@ -104,14 +95,9 @@ class Optim(Section):
     `single`, without clipping, fp16 and accumulation. No update can be discarded: a gradient that isn't finite ends the
     run."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_of_target(cls, values: Any) -> Any:
-        return _custom_if_target(values, "name")
-
     @model_validator(mode="after")
     def _options_fit_the_optimizer(self) -> Optim:
-        _check_target("name", self.name, self.target)
+        _settle_target(self, "name")
         if self.in_backward and self.clip_norm is not None:
             raise ValueError(
                 f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} "

@@ -98,7 +98,7 @@ def refusal_of_storage(
     if folder is not None:
         remedy = "give each run a storage of its own, such as another bucket, prefix or file"
         return None if _belongs_to(folder, occupant.owner) else _refusal(storage.place, occupant, remedy)
-    if accept_changes or occupant.owner.folder is None:
+    if accept_changes or occupant.owner.folder is None or _trains_alike(config, occupant.newest):
         return None
     remedy = "give the session a place of its own; accept_changes=True continues from these"
     return _refusal(storage.place, occupant, remedy)
@@ -135,6 +135,11 @@ def _newest(storage: Storage, names: list[str]) -> Manifest | None:
         except CorruptCheckpoint:
             continue
     return None
+
+
+def _trains_alike(config: Config, newest: Manifest | None) -> bool:
+    """Return whether a config learns the same as the one that a checkpoint records, perhaps under another strategy."""
+    return newest is not None and _of_training(newest.config) == _of_training(finite(to_public(config)))
 
 
 def _belongs_to(folder: Path, owner: Owner) -> bool:
