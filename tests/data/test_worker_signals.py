@@ -107,7 +107,7 @@ def test_a_worker_that_is_stuck_is_killed(tmp_path: Path) -> None:
     rank = served().Process(target=_rank, args=(Stuck(0.0, tmp_path), "fork", tmp_path))
     (tmp_path / "close").touch()
     rank.start()
-    _wait(lambda: len(_workers(tmp_path)) == 2)
+    _wait(lambda: len(_workers(tmp_path)) == 2 or not rank.is_alive())  # a loaded machine may miss the moment
     rank.join(60)
     assert rank.exitcode == 0
     assert float((tmp_path / "closed").read_text()) < 20
