@@ -160,7 +160,7 @@ class Saver:
 
     @property
     def status(self) -> tuple[int, int]:
-        """How many saves this rank has settled, and how many of them failed: its part of the vote."""
+        """Number of saves that this rank has finished, and of those that failed: its share of the vote."""
         return self._settled, self._failures
 
     def on_vote(self, settled: float, failures: float) -> None:

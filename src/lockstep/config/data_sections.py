@@ -112,7 +112,7 @@ DataSource = Annotated[
 
 
 class Loader(Section):
-    """How samples reach a rank."""
+    """Worker processes, prefetch and memory of the data loader."""
 
     workers: Annotated[int, Field(ge=0)] = 0
     """Worker processes per rank; 0 reads samples in the rank itself, which is fastest for small ones."""

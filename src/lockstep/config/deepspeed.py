@@ -26,7 +26,7 @@ from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
 from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DeepSpeed
+    from lockstep.config.schema import Config, DeepSpeed, Optim
     from lockstep.plan.plan import Plan
 
 _BUCKET = 500_000_000  # DeepSpeed's default: elements reduced at a time
@@ -67,7 +67,7 @@ def plain_config(config: Config, derived: Derived) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": derived.micro_size,
         "gradient_accumulation_steps": derived.accumulation,
         "gradient_clipping": config.optim.clip_norm or 0.0,
-        "optimizer": _optimizer(config),
+        "optimizer": _optimizer(config.optim),
         **({} if scheduler is None else {"scheduler": scheduler}),
         **({"torch_autocast": autocast} if autocast["dtype"] else {}),
         **_shared(config.parallel.deepspeed, derived.trainable),
@@ -132,8 +132,7 @@ def _passed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
     return {key: given[key] for key in keys_of(section, ["pass"]) if given.get(key, AUTO) != AUTO}
 
 
-def _optimizer(config: Config) -> dict[str, Any]:
-    optim = config.optim
+def _optimizer(optim: Optim) -> dict[str, Any]:
     params: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if optim.name in ("adamw", "adam"):
         adam = {"betas": list(optim.betas), "eps": optim.eps, "torch_adam": True, "adam_w_mode": optim.name == "adamw"}
@@ -146,9 +145,9 @@ def _optimizer(config: Config) -> dict[str, Any]:
 def _scheduler(config: Config, derived: Derived) -> dict[str, Any] | None:
     """Return DeepSpeed's scheduler, whose warmup and curve come two updates later than Lockstep's."""
     schedule, steps = config.schedule, derived.steps
-    if schedule.kind == "constant" and not warmup_steps(config, derived):
+    if schedule.kind == "constant" and not warmup_steps(schedule, steps):
         return None
-    shared = {"warmup_num_steps": warmup_num_steps(config, derived), "warmup_type": schedule.warmup_type}
+    shared = {"warmup_num_steps": warmup_num_steps(schedule, steps), "warmup_type": schedule.warmup_type}
     if schedule.kind == "cosine":
         cosine = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": schedule.final_ratio}
         return {"type": "WarmupCosineLR", "params": {**cosine, **shared}}

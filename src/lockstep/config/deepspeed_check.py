@@ -24,7 +24,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.files import read_bounded
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DeepSpeed
+    from lockstep.config.schema import Config, DeepSpeed, Parallel, Schedule
 
 AUTO = "auto"
 _PLACE = "parallel.deepspeed.config"
@@ -66,7 +66,7 @@ def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
         ConfigError: Lists what contradicts, isn't accepted, or isn't a key of DeepSpeed's.
     """
     given, problems = read_deepspeed(config.parallel.deepspeed)
-    problems += _section_problems(config)
+    problems += _section_problems(config.parallel)
     comparison = _Comparison(config, derived)
     comparison.section("", {key: given[key] for key in given if key not in later})
     problems += comparison.problems
@@ -92,25 +92,24 @@ def read_deepspeed(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]
     return content, []
 
 
-def warmup_steps(config: Config, derived: Derived) -> int:
-    schedule = config.schedule
+def warmup_steps(schedule: Schedule, steps: int | None) -> int:
     if schedule.warmup_ratio is not None:
-        return round(schedule.warmup_ratio * (derived.steps or 0))
+        return round(schedule.warmup_ratio * (steps or 0))
     return schedule.warmup_steps or 0
 
 
-def warmup_num_steps(config: Config, derived: Derived) -> int:
+def warmup_num_steps(schedule: Schedule, steps: int | None) -> int:
     """Return DeepSpeed's number for this warmup: it counts from an update of rate 0."""
-    return warmup_steps(config, derived) + (2 if config.schedule.warmup_type == "log" else 1)
+    return warmup_steps(schedule, steps) + (2 if schedule.warmup_type == "log" else 1)
 
 
 # --- the comparison -----------------------------------------------------------------------------------------------
 
 
-def _section_problems(config: Config) -> list[Problem]:
+def _section_problems(parallel: Parallel) -> list[Problem]:
     """Return the problems of parallel.deepspeed itself, and of options that don't go with it."""
-    section, problems = config.parallel.deepspeed, list[tuple[str, str]]()
-    if config.parallel.ddp.find_unused_parameters:
+    section, problems = parallel.deepspeed, list[tuple[str, str]]()
+    if parallel.ddp.find_unused_parameters:
         why = "DeepSpeed gives a parameter that isn't used a gradient of zero; write false, or take ddp"
         problems.append(("ddp.find_unused_parameters", why))
     for key in ("offload_optimizer", "offload_param"):
@@ -141,7 +140,7 @@ def _expected_values(config: Config, derived: Derived) -> dict[str, Any]:
         "optimizer.params.weight_decay": optim.weight_decay,
         "optimizer.params.momentum": optim.momentum,
         "optimizer.params.nesterov": optim.nesterov,
-        "scheduler.params.warmup_num_steps": warmup_steps(config, derived),
+        "scheduler.params.warmup_num_steps": warmup_steps(schedule, derived.steps),
         "scheduler.params.warmup_type": schedule.warmup_type,
         "scheduler.params.warmup_max_lr": optim.lr,
         "scheduler.params.total_num_steps": derived.steps,
@@ -239,7 +238,9 @@ class _Comparison:
 
     def _agrees(self, row: DeepSpeedKey, value: Any) -> None:
         expected = self._expected[row.path]
-        as_written = row.path.endswith("warmup_num_steps") and value == warmup_num_steps(self._config, self._derived)
+        as_written = row.path.endswith("warmup_num_steps") and value == warmup_num_steps(
+            self._config.schedule, self._derived.steps
+        )
         if _same(value, expected) or as_written:
             return
         write = f"{row.ours}: {_json(value)}"
@@ -269,7 +270,7 @@ class _Comparison:
         """Compare DeepSpeed's defaults for the parameters that the section leaves out."""
         for name in keys_of("scheduler.params", ["same"]) if scheduler in _CURVES else ():
             row = deepspeed_keys()[f"scheduler.params.{name}"]
-            immaterial = name == "warmup_type" and not warmup_steps(self._config, self._derived)
+            immaterial = name == "warmup_type" and not warmup_steps(self._config.schedule, self._derived.steps)
             if row.value is None or name in params or immaterial or _OF_ONE_SCHEDULER.get(name, scheduler) != scheduler:
                 continue
             key, value, expected = row.ours, _json(row.value), self._expected[row.path]

@@ -112,7 +112,7 @@ class Parallel(Section):
 
 
 class Launch(Section):
-    """How the run's processes start and find each other."""
+    """Start of the run's processes, and how they connect."""
 
     ranks: Positive | Auto = "auto"
     """Processes on this machine; auto: one per GPU, or one without a GPU."""

@@ -66,7 +66,7 @@ def tightest_limit(root: Path = _ROOT) -> MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class Kills:
-    """How many processes the kernel has killed for lack of memory; None if it doesn't count them (a sandbox)."""
+    """Numbers of processes that the kernel has killed for lack of memory; None if it doesn't count them (a sandbox)."""
 
     in_group: int | None
     on_machine: int | None

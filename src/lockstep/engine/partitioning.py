@@ -24,7 +24,7 @@ _COLLECTED = ("output_router_logits", "output_hidden_states", "output_attentions
 
 @dataclass(frozen=True, slots=True)
 class PartitionSpec:
-    """How a pipeline is to be partitioned.
+    """The requested partition of a pipeline.
 
     Attributes:
         rank, ranks: This rank's coordinate on the pipeline, and the pipeline's number of ranks.

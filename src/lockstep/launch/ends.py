@@ -38,7 +38,7 @@ from lockstep.core.stopping import STOP_SIGNALS
 
 
 class EndKind(Enum):
-    """How a rank ended."""
+    """The kinds of a rank's end."""
 
     DONE = "returned 0"
     MESSAGE = "raised a Failure, whose message is shown without a traceback"

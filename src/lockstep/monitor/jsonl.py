@@ -51,7 +51,7 @@ def _not_finite(path: str, value: Any) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """How far a file had been written.
+    """The extent of a file at some moment.
 
     Attributes:
         lines: Number of lines or records.

@@ -25,7 +25,7 @@ _MICRO_BATCHES_PER_STAGE = 4
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How the samples of an update are split.
+    """The split of the samples of an update into micro-batches.
 
     Attributes:
         global_size: Samples per update.

@@ -204,7 +204,7 @@ def _gather_record(session: Session, batch: GlobalBatch) -> UpdateRecord:
     components = components_of(session)
     counts = [components.objective.count(_on_cpu(micro)) if micro.samples else 0 for micro in batch.micro_batches]
     own = (batch.count, batch.digest, _content(batch), counts)
-    gathered = cast("list[Any]", components.world.axis.gather(own if components.place.reports_counts else None))
+    gathered = cast("list[Any]", components.world.axis.gather(own if components.position.reports_counts else None))
     ranks = [record for record in gathered if record is not None]
     return UpdateRecord(
         step=batch.step,

@@ -33,7 +33,7 @@ from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.training.components import Components, Rate
-from lockstep.training.engines import build_engine, computed_objective
+from lockstep.training.engines import build_engine, computed_objective, consensus_of
 from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
 from lockstep.training.parallelize import WholeModel, load_builder, parallelize, tensor_plan_of
@@ -68,7 +68,7 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
     whole, plan, source, objective = prepared.whole, prepared.plan, prepared.source, prepared.objective
     optimizer = ConfiguredOptimizer(config.optim, plan.groups, given.optimizer)
     made = parallelize(whole, config, plan, world, optimizer, user_transforms(config, given))
-    engine, consensus = build_engine(made, config, plan, world, source, objective, prepared.computed)
+    engine = build_engine(made, config, plan, world, source, objective, prepared.computed)
 
     dtype = resolve_compute(config.precision.compute, world.device)
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
@@ -88,7 +88,7 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
         config=config,
         plan=plan,
         world=world,
-        place=made.position,
+        position=made.position,
         objective=objective,
         sharding=made.sharding,
         tensors=prepared.tensors,
@@ -105,7 +105,7 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
             made.position,
             world,
         ),
-        consensus=consensus,
+        consensus=consensus_of(world, made.sharding.loss_sum),
         readback=readback_from(world.device),
         scaler=LossScaler(config.precision.loss_scale, enabled=scaled, device=world.device),
         rate=_rate(config.optim, config.schedule, given.schedule),

@@ -43,7 +43,7 @@ class Components:
     config: Config
     plan: Plan
     world: World
-    place: MeshPosition
+    position: MeshPosition
     objective: EvaluatedObjective
     sharding: Sharding
     tensors: ModelTensors

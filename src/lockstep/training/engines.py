@@ -22,7 +22,9 @@ from lockstep.monitor.metric_log import MetricLog, recording
 from lockstep.optim.precision import autocast_context, resolve_compute
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config
+    from torch import Tensor
+
+    from lockstep.config.schema import Config, TensorParallelOptions
     from lockstep.core.protocols import Engine, EvaluatedObjective, Source
     from lockstep.core.records import Batch
     from lockstep.distributed.consensus import Consensus
@@ -70,8 +72,8 @@ def build_engine(
     source: Source,
     objective: EvaluatedObjective,
     computed: EvaluatedObjective,
-) -> tuple[Engine, Consensus]:
-    """Return the engine of a model, and the vote. All ranks together.
+) -> Engine:
+    """Return the engine of a model. All ranks together.
 
     Args:
         source: The training samples.
@@ -84,10 +86,9 @@ def build_engine(
     sharding, position = made.sharding, made.position
     model = sharding.state.model
     autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
-    on_host, loss_sum = world.device.type == "cpu", sharding.loss_sum
-    consensus = HostConsensus(world.axis, loss_sum) if on_host else DeviceConsensus(world.axis, world.device, loss_sum)
     draws = _draws(config, plan, made, world)
     checked = evaluation_batches(source, 2, 0, 1, Loader(), world.device)
+    check_tensor_plan = partial(_check_tensor_plan, made, config.parallel.tensor_parallel, world, checked, objective)
     if made.stages is not None:
         from lockstep.engine.pipeline import PipelineEngine
 
@@ -105,8 +106,8 @@ def build_engine(
             device=world.device,
         )
         forwards = [partial(pipelined.run_alone, stage) for stage in made.stages.own]
-        _check_tensor_plan(made, config, world, checked, objective, forwards)
-        return pipelined, consensus
+        check_tensor_plan(forwards)
+        return pipelined
     prepare = computed.show if isinstance(computed, ChunkedHeadLoss) else None
     if made.context is not None:
         from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
@@ -119,9 +120,20 @@ def build_engine(
         engine = ContextEngine(eager, divider)
         with muted_logging():
             engine.check(next(checked), world.axis)
-        return engine, consensus
-    _check_tensor_plan(made, config, world, checked, objective, [lambda batch: call(model, batch.inputs)])
-    return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare), consensus
+        return engine
+    check_tensor_plan([lambda batch: call(model, batch.inputs)])
+    return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare)
+
+
+def consensus_of(world: World, loss_sum: Callable[[], Tensor] | None) -> Consensus:
+    """Return the vote on the rank's device.
+
+    Args:
+        loss_sum: As of `Sharding`.
+    """
+    if world.device.type == "cpu":
+        return HostConsensus(world.axis, loss_sum)
+    return DeviceConsensus(world.axis, world.device, loss_sum)
 
 
 def _draws(config: Config, plan: Plan, made: Parallelized, world: World) -> KeyedDraws:
@@ -140,7 +152,7 @@ def _draws(config: Config, plan: Plan, made: Parallelized, world: World) -> Keye
 
 def _check_tensor_plan(
     made: Parallelized,
-    config: Config,
+    options: TensorParallelOptions,
     world: World,
     checked: Iterator[Batch],
     objective: EvaluatedObjective,
@@ -153,7 +165,7 @@ def _check_tensor_plan(
         forwards: The forward of the whole model, or of each of this rank's stages.
     """
     model = made.sharding.state.model
-    is_own_plan = isinstance(model, Transformer) and config.parallel.tensor_parallel.plan == "auto"
+    is_own_plan = isinstance(model, Transformer) and options.plan == "auto"
     if made.tensor is None or made.tensor.group is None or is_own_plan:
         return
     from lockstep.engine.dry_run import first_positions

@@ -111,8 +111,6 @@ def run_job(job: Job) -> Finished:
         codec_of(config.model, config.data.train)  # refuses a model that makes no text, before training
     with opened(config, job.given) as session, _logged_tracebacks(job, session) as folder:
         checkpoints, notes = _begin(job, session, folder)
-        if transforms := transform_names(config, job.given):
-            notes.insert(0, f"transforms of the model: {', '.join(transforms)}")
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         is_first = components_of(session).world.rank == 0
         builtin = _monitors(config.monitor, folder, checkpoints) if is_first else []
@@ -180,11 +178,13 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     components = components_of(session)
     is_first = components.world.rank == 0
     environment: dict[str, Any] = {"recipe": job.recipe, **describe()} if is_first else {}
-    if is_first and (transforms := transform_names(job.config, job.given)):
+    transforms = transform_names(job.config.transforms, job.given)
+    if is_first and transforms:
         environment[TRANSFORMS] = transforms
     storage = storage_of(job.config.checkpoint, folder, job.given.storage)
     checkpoints = Checkpoints(session, storage, environment, folder, job.recipe)
-    notes = checkpoints.begin(job.resume)
+    notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
+    notes += checkpoints.begin(job.resume)
     if is_first:
         run_folder = RunFolder.open(folder)
         if checkpoints.resumed_from is None or job.resume.origin is not None:

@@ -18,7 +18,7 @@ from lockstep.data.order import MODULUS
 
 @dataclass(frozen=True, slots=True)
 class OrderFacts:
-    """How positions in a run map to samples.
+    """The mapping of positions in a run to samples.
 
     Attributes:
         samples: size of the dataset.

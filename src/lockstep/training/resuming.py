@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a run begins.
+    """The start of a run: from scratch, or from a checkpoint.
 
     Attributes:
         fresh: start over, whatever was saved before.

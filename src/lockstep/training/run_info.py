@@ -48,7 +48,7 @@ def run_info(
         peak_flops=peak_flops(device_name, precision),
         flops_per_token=components.flops_per_token,
         resumed_from=resumed_from,
-        shares=components.place.shares,
+        shares=components.position.shares,
         notes=(*plan.warnings, *_notes(components), *notes),
     )
 

@@ -257,9 +257,9 @@ class Session:
         if self._upcoming is None:  # else an accumulate was interrupted by an error, and is repeated
             assert self._batches is not None, "batches() begins the session"
             self._upcoming = self._next_batch(self._batches)
-        place = self._components.place
-        tallies = (float(self._current.digest) if place.reports_counts else 0.0, *self._saves.status())
-        loss_sum = loss_sum if place.reports_loss else loss_sum.new_zeros(())
+        position = self._components.position
+        tallies = (float(self._current.digest) if position.reports_counts else 0.0, *self._saves.status())
+        loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
         self._components.consensus.open(loss_sum, *self._counts(self._upcoming), tallies, self._requests)
         self._requests.clear()
 
@@ -284,7 +284,7 @@ class Session:
 
     def _counts(self, batch: GlobalBatch) -> tuple[float, int]:
         """Return valid targets and tokens of a batch; 0 where another rank with the same samples counts them."""
-        return (batch.count, batch.tokens) if self._components.place.reports_counts else (0, 0)
+        return (batch.count, batch.tokens) if self._components.position.reports_counts else (0, 0)
 
     def _rate(self) -> float:
         plan = self._components.plan

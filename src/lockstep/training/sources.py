@@ -31,7 +31,7 @@ from lockstep.training.checked_objective import CheckedObjective
 from lockstep.training.user_objects import UserObjects, not_given
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DataSource
+    from lockstep.config.schema import Config, DataSource, ObjectiveConfig
 
 Sources = tuple[Source, dict[str, Source]]
 
@@ -104,12 +104,12 @@ def make_objective(
     head = head_of(model)
     objective = _objective(config, train.facts, given, model, head, aligned=False)
     if (
-        _users_objective(config, given) is None
+        _users_objective(config.objective, given) is None
         and objective_kind(config.objective, config.model, train.facts, head) == "next-token"
     ):
-        aligned = _aligned(config, config.data.train, train, head)
+        aligned = _aligned(config.data.train, train, head)
         for name, source in evaluation.items():
-            if _aligned(config, config.data.evaluation[name], source, head) is not aligned:
+            if _aligned(config.data.evaluation[name], source, head) is not aligned:
                 kinds = ("the tokens that follow the inputs", "aligned with the inputs")
                 here, there = kinds[not aligned], kinds[aligned]
                 why = f"its targets are {here}, and those of data.train are {there}; make them alike"
@@ -128,7 +128,7 @@ def _objective(
 ) -> EvaluatedObjective:
     if given.objective is None and config.objective.kind == "given":
         raise not_given("objective", "an object with `count` and `loss_sum`", None)
-    key = _users_objective(config, given)
+    key = _users_objective(config.objective, given)
     if given.objective is not None:
         objective = adapt_objective(given.objective)
     else:
@@ -136,11 +136,11 @@ def _objective(
     return objective if key is None else CheckedObjective.of(objective, model, key)
 
 
-def _users_objective(config: Config, given: UserObjects) -> str | None:
+def _users_objective(objective: ObjectiveConfig, given: UserObjects) -> str | None:
     """Return the config key of a user's objective; None if it is one of Lockstep's."""
     if given.objective is not None:
         return "objective"
-    return "objective.target" if config.objective.kind == "custom" else None
+    return "objective.target" if objective.kind == "custom" else None
 
 
 def _task(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:
@@ -169,7 +169,7 @@ def _open(
     return adapt_dataset(dataset, given.collate)
 
 
-def _aligned(config: Config, section: DataSource, source: Source, head: Head | None) -> bool:
+def _aligned(section: DataSource, source: Source, head: Head | None) -> bool:
     """Return whether the targets of a language model are aligned with its inputs, so that the objective shifts them."""
     if section.kind not in _USERS_DATA:
         return head is not None  # as the sources have it, for models of the transformers library

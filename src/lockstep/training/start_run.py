@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config, Run
+    from lockstep.config.schema import Checkpoint, Config, Run
     from lockstep.core.protocols import ObjectStore
 
 _UNTRAINED_CODES = (ConfigError.exit_code, Stopped.exit_code)  # unless the folder holds the run's config
@@ -63,7 +63,7 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
     is_first = os.environ.get("RANK", "0") == "0"
     _check_start(config, resume)
     if resume.origin is not None and folder is not None and is_first:
-        _refuse_taken_fork(config, folder)
+        _refuse_taken_fork(config.checkpoint, folder)
     if folder is not None and not resume.fresh and resume.step is None:
         if is_first and (folder / CONFIG).is_file() and recipe_of(folder) != recipe:
             _refuse_other_settings(config, folder)
@@ -102,13 +102,13 @@ def _check_start(config: Config, resume: Resume) -> None:
         )
 
 
-def _refuse_taken_fork(config: Config, folder: Path) -> None:
+def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
     """Raise ConfigError if a fork would overwrite another run's files."""
     if folder.is_dir() and any(folder.iterdir()):
         resume = f", or resume that run: lockstep train {folder}" if is_run(folder) else ""
         content = "a run already" if is_run(folder) else "something else"
         raise ConfigError(f"--fork begins a new run, and {folder} holds {content}; name a new folder{resume}")
-    storage = storage_of(config.checkpoint, folder)
+    storage = storage_of(checkpoint, folder)
     if names_by_step(storage.names()):
         why = f"{storage.place} holds checkpoints already, and a fork begins with a new one; name another folder"
         raise ConfigError(Problem("", "checkpoint.folder", why))
@@ -151,7 +151,7 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
                 f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh"
             )
         return finished
-    too_long = _too_long(config, storage_of(config.checkpoint, folder, given), folder, finished=finished)
+    too_long = _too_long(config.run, storage_of(config.checkpoint, folder, given), folder, finished=finished)
     if too_long is None:
         return False
     if not finished:
@@ -165,7 +165,7 @@ def _echo_once(message: str) -> None:
         echo(message)
 
 
-def _too_long(config: Config, storage: Storage, folder: Path, *, finished: bool) -> str | None:
+def _too_long(run: Run, storage: Storage, folder: Path, *, finished: bool) -> str | None:
     """Return the message for a run whose newest checkpoint is beyond its new length, or None if it isn't.
 
     A run that stopped exactly at its new end still has to be finished.
@@ -174,7 +174,7 @@ def _too_long(config: Config, storage: Storage, folder: Path, *, finished: bool)
     newest = _readable(storage, steps[max(steps)]) if steps else None
     if newest is None:
         return None
-    length = _length(config.run, newest)
+    length = _length(run, newest)
     if length.used < length.budget or (length.used == length.budget and not finished):
         return None
     return (

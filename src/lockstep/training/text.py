@@ -23,7 +23,7 @@ _SAMPLE_TOKENS = 200
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How text becomes token ids, and token ids text."""
+    """A codec of text and token ids."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -97,7 +97,7 @@ def sample(session: Session, prompt: str) -> str:
 def whole_model(session: Session) -> nn.Module:
     """Return the session's model, for forwards that all ranks run together; a pipeline's returns logits everywhere."""
     model = components_of(session).sharding.state.model
-    return model if components_of(session).place.pipeline.size == 1 else _all_stages(session, model)
+    return model if components_of(session).position.pipeline.size == 1 else _all_stages(session, model)
 
 
 def _all_stages(session: Session, model: nn.Module) -> nn.Module:
@@ -117,7 +117,7 @@ def _all_stages(session: Session, model: nn.Module) -> nn.Module:
             components = components_of(session)
             outputs = components.engine.outputs(inputs)
             own = None if outputs is None else logits_of(outputs)[:, -1:].cpu()
-            gathered = cast("list[Tensor | None]", components.place.pipeline.gather(own))
+            gathered = cast("list[Tensor | None]", components.position.pipeline.gather(own))
             return next(logits for logits in gathered if logits is not None)
 
     return AllStages()

@@ -19,7 +19,7 @@ from lockstep.optim.stepping import closure_refusal
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import Config, Extension
 
 
 class Objects(TypedDict, total=False):
@@ -265,9 +265,9 @@ def user_monitors(config: Config, given: UserObjects) -> list[Monitor]:
     return [*_instances(config, "monitors", Monitor), *given.monitors]
 
 
-def transform_names(config: Config, given: UserObjects) -> list[str]:
+def transform_names(transforms: Sequence[Extension], given: UserObjects) -> list[str]:
     """Return the targets of the transforms that the config names, and the names of those that were passed in Python."""
-    targets = [section.target for section in config.transforms if section.target != GIVEN]
+    targets = [section.target for section in transforms if section.target != GIVEN]
     return [*targets, *(transform.name for transform in given.transforms)]
 
 
