@@ -142,6 +142,29 @@ class MetricLog:
             kept.clear()
         return entries
 
+    def take(self) -> MetricLog:
+        """Return the entries since the last drain as a log of their own, without reading them; none stay here."""
+        taken = MetricLog()
+        taken._kinds = self._kinds
+        taken._scalars, self._scalars = self._scalars, taken._scalars
+        taken._means, self._means = self._means, taken._means
+        taken._histograms, self._histograms = self._histograms, taken._histograms
+        taken._texts, self._texts = self._texts, taken._texts
+        return taken
+
+    def put_back(self, earlier: MetricLog) -> None:
+        """Put entries that were taken before those that have come since."""
+        since = self.take()
+        self._scalars = earlier._scalars | since._scalars
+        self._texts = earlier._texts | since._texts
+        self._means, self._histograms = earlier._means, earlier._histograms
+        for name, (total, weight) in since._means.items():
+            before = self._means.get(name)
+            self._means[name] = (total, weight) if before is None else (_add(before[0], total), _add(before[1], weight))
+        for name, counts in since._histograms.items():
+            known = self._histograms.get(name)
+            self._histograms[name] = counts if known is None else known.plus(counts)
+
     def _claim(self, name: object, kind: str) -> None:
         if not isinstance(name, str):
             raise TypeError(f"log.{kind}({name!r}): the name must be a str, not {type(name).__name__}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +25,7 @@ from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.local_paths import local_path
 from lockstep.core.out_of_memory import note_location
-from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport, TrainingState
+from lockstep.core.records import EvaluationReport, Request, SaveReport, TrainingState
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.folder import RunFolderTaken
 from lockstep.monitor.jsonl import finite
@@ -248,9 +248,9 @@ class Checkpoints(VoteParticipant):
         self._saves_again |= any(report.made_room for report in ended)
         return ended
 
-    def is_due(self, before: Progress, report: StepReport) -> bool:
-        """Return whether a save follows the update between `before` and the session's progress."""
-        return self._trigger.follows(before, self._session.progress, report)
+    def is_due(self, before: Progress, requests: Collection[Request] = ()) -> bool:
+        """Return whether a save follows the update between `before` and the session's progress; see `Trigger`."""
+        return self._trigger.follows(before, self._session.progress, requests)
 
     def is_best(self, evaluations: Iterable[EvaluationReport]) -> bool:
         """Return whether the metric of `checkpoint.best` is better than ever."""

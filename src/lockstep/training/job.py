@@ -22,7 +22,7 @@ from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.hub import needs_hub
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank
-from lockstep.core.records import Request, RestartReport, RunInfo, StepReport
+from lockstep.core.records import RestartReport, RunInfo
 from lockstep.data.hub import names_hub
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch import streams
@@ -35,7 +35,7 @@ from lockstep.monitor.console import Console
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import EventLog, summarize
 from lockstep.monitor.folder import LOGS, LockedRunFolder, RunFolder, lock_holder
-from lockstep.monitor.metric_log import LogEntries, MetricLog, merge
+from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors, ThrottledMonitor
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.resilience.signals import run_signals
@@ -52,6 +52,7 @@ from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
 from lockstep.training.session import Session, components_of, ledger_of
 from lockstep.training.text import codec_of, sample
+from lockstep.training.user_logs import UserLogs
 from lockstep.training.user_objects import UserObjects, transform_names, user_monitors
 from lockstep.training.weights import save_weights, tokenizer_of
 
@@ -120,15 +121,15 @@ def run_job(job: Job) -> Finished:
                 if (step := checkpoints.resumed_from) is not None:
                     attempt, samples = ledger_of(session).attempt, session.progress.samples
                     monitors.restarted(RestartReport(attempt, step, samples))
-                user_logs = _UserLogs(session, monitors, log)
+                user_logs = UserLogs(session, monitors, log)
                 try:
-                    results = run(session, monitors, checkpoints, user_logs.after)
+                    results = run(session, monitors, checkpoints, user_logs)
                 except SaveFailed as failure:
                     rescued = _save_elsewhere(session, checkpoints, folder, checked_folder)
                     raise RunFailed(f"{failure}; {rescued}") from failure
                 if prompt is not None:
                     metric_log.text("sample", sample(session, prompt))
-                user_logs.show(results.progress.steps)
+                user_logs.finish(results.progress.steps)
             with run_signals(shown=is_first, ends=True):  # the run is finished: there is nothing to stop
                 summary = _publish_results(session, checkpoints, facts, results, checked_folder)
     return Finished(summary, folder)
@@ -290,31 +291,6 @@ def _started(monitors: Monitors, facts: RunInfo) -> Iterator[None]:
         monitors.finish(error)
         raise
     monitors.finish(None)
-
-
-class _UserLogs:
-    """Collects what user code logs on all ranks, at the steps that monitors record; free while nothing is logged."""
-
-    def __init__(self, session: Session, monitors: Monitors, log: MetricLog) -> None:
-        self._axis = components_of(session).world.axis
-        self._every = components_of(session).config.monitor.every
-        self._monitors = monitors
-        self._log = log
-        self._has_entries = False
-
-    def after(self, report: StepReport) -> tuple[Request, ...]:
-        """Collect if a rank has requested it; return this rank's request."""
-        self._has_entries |= Request.SHOW_LOG in report.requests
-        if self._has_entries and report.step % self._every == 0:
-            self.show(report.step)
-        return () if self._log.empty else (Request.SHOW_LOG,)
-
-    def show(self, step: int) -> None:
-        """Pass the entries of all ranks to the monitors; all ranks together."""
-        self._has_entries = False
-        logged = merge([cast("LogEntries", entries) for entries in self._axis.gather(self._log.drain())])
-        if logged:
-            self._monitors.logged(step, logged)
 
 
 # --- the end ------------------------------------------------------------------------------------------------------

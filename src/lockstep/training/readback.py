@@ -1,15 +1,21 @@
 """The time at which the host reads the numbers of an update.
 
-CPU    at once: they are on the host already
-GPU    update k is launched, then the numbers of update k - 1 are read: they have been ready for long, so the host
-       doesn't wait and the GPU never idles
+CPU            at once: they are on the host already
+accelerator    update k is launched, then the numbers of update k - 1 are read: they have been ready for long, so the
+               host doesn't wait and the accelerator never idles
+
+Where something follows an update (an evaluation, a save, the end of the run, an error), `flush` reads its numbers at
+once, so that no report is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -24,7 +30,7 @@ Reporter = Callable[[list[float], float, bool, float, float], StepReport]
 
 @dataclass(frozen=True, slots=True)
 class UpdateNumbers:
-    """The numbers of a report, on the host or on the GPU.
+    """The numbers of a report, on the host or on the accelerator.
 
     Attributes:
         norm: of the gradient, unscaled, before clipping.
@@ -40,7 +46,7 @@ class UpdateNumbers:
 
 
 class PendingReport:
-    """The report of an update, whose numbers may not have arrived from a GPU yet."""
+    """The report of an update, whose numbers may not have arrived from an accelerator yet."""
 
     __slots__ = ("_land", "_report")
 
@@ -52,7 +58,7 @@ class PendingReport:
         self._report = report
 
     def result(self) -> StepReport:
-        """Return the report; wait until the GPU has finished the update."""
+        """Return the report; wait until the device has finished the update."""
         if self._report is None:
             self._land()
         assert self._report is not None, "a later update reads the numbers of those before"
@@ -105,14 +111,19 @@ class HostReadback:
     def land(self) -> None:
         """Read the numbers that haven't arrived yet; `arrived` returns the same reports as without this call."""
 
+    def ready(self, seconds: float) -> bool:
+        """Wait that long at most; return whether the numbers are there, so that `flush` returns at once."""
+        return True
+
 
 class DeviceReadback:
-    """Reads numbers that are on a GPU. It works on CPU tensors too, so that it can be tested without one."""
+    """Reads numbers that are on an accelerator. It works on CPU tensors too, so that it can be tested without one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._tokens = 0
-        self._pending: tuple[Tensor, torch.cuda.Event | None, Reporter, PendingReport] | None = None
+        self._pending: tuple[Tensor, Any, Reporter, PendingReport] | None = None  # Any: the copy's event
         self._ready: StepReport | None = None
         self._delivered: StepReport | None = None
 
@@ -142,6 +153,15 @@ class DeviceReadback:
         ready, self._ready = self._ready, None
         return ready
 
+    def ready(self, seconds: float) -> bool:
+        event = self._pending[1] if self._pending is not None else None
+        until = time.monotonic() + seconds
+        while event is not None and not event.query():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.001)
+        return True
+
     def land(self) -> None:
         if self._pending is None:
             return
@@ -159,17 +179,62 @@ class DeviceReadback:
             return value.to(torch.float64).view(1)
         return torch.full((1,), float(value), dtype=torch.float64, device=self._device)
 
-    def _to_host(self, numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        if self._device.type != "cuda":
+    def _to_host(self, numbers: Tensor) -> tuple[Tensor, Any]:
+        """Start a copy to the host; return it with its event. The copy is the caller's alone until it was read."""
+        if self._module is None:
             return numbers, None
         landing = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         landing.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = self._module.Event()
         event.record()
         return landing, event
 
 
 Readback = HostReadback | DeviceReadback
+
+
+class Reports:
+    """The reports that have arrived. Iterating over them yields each once, in the order of updates.
+
+    Args:
+        act: called with each report when it arrives.
+
+    Attributes:
+        come_late: whether reports arrive one update late.
+    """
+
+    def __init__(self, readback: Readback, act: Callable[[StepReport], None]) -> None:
+        self._readback = readback
+        self._act = act
+        self.come_late = isinstance(readback, DeviceReadback)
+        self._unread: deque[StepReport] = deque(maxlen=2)  # one that came late, and that of the last update
+
+    def __iter__(self) -> Iterator[StepReport]:
+        while self._unread:
+            yield self._unread.popleft()
+
+    def receive(self) -> None:
+        """Take in a report that has arrived, if there is one; after each update."""
+        self._take(self._readback.arrived())
+
+    def flush(self) -> None:
+        """Wait for the report of the last update, unless it has arrived; all ranks after the same update."""
+        self._take(self._readback.flush())
+
+    def last(self, seconds: float) -> Iterator[StepReport]:
+        """Yield the reports that are left when an error ends the run, without a collective.
+
+        A device that has failed, or waits for a rank that has, is waited for no longer than `seconds`.
+        """
+        yield from self
+        with suppress(Exception):  # the error that ends the run is the one to be raised
+            if self._readback.ready(seconds) and (report := self._readback.flush()) is not None:
+                yield report
+
+    def _take(self, report: StepReport | None) -> None:
+        if report is not None:
+            self._unread.append(report)
+            self._act(report)
 
 
 def readback_from(device: torch.device) -> Readback:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,9 +50,13 @@ class Trigger:
             return ()
         return (self._request,)
 
-    def follows(self, before: Progress, now: Progress, report: StepReport) -> bool:
-        """Return whether it follows the update between `before` and `now`."""
-        if self._request in report.requests:
+    def follows(self, before: Progress, now: Progress, requests: Collection[Request] = ()) -> bool:
+        """Return whether it follows the update between `before` and `now`.
+
+        Args:
+            requests: those that all ranks have received since the update before.
+        """
+        if self._request in requests:
             return True
         every = self._every
         return every is not None and every.unit != "minutes" and is_due(every, before, now, self._epoch_samples)

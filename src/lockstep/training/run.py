@@ -1,28 +1,35 @@
 """A whole run on one rank: the loop, with its evaluations, saves and monitors.
 
-for report in session:        requests of monitors, signals and clocks reach all ranks with the next vote
-    monitors see it --> evaluate? --> save? --> stop?
+each update:    requests of monitors, signals and clocks reach all ranks with the next vote
+    monitors see its report --> evaluate? --> save? --> stop?
 evaluate --> save --> results
+
+On an accelerator a report comes one update late, unless something follows its update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import Paused, RunFailed
+from lockstep.core.errors import Paused, RunFailed, Stopped, blames_a_peer
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
+from lockstep.distributed.timeouts import is_timeout
 from lockstep.resilience.guard import ADVICE
 from lockstep.resilience.signals import run_signals
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import rescuing
-from lockstep.training.session import Session, components_of, seconds_of
+from lockstep.training.session import Session, components_of, reports_of, seconds_of, updates_of
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
     from lockstep.core.protocols import Monitor
+    from lockstep.training.user_logs import UserLogs
+
+_LAST_REPORT_S = 30.0
 
 
 class SaveFailed(RunFailed):
@@ -49,63 +56,120 @@ class Results:
     seconds: float
 
 
-def run(
-    session: Session,
-    monitor: Monitor,
-    checkpoints: Checkpoints,
-    user_logs: Callable[[StepReport], Iterable[Request]],
-) -> Results:
-    """Train until the config's budget is used up, with the config's evaluations and saves.
-
-    Args:
-        user_logs: called with each report; shows what user code has logged.
+def run(session: Session, monitor: Monitor, checkpoints: Checkpoints, user_logs: UserLogs) -> Results:
+    """Train, evaluate and save as configured, from the session's progress to the end.
 
     Raises:
         Paused: a rank was asked to stop; all ranks have stopped after the same update, and its state is saved.
         SaveFailed: the last save failed.
         NothingLearned: no update was kept.
     """
-
-    def report_saves(ended: Iterable[SaveReport]) -> None:
-        for report in ended:
-            monitor.saved(report)
-
-    last: StepReport | None = None
-    evaluations: tuple[EvaluationReport, ...] = ()
-    evaluated_at = -1
     components = components_of(session)
     evaluation = Trigger(components.config.evaluation.every, Request.EVALUATE, components.plan.epoch_samples)
-    with run_signals(shown=components.world.rank == 0) as signals, rescuing(session, SaveFailed, NothingLearned):
-        before = session.progress
-        for report in session:
-            last = report
-            session.request(monitor.see(report))
-            session.request(user_logs(report))
+    loop = _Loop(session, monitor, checkpoints, user_logs, evaluation)
+    with (
+        run_signals(shown=components.world.rank == 0) as signals,
+        rescuing(session, SaveFailed, NothingLearned),
+        loop.complete_history(),
+    ):
+        for before in updates_of(session, loop.is_followed):
+            requests = loop.see_reports(before)
             session.request((*signals.requests(), *evaluation.requests(), *checkpoints.requests()))
-            report_saves(checkpoints.outcomes())
-            stops = Request.STOP in report.requests
-            new: tuple[EvaluationReport, ...] = ()
-            if evaluation.follows(before, session.progress, report):
-                new = evaluations = _evaluate(session, monitor)
-                evaluated_at = session.progress.steps
-                evaluation.restart()
-            saves = checkpoints.is_best(new) or checkpoints.is_due(before, report)
-            if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
-                checkpoints.save(new, report_saves)
-            if stops:
-                _finish(checkpoints, report_saves)
+            loop.report_saves(checkpoints.outcomes())
+            if loop.follow(before, requests):
+                _finish(checkpoints, loop.report_saves)
                 raise Paused(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
                 )
-            before = session.progress
-        _refuse_untrained(last)
-        new = evaluations if evaluated_at == session.progress.steps else ()
-        if components.config.evaluation.at_end and not new:
-            new = evaluations = _evaluate(session, monitor)
-        checkpoints.is_best(new)
-        checkpoints.save(new, report_saves)
-        _finish(checkpoints, report_saves)
-    return Results(session.progress, last, evaluations, seconds_of(session))
+        _refuse_untrained(loop.last)
+        loop.finish(at_end=components.config.evaluation.at_end)
+        _finish(checkpoints, loop.report_saves)
+    return Results(session.progress, loop.last, loop.evaluations, seconds_of(session))
+
+
+@dataclass(slots=True)
+class _Loop:
+    """What follows each update: monitors, evaluations, saves.
+
+    Attributes:
+        last: the last report that was seen.
+        evaluations: the last reports of the evaluation sets.
+    """
+
+    session: Session
+    monitor: Monitor
+    checkpoints: Checkpoints
+    user_logs: UserLogs
+    evaluation: Trigger
+    last: StepReport | None = None
+    evaluations: tuple[EvaluationReport, ...] = ()
+    evaluated_at: int = -1
+
+    def is_followed(self, before: Progress) -> bool:
+        """Return whether something is scheduled after the update that began at `before`: its report is needed first."""
+        now = self.session.progress
+        return self.session.finished or self.evaluation.follows(before, now) or self.checkpoints.is_due(before)
+
+    def see_reports(self, before: Progress) -> set[Request]:
+        """Show what has arrived since the update that began at `before`; return the requests of all ranks in it."""
+        session = self.session
+        session.request(self.user_logs.updated(before.steps + 1))
+        return self._show(reports_of(session))
+
+    def _show(self, reports: Iterable[StepReport]) -> set[Request]:
+        requests: set[Request] = set()
+        for report in reports:
+            self.last = report
+            self.session.request(self.monitor.see(report))
+            self.user_logs.see(report)
+            requests |= report.requests
+        return requests
+
+    def follow(self, before: Progress, requests: set[Request]) -> bool:
+        """Evaluate and save, if that is scheduled or requested; return whether the run stops here, saved."""
+        session, checkpoints, now = self.session, self.checkpoints, self.session.progress
+        new: tuple[EvaluationReport, ...] = ()
+        if not requests.isdisjoint((Request.EVALUATE, Request.SAVE, Request.STOP)):
+            reports_of(session).flush()  # a request that came late: the last update's report belongs before
+            requests |= self._show(reports_of(session))
+        if self.evaluation.follows(before, now, requests):
+            new = self._evaluate()
+            self.evaluation.restart()
+        saves = checkpoints.is_best(new) or checkpoints.is_due(before, requests)
+        stops = Request.STOP in requests
+        if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
+            checkpoints.save(new, self.report_saves)
+        return stops
+
+    def finish(self, *, at_end: bool) -> None:
+        """Evaluate for the last time, and start the last save."""
+        new = self.evaluations if self.evaluated_at == self.session.progress.steps else ()
+        if at_end and not new:
+            new = self._evaluate()
+        self.checkpoints.is_best(new)
+        self.checkpoints.save(new, self.report_saves)
+
+    def report_saves(self, ended: Iterable[SaveReport]) -> None:
+        for report in ended:
+            self.monitor.saved(report)
+
+    @contextmanager
+    def complete_history(self) -> Iterator[None]:
+        """Show the reports that are left when an error ends the block, before the state is saved."""
+        try:
+            yield
+        except BaseException as error:
+            hangs = isinstance(error, Stopped) or blames_a_peer(error) or is_timeout(error)
+            for report in reports_of(self.session).last(0.0 if hangs else _LAST_REPORT_S):
+                self.monitor.see(report)
+            raise
+
+    def _evaluate(self) -> tuple[EvaluationReport, ...]:
+        self.evaluations = tuple(self.session.evaluate())
+        self.evaluated_at = self.session.progress.steps
+        for report in self.evaluations:
+            self.session.request(self.monitor.evaluated(report))
+        return self.evaluations
 
 
 def _refuse_untrained(last: StepReport | None) -> None:
@@ -115,13 +179,6 @@ def _refuse_untrained(last: StepReport | None) -> None:
             f"all {last.step:,} updates had a loss or gradient that was not finite, and were discarded: nothing was "
             f"learned, and the model has its initial weights; {ADVICE}"
         )
-
-
-def _evaluate(session: Session, monitor: Monitor) -> tuple[EvaluationReport, ...]:
-    reports = tuple(session.evaluate())
-    for report in reports:
-        session.request(monitor.evaluated(report))
-    return reports
 
 
 def _finish(checkpoints: Checkpoints, report_saves: Callable[[Iterable[SaveReport]], None]) -> None:

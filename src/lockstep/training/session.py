@@ -31,7 +31,7 @@ from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.single import unused_parameters
 from lockstep.training.components import Components, FailureState, VoteParticipant
 from lockstep.training.ledger import Ledger, OrderFacts
-from lockstep.training.readback import PendingReport, UpdateNumbers
+from lockstep.training.readback import PendingReport, Reports, UpdateNumbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,24 +69,17 @@ class Session:
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
         self._count: float | Tensor = 1.0
-        self._arrived: StepReport | None = None
+        self._reports = Reports(components.readback, self._receive)
         self._requests: set[Request] = set()
         self._began = time.perf_counter()
 
     def __iter__(self) -> Iterator[StepReport]:
         """Train until the run is finished, and yield a report per update.
 
-        On a GPU each report comes one update late, so that the host never waits.
+        On an accelerator each report comes one update late, so that the host never waits.
         """
-        for batch in self.batches():
-            self.accumulate(batch)
-            self.commit()
-            if self._arrived is not None:
-                yield self._arrived
-        last = self._components.readback.flush()
-        if last is not None:
-            yield last
-            self._discard_limit.refuse(last.step)
+        for _ in updates_of(self, lambda before: self.finished):
+            yield from reports_of(self)
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield this rank's share of each update that is left. Call `accumulate` and `commit` once for each."""
@@ -165,16 +158,11 @@ class Session:
         self.progress = self.progress.advance(batch.samples, tokens)
         numbers = UpdateNumbers(outcome, norm, keep, scale, self._count)
         pending = components.readback.push(numbers, self._reporter(batch, rate, tokens))
-        self._arrived = report = components.readback.arrived()
         self._batch, self._count, self._upcoming = upcoming, nonzero_count(outcome.next_count), None
         self._failure_state.updated()
-        if report is not None:
-            self._note_failure(report)
-            self._discard_limit.refuse(report.step)
         if components.watch is not None:
             self.request(components.watch.requests(self.progress.steps))
-            if report is not None:
-                components.watch.update(report)
+        self._reports.receive()
         return pending
 
     def evaluate(self) -> list[EvaluationReport]:
@@ -274,6 +262,13 @@ class Session:
             self.request((Request.FAIL,))
             return replace(self._current, count=0, tokens=0)
 
+    def _receive(self, report: StepReport) -> None:
+        """Act on a report that has arrived. Raises RunFailed at the discard limit."""
+        self._note_failure(report)
+        if self._components.watch is not None:
+            self._components.watch.update(report)
+        self._discard_limit.refuse(report.step)
+
     def _note_failure(self, report: StepReport) -> None:
         """Record that a rank's data failed; on a GPU the report is too old, and other ranks fail with their peer."""
         if report.step != self.progress.steps or Request.FAIL not in report.requests:
@@ -340,6 +335,27 @@ class Session:
 def components_of(session: Session) -> Components:
     """Return the parts of a session."""
     return session._components
+
+
+def updates_of(session: Session, reads_now: Callable[[Progress], bool]) -> Iterator[Progress]:
+    """Train until the run is finished; after each update, yield the progress before it.
+
+    Args:
+        reads_now: returns whether something follows the update that began at this progress, the same on all ranks. An
+            accelerator is then waited for, so that the update's report has arrived; otherwise it comes one update late.
+    """
+    for batch in session.batches():
+        before = session.progress
+        session.accumulate(batch)
+        session.commit()
+        if session._reports.come_late and reads_now(before):
+            session._reports.flush()
+        yield before
+
+
+def reports_of(session: Session) -> Reports:
+    """Return the reports of the session's updates."""
+    return session._reports
 
 
 def ledger_of(session: Session) -> Ledger:
