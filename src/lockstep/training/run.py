@@ -89,7 +89,7 @@ def run(session: Session, monitor: Monitor, checkpoints: Checkpoints, user_logs:
 
 @dataclass(slots=True)
 class _Loop:
-    """What follows each update: monitors, evaluations, saves.
+    """Runs what follows each update: monitors, evaluations, saves.
 
     Attributes:
         last: the last report that was seen.

@@ -1,4 +1,4 @@
-"""What user code logs on all ranks, shown at the steps that monitors record.
+"""Show what user code logs on all ranks, at the steps that monitors record.
 
 update     8        9        10  taken       11
 log        a ...    ... b    ... c |         d ...
