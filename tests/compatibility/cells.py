@@ -36,7 +36,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.models.transformers_models import is_transformers_model, quiet
 from lockstep.models.weight_files import read_weights
-from lockstep.training.job import publish, whole_weights
+from lockstep.training.publishing import publish
 from lockstep.training.session import components_of
 
 Status = Literal["same", "varies", "refused", "failed"]
@@ -208,11 +208,11 @@ def config_of(name: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]
 
 def _published(session: Any, folder: Path) -> dict[str, np.ndarray]:
     """Return the tensors of the files that a run publishes, on the first rank. All ranks take part."""
-    weights = whole_weights(session)
-    if components_of(session).world.rank > 0:
-        return {}
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        where = publish(session, weights, Path(place))
+    weights = dict(components_of(session).sharding.state.weights())
+    with tempfile.TemporaryDirectory(dir=folder) as place:  # the first rank's is used
+        where = publish(session, lambda: Path(place))
+        if components_of(session).world.rank > 0:
+            return {}
         tensors = {name: tensor.clone() for name, tensor in read_weights(where).tensors.items()}
         if folder.name == "single" and is_transformers_model(components_of(session).sharding.state.model):
             _check_from_pretrained(session, where, weights)

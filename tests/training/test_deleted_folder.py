@@ -175,15 +175,15 @@ def test_a_deletion_in_a_save_costs_that_save_alone(tmp_path: Path) -> None:
 
 
 def _train_and_delete_at_the_end(config: dict[str, Any]) -> None:
-    whole_weights = job.whole_weights
+    publish = job.publish
 
-    def deleted(session: Any) -> Any:
+    def deleted(session: Any, folder: Any) -> Any:
         if components_of(session).world.rank == 0:
             shutil.rmtree(config["run"]["folder"])
-        return whole_weights(session)
+        return publish(session, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "whole_weights", deleted)
+        patch.setattr(job, "publish", deleted)
         lockstep.train(config)
 
 

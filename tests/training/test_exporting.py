@@ -25,18 +25,32 @@ from lockstep.config.writing import to_yaml
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.interop.weights import import_weights
 from lockstep.models.model_tensors import model_tensors
+from lockstep.models.transformers_models import is_transformers_model
+from lockstep.training import weights
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.finished_run import loaded_config, run_config
+from lockstep.training.publishing import publish
 from lockstep.training.session import components_of
 from lockstep.training.sources import make_model, open_sources
 from lockstep.training.user_objects import UserObjects
-from lockstep.training.weights import load_weights, save_weights, tensors_of, to_rebuild, whole_file, whole_folder
+from lockstep.training.weights import (
+    load_weights,
+    save_for_transformers,
+    save_tensors,
+    tensors_of,
+    to_rebuild,
+    whole_file,
+    whole_folder,
+)
 
 LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
 
 
 def _save(model: Any, folder: Path, tokenizer: str | None = None) -> None:
-    save_weights(model, model_tensors(model), tensors_of(model), folder, tokenizer)
+    if is_transformers_model(model):
+        save_for_transformers(model, model_tensors(model), tensors_of(model), folder / "model", tokenizer)
+    else:
+        save_tensors(tensors_of(model), folder / "model" / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +136,13 @@ def test_weights_that_have_changed_since_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "model").touch()
-    with pytest.raises(RunFailed, match="the trained weights could not be written"):
-        _save(small.Net(), tmp_path)
+    (tmp_path / "model").write_text("mine")
+    with (
+        lockstep.session(small.config()) as session,
+        pytest.raises(RunFailed, match=r"the trained weights could not be written.*Not a directory"),
+    ):
+        publish(session, lambda: tmp_path)
+    assert contents(tmp_path) == {"model": b"mine"}
 
 
 # --- which checkpoint, to where ---------------------------------------------------------------------------------------
@@ -516,6 +534,7 @@ def test_a_folder_that_is_not_finished_never_was(tmp_path: Path, monkeypatch: py
         return real(path, to)
 
     monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(weights, "exchanged", lambda *paths: False)  # as on NFS
     with pytest.raises(OSError, match="no"), whole_folder(target) as partial:
         (partial / "more").write_text("ha")
     assert contents(tmp_path) == {"folder/new": b"new"}

@@ -87,7 +87,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 def _train(config: dict[str, Any], fault: Fault, when: str) -> tuple[str, int, list[str]]:
     """How the run failed: message, exit code, what it warned of on this rank."""
     disk = Path(config["run"]["folder"]).parent
-    forward, publish, whole_weights, forwards = small.Net.forward, LocalDraft.publish, job.whole_weights, 0
+    forward, publish, publish_weights, forwards = small.Net.forward, LocalDraft.publish, job.publish, 0
     first = os.environ["RANK"] == "0"
     warned: list[str] = []
 
@@ -105,15 +105,15 @@ def _train(config: dict[str, Any], fault: Fault, when: str) -> tuple[str, int, l
         fail(when == "save" and draft._target.name == "step-00000008")
         publish(draft, manifest)
 
-    def gathering(session: Any) -> Any:
+    def publishing_weights(session: Any, folder: Any) -> Any:
         fail(when == "after the last save")
-        return whole_weights(session)
+        return publish_weights(session, folder)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(disk.parent)
         patch.setattr(small.Net, "forward", forwarding)
         patch.setattr(LocalDraft, "publish", publishing)
-        patch.setattr(job, "whole_weights", gathering)
+        patch.setattr(job, "publish", publishing_weights)
         patch.setattr("logging.Logger.warning", lambda log, text, *more, **how: warned.append(text % more))
         try:
             lockstep.train(config)

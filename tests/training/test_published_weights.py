@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit.families import family
-from kit.small import Net, WithTies, config, in_group
+from kit.small import WithTies, config, in_group
 from kit.worlds import in_world
 from safetensors.torch import load_file
 
@@ -18,8 +18,8 @@ import lockstep
 from lockstep.core.errors import RunFailed
 from lockstep.models.model_tensors import model_tensors
 from lockstep.training.exporting import ExportArguments, export
+from lockstep.training.publishing import publish
 from lockstep.training.session import components_of
-from lockstep.training.weights import save_weights, tensors_of
 
 DIVIDED: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": "ddp", "pipeline": 2},
@@ -91,13 +91,25 @@ def test_transformers_finds_every_weight(runs: Path) -> None:
     assert not found["unexpected_keys"]
 
 
-def test_missing_and_reshaped_tensors_are_no_published_model(tmp_path: Path) -> None:
-    model = Net()
-    tensors = tensors_of(model)
-    with pytest.raises(RunFailed, match=r"lack 1 of the model's 4 tensors: inner\.bias"):
-        save_weights(model, model_tensors(model), {k: v for k, v in tensors.items() if k != "inner.bias"}, tmp_path)
-    with pytest.raises(RunFailed, match=r"have head\.weight as \[1, 8\], not \[3, 8\]"):
-        save_weights(model, model_tensors(model), {**tensors, "head.weight": tensors["head.weight"][:1]}, tmp_path)
+def _publish_another(folder: Path) -> tuple[str, str]:
+    """Publish a model that lacks a tensor, and one with a reshaped parameter; return the refusals."""
+    messages = []
+    for changes in ({"inner.bias": None}, {"head.weight": torch.zeros(1, 8)}):
+        with lockstep.session(config()) as session:
+            state = components_of(session).sharding.state
+            own = {**state._tensors()[0], **changes}
+            state._tensors = lambda own=own: ({name: one for name, one in own.items() if one is not None}, {})
+            with pytest.raises(RunFailed) as refusal:
+                publish(session, lambda: folder)
+            messages.append(str(refusal.value))
+    return messages[0], messages[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_missing_and_reshaped_tensors_are_no_published_model(ranks: int, tmp_path: Path) -> None:
+    for missing, reshaped in in_world(ranks, _publish_another, tmp_path):
+        assert "lack 1 of the model's 4 tensors: inner.bias" in missing
+        assert "have head.weight as [1, 8], not [3, 8]" in reshaped
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ A file that is not listed is not checked: most files that are read come from oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import xxhash
@@ -23,7 +23,12 @@ _MAX_LIST_BYTES = 2**20  # Lockstep's own lists are shorter
 def record(files: Iterable[Path]) -> None:
     """Hash files of one folder into its list. Raises OSError."""
     for file in files:
-        _write(file.parent, {**_read(file.parent), file.name: _hash(file)})
+        _write(file.parent, {**_read(file.parent), file.name: hash_of(file)})
+
+
+def write_list(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Write the list of a new folder, given the hashes of its files by name. Raises OSError."""
+    _write(folder, hashes)
 
 
 def forget(file: Path) -> None:
@@ -40,7 +45,7 @@ def fault(file: Path) -> str | None:
         return None
     if not file.exists():
         return f"it is gone, and {file.with_name(LIST)} names it"
-    return None if _hash(file) == expected else f"its bytes are not those that {file.with_name(LIST)} was made of"
+    return None if hash_of(file) == expected else f"its bytes are not those that {file.with_name(LIST)} was made of"
 
 
 def listed(folder: Path) -> list[Path]:
@@ -48,7 +53,8 @@ def listed(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(_read(folder))]
 
 
-def _hash(file: Path) -> str:
+def hash_of(file: Path) -> str:
+    """Return the hash of a file's bytes. Raises OSError."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
     with file.open("rb", buffering=0) as opened:
         while size := opened.readinto(buffer):
@@ -67,7 +73,7 @@ def _read(folder: Path) -> dict[str, str]:
     return {pair[1]: pair[0] for pair in pairs if len(pair) == 2 and pair[1] and pair[1] == Path(pair[1]).name}
 
 
-def _write(folder: Path, hashes: dict[str, str]) -> None:
+def _write(folder: Path, hashes: Mapping[str, str]) -> None:
     if hashes:
         write_atomically(folder / LIST, "".join(f"{value}  {name}\n" for name, value in sorted(hashes.items())))
     else:

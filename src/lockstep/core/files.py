@@ -8,6 +8,7 @@ path --> inode 2                 replaced: `reopened` continues there
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
@@ -18,6 +19,7 @@ MAX_JSON_BYTES = 2**24
 
 _CHUNK = 2**20  # bytes
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
+_HERE, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 
@@ -60,6 +62,23 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def exchanged(first: Path, second: Path) -> bool:
+    """Exchange the names of two files or folders, both of which exist, at once; False: nothing here can do that.
+
+    Raises:
+        OSError: One doesn't exist, or may not be renamed.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # of Linux
+    if call is None:
+        return False
+    if call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # the kernel or the file system can't
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 def append_to(path: Path) -> int:

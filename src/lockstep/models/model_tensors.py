@@ -40,8 +40,8 @@ class ModelTensors:
     parameters: frozenset[str]
 
     def with_tied_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors under all of their names."""
-        return {**tensors, **{other: tensors[first] for other, first in self.tied.items()}}
+        """Return the tensors, which may be a part of the model's, under all of their names."""
+        return {**tensors, **{other: tensors[first] for other, first in self.tied.items() if first in tensors}}
 
     def refuse_missing_names(self, names: Collection[str], what: str) -> None:
         """Raise RunFailed if `names`, which come from `what`, lack some of the model's tensors."""
@@ -52,10 +52,10 @@ class ModelTensors:
                 f"{listed(missing, _SHOWN)}{_REPORT}"
             )
 
-    def refuse_incomplete(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        """Raise RunFailed if `tensors` lack some of the model's, or have a parameter in another shape."""
-        self.refuse_missing_names(tensors, what)
-        self._refuse_reshaped({name: tuple(tensor.shape) for name, tensor in tensors.items()}, what)
+    def refuse_incomplete(self, shapes: Mapping[str, Shape], what: str) -> None:
+        """Raise RunFailed if tensors of these shapes lack some of the model's, or have a parameter in another shape."""
+        self.refuse_missing_names(shapes, what)
+        self._refuse_reshaped(shapes, what)
 
     def refuse_incomplete_file(self, shapes: Mapping[str, Shape], left_out: Collection[str], what: str) -> None:
         """Raise RunFailed if a published file lacks tensors of the model.

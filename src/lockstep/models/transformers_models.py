@@ -58,6 +58,25 @@ def never_written(model: Any) -> frozenset[str]:
     return frozenset(model._keys_to_ignore_on_save or ())
 
 
+def converts_weights(model: Any) -> bool:
+    """Return whether the library joins or splits some of the model's tensors when it writes them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
+
+
+@contextmanager
+def saving_on_every_rank(model: Any) -> Iterator[None]:
+    """Let `save_pretrained` write on any rank within the block; by default only the first one of all ranks does."""
+    model.should_save_on_this_rank = lambda is_main_process: True
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
+
+
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
     """Restore the classes of modules that FSDP2 has wrapped, within the block.

@@ -27,7 +27,7 @@ from lockstep.proof.rank_dependence import design_notes, disable_dropout, measur
 from lockstep.proof.tensors import Measure, NamedTensors, compare, compare_published, write_tensors
 from lockstep.proof.tolerances import EPS, NEGLIGIBLE_GRADIENT, NORMALIZING_OPTIMIZERS, Tolerance
 from lockstep.training.audit import expected_digest
-from lockstep.training.job import publish, whole_weights
+from lockstep.training.publishing import publish
 from lockstep.training.session import components_of, ledger_of
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def record_reference(session: Session, folder: Path, steps: int) -> list[str]:
         records.append(_gather_record(session, batch))
         _add_report(records, session.commit().result())
         write_tensors(components_of(session).sharding.state.weights(), folder / _weights_file(batch.step + 1))
-    publish(session, whole_weights(session), folder)
+    publish(session, lambda: folder)
     (folder / _STEPS).write_text(json.dumps([asdict(record) for record in records]))
     (folder / _MEASURED).write_text(json.dumps(measured_causes(session)))
     return notes
@@ -117,14 +117,13 @@ class RunComparison:
 
     def _compare_published(self) -> PublishedComparison | None:
         """Publish the weights and compare the files, on the first rank. All ranks take part."""
-        weights = whole_weights(self._session)
-        if not self._compares:
-            return None
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:  # the first rank's is used
             try:
-                place = publish(self._session, weights, Path(folder))
+                place = publish(self._session, lambda: Path(folder))
             except RunFailed as failure:
-                return PublishedComparison(failure=str(failure))
+                return PublishedComparison(failure=str(failure)) if self._compares else None
+            if not self._compares:
+                return None
             expected = read_weights(self._folder / place.relative_to(folder))
             return compare_published(read_weights(place).tensors, expected.tensors, self._relative_to_rate())
 

@@ -9,7 +9,7 @@ A tensor is plain if this rank holds it whole, else a DTensor or a `FlatShard`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import full_tensor, is_sharded, local_tensor, shard_of
+from lockstep.sharding.partition import specs_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.sharding.buffers import SyncedBuffers
     from lockstep.sharding.deepspeed_shards import ZeroShard
     from lockstep.sharding.parameter_shards import ParameterShard
-    from lockstep.sharding.partition import ModelPartition
+    from lockstep.sharding.partition import ModelPartition, Spec
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _PLAIN = (str, int, float, bool, type(None))
@@ -71,22 +72,32 @@ class ModelState:
         if self._buffers is not None:
             self._buffers.synchronize()
 
-    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, *, wanted: bool | Callable[[str], bool] = True, names: Sequence[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and saved buffers by name, whole, on the CPU, tied ones once under their first name.
 
         They are gathered one after the other. To be exhausted, by all ranks together.
 
         Args:
-            wanted: False on a rank that only takes part in the gathering: it yields nothing.
+            wanted: Whether this rank yields a tensor, or only takes part in the gathering; False: it yields none.
+            names: Those to gather, in their order; the same on all ranks. None: all, in the order of the model.
         """
-        return self.whole(self._tensors()[0].items(), wanted=wanted)
+        own = self._tensors()[0]
+        if self._partition is not None and self._partition.is_divided:
+            return self._partition.whole(own, wanted, names)
+        return _gathered(own.items() if names is None else ((name, own[name]) for name in names), wanted)
 
-    @torch.no_grad()
+    def specs(self) -> dict[str, Spec]:
+        """Return shape and dtype of each tensor that `weights` yields. All ranks together."""
+        own = specs_of(self._tensors()[0])
+        return own if self._partition is None else self._partition.specs(own)
+
     def whole(self, pairs: Iterable[tuple[str, Tensor]], *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield named tensors of this rank, such as `GradientStep.gradients`, in the way of `weights`."""
         if self._partition is None or not self._partition.is_divided:
             return _gathered(pairs, wanted)
-        return self._partition.whole(dict(_gathered(pairs, wanted=True)), wanted)
+        return self._partition.whole(dict(pairs), wanted)
 
     def live_state(self) -> TrainingState:
         """Return the live state of model and optimizer. All ranks together.
@@ -157,12 +168,15 @@ class ModelState:
         return tensors, tied
 
 
-def _gathered(pairs: Iterable[tuple[str, Tensor]], wanted: bool) -> Iterator[tuple[str, Tensor]]:
+def _gathered(
+    pairs: Iterable[tuple[str, Tensor]], wanted: bool | Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
     with torch.no_grad():
         for name, tensor in pairs:
             whole = full_tensor(tensor) if is_sharded(tensor) else tensor  # every rank receives a sharded one
-            if wanted:
+            if wanted if isinstance(wanted, bool) else wanted(name):
                 yield name, whole.detach().cpu()
+            del whole
 
 
 def _saved(state: TrainingState, name: str, tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ ranks; its gradient is the sum of both ranks', and counts once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ import torch
 
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.distributed.shard_boxes import FlatShard, bits
+from lockstep.distributed.shard_boxes import FlatShard, bits, full_tensor, is_sharded
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.distributed.mesh_position import TensorParallelGroup
 
-_Spec = tuple[tuple[int, ...], "torch.dtype"]
+Spec = tuple[tuple[int, ...], "torch.dtype"]
 """Shape and dtype of a tensor."""
 
 
@@ -85,25 +85,35 @@ class ModelPartition:
             for name in sorted(self._tensor_group.partial & gradients.keys()):
                 self._tensor_group.axis.sum(gradients[name])
 
-    def whole(self, own: Mapping[str, Tensor], wanted: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield all ranks' tensors in the order of the model. All ranks together.
+    @torch.no_grad()
+    def whole(
+        self, own: Mapping[str, Tensor], wanted: bool | Callable[[str], bool], names: Sequence[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield all ranks' tensors, one at a time. All ranks together.
 
         Args:
-            own: This rank's, whole.
-            wanted: Whether this rank yields them.
+            own: This rank's; the ranks of a stage gather a sharded one.
+            wanted: Whether this rank yields a tensor.
+            names: Those to yield, in their order; None: all, in the order of the model.
         """
-        specs = cast("list[dict[str, _Spec]]", self._axis.gather(_specs(own)))
-        for name in self._names:
+        specs = cast("list[dict[str, Spec]]", self._axis.gather(specs_of(own)))
+        for name in self._names if names is None else names:
             holder = next((rank for rank, specs_of_rank in enumerate(specs) if name in specs_of_rank), None)
             if holder is None:
                 continue
             shape, dtype = specs[holder][name]
             buffer = torch.zeros(shape, dtype=dtype, device=self._device)
             if holder == self._axis.rank:
-                buffer.copy_(own[name])
+                buffer.copy_(full_tensor(own[name]) if is_sharded(own[name]) else own[name])
             self._axis.sum(bits(buffer))  # integers, to which zeros are added
-            if wanted:
+            if wanted if isinstance(wanted, bool) else wanted(name):
                 yield name, buffer.cpu()
+
+    def specs(self, own: Mapping[str, Spec]) -> dict[str, Spec]:
+        """Return shapes and dtypes of all ranks' tensors, given this rank's. All ranks together."""
+        everywhere = cast("list[dict[str, Spec]]", self._axis.gather(own))
+        specs = {name: spec for of_rank in reversed(everywhere) for name, spec in of_rank.items()}
+        return {name: specs[name] for name in self._names if name in specs}
 
     def gather_state(self, state: TrainingState) -> TrainingState:
         """Return this rank's state with an empty shard for each tensor that others hold. All ranks together.
@@ -113,7 +123,7 @@ class ModelPartition:
         """
         if not self.is_divided:
             return state
-        everywhere = cast("list[Any]", self._axis.gather((_specs(state.tensors), state.values)))
+        everywhere = cast("list[Any]", self._axis.gather((specs_of(state.tensors), state.values)))
         tensors: dict[str, Any] = dict(state.tensors)
         values: dict[str, Any] = {"optimizer": {}, "groups": state.values["groups"], "tied": {}}
         if any(of_rank["groups"] != state.values["groups"] for _, of_rank in everywhere):
@@ -143,5 +153,6 @@ class ModelPartition:
         return replace(state, tensors=tensors, values={**state.values, "optimizer": optimizer})
 
 
-def _specs(tensors: Mapping[str, Any]) -> dict[str, _Spec]:
+def specs_of(tensors: Mapping[str, Any]) -> dict[str, Spec]:
+    """Return shape and dtype of each tensor, whole."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,9 +19,11 @@ from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
 from lockstep.data.loader import TrainingLoader, evaluation_batches
+from lockstep.data.sources import PreparedSource
 from lockstep.distributed.memory import peak_memory, rank_memory
 from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
+from lockstep.models.attention_masks import decide_masks, without_full_mask
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.building_objectives import coupling
 from lockstep.models.model_tensors import model_tensors
@@ -46,6 +50,7 @@ from lockstep.training.user_objects import UserObjects, user_transforms
 if TYPE_CHECKING:
     from lockstep.config.schema import ActivationCheckpointing, Config, Optim, Run, Schedule
     from lockstep.core.protocols import EvaluatedObjective, Optimizer, Source
+    from lockstep.core.records import Inputs
     from lockstep.distributed.process_group import World
     from lockstep.models.meta_model import MetaModel
     from lockstep.models.model_tensors import ModelTensors
@@ -68,7 +73,7 @@ def assemble(config: Config, world: World, given: UserObjects) -> Session:
     whole, plan, source, objective = prepared.whole, prepared.plan, prepared.source, prepared.objective
     optimizer = ConfiguredOptimizer(config.optim, plan.groups, given.optimizer)
     made = parallelize(whole, config, plan, world, optimizer, user_transforms(config, given))
-    engine = build_engine(made, config, plan, world, source, objective, prepared.computed)
+    engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks)
 
     dtype = resolve_compute(config.precision.compute, world.device)
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
@@ -129,6 +134,7 @@ class _Prepared:
     tensors: ModelTensors
     coupled: str | None
     flops: float | None
+    masks: Callable[[], AbstractContextManager[object]]
 
 
 def _prepare(config: Config, world: World, given: UserObjects) -> _Prepared:
@@ -164,10 +170,19 @@ def _prepare(config: Config, world: World, given: UserObjects) -> _Prepared:
     if config.run.determinism == "invariant":
         _refuse_coupled(coupled, objective)
 
+    removed, masks = decide_masks(model, partial(_first_inputs, source), keeps_masks=plan.mesh.context > 1)
+    if removed:
+        source = PreparedSource(source, without_full_mask)
+        evaluation = {name: PreparedSource(held_out, without_full_mask) for name, held_out in evaluation.items()}
     tensors, flops = model_tensors(model), training_flops(model, source, world.device)
-    sample = evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu"))
-    whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, lambda: next(sample).inputs)
-    return _Prepared(whole, plan, source, evaluation, objective, computed, tensors, coupled, flops)
+    sample = partial(_first_inputs, source)
+    whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample)
+    return _Prepared(whole, plan, source, evaluation, objective, computed, tensors, coupled, flops, masks)
+
+
+def _first_inputs(source: Source) -> Inputs:
+    """Return the inputs of one sample, on the CPU."""
+    return next(evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu"))).inputs
 
 
 def _configure_process(run: Run, tf32: bool) -> None:

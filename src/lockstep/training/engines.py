@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ def build_engine(
     source: Source,
     objective: EvaluatedObjective,
     computed: EvaluatedObjective,
+    masks: Callable[[], AbstractContextManager[object]],
 ) -> Engine:
     """Return the engine of a model. All ranks together.
 
@@ -79,13 +80,13 @@ def build_engine(
         source: The training samples.
         objective: The objective as the user stated it.
         computed: The same as a rank computes it.
+        masks: Makes a context for each forward of the model, in addition to autocast.
 
     Raises:
         ConfigError: The parallelized model doesn't compute what the whole model computes.
     """
-    sharding, position = made.sharding, made.position
-    model = sharding.state.model
-    autocast = autocast_context(resolve_compute(config.precision.compute, world.device), world.device)
+    sharding, position, model = made.sharding, made.position, made.sharding.state.model
+    autocast = _both(autocast_context(resolve_compute(config.precision.compute, world.device), world.device), masks)
     draws = _draws(config, plan, made, world)
     checked = evaluation_batches(source, 2, 0, 1, Loader(), world.device)
     check_tensor_plan = partial(_check_tensor_plan, made, config.parallel.tensor_parallel, world, checked, objective)
@@ -123,6 +124,21 @@ def build_engine(
         return engine
     check_tensor_plan([lambda batch: call(model, batch.inputs)])
     return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare)
+
+
+def _both(
+    outer: Callable[[], AbstractContextManager[object]], inner: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes one context of two."""
+    if inner is nullcontext:
+        return outer
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with outer(), inner():
+            yield
+
+    return both
 
 
 def consensus_of(world: World, loss_sum: Callable[[], Tensor] | None) -> Consensus:

@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.data.hub import names_hub
 from lockstep.distributed.process_group import World, joined
+from lockstep.distributed.waiting import gather_slowly
 from lockstep.launch import streams
 from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.rank import append
@@ -47,6 +48,7 @@ from lockstep.training.folder_watch import FolderWatch, polling
 from lockstep.training.locations import storage_of
 from lockstep.training.out_of_memory import MemoryFactors, explain, memory_factors
 from lockstep.training.ownership import run_folder_for
+from lockstep.training.publishing import publish
 from lockstep.training.resuming import Resume
 from lockstep.training.run import Results, SaveFailed, run
 from lockstep.training.run_info import run_info
@@ -54,11 +56,8 @@ from lockstep.training.session import Session, components_of, ledger_of
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_logs import UserLogs
 from lockstep.training.user_objects import UserObjects, transform_names, user_monitors
-from lockstep.training.weights import save_weights, tokenizer_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from lockstep.config.schema import MonitorConfig
 
 _log = logging.getLogger("lockstep")
@@ -305,42 +304,24 @@ def _publish_results(
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
     if ends_with_best:
         checkpoints.load_best()
-    weights = whole_weights(session)
     saved = f"the state after step {results.progress.steps:,} is saved in {checkpoints.place}"
-    _on_first_rank(world, lambda: publish(session, weights, checked_folder()), saved)
+    try:
+        publish(session, checked_folder)
+    except RunFailed as failure:
+        raise RunFailed(f"{failure}; {saved}") from failure
     if not ends_with_best:
         checkpoints.restore_last()
-    _on_first_rank(world, lambda: RunFolder.open(checked_folder()).write_summary(summary), saved)
-    if world.rank == 0:
-        _write_report(checked_folder())
-    world.axis.barrier()
-    return summary
-
-
-def _on_first_rank(world: World, action: Callable[[], object], saved: str) -> None:
-    """Run an action on the first rank; if it fails, all ranks raise the same RunFailed, which states what is saved."""
-    failure: RunFailed | None = None
+    unwritten: RunFailed | None = None
     if world.rank == 0:
         try:
-            action()
+            RunFolder.open(checked_folder()).write_summary(summary)
+            _write_report(checked_folder())
         except RunFailed as error:
-            failure = RunFailed(f"{error}; {saved}")
-    failure = cast("RunFailed | None", world.axis.broadcast(failure))
-    if failure is not None:
-        raise failure
-
-
-def whole_weights(session: Session) -> dict[str, Tensor]:
-    """Return the weights on the first rank, an empty mapping on the others. All ranks together."""
-    components = components_of(session)
-    return dict(components.sharding.state.weights(wanted=components.world.rank == 0))
-
-
-def publish(session: Session, weights: Mapping[str, Tensor], folder: Path) -> Path:
-    """Write the gathered weights to a run's folder; return their path. Raises RunFailed, as `save_weights`."""
-    components = components_of(session)
-    tokenizer = tokenizer_of(components.config.model, components.config.data.train)
-    return save_weights(components.sharding.state.model, components.tensors, weights, folder, tokenizer)
+            unwritten = RunFailed(f"{error}; {saved}")
+    unwritten = cast("RunFailed | None", gather_slowly(world.axis, unwritten)[0])
+    if unwritten is not None:
+        raise unwritten
+    return summary
 
 
 def _save_elsewhere(
@@ -350,13 +331,10 @@ def _save_elsewhere(
     place = save_elsewhere(session, checkpoints, folder)
     if place is not None:
         return f"it is saved in {place}, from which the run continues: lockstep train {place}"
-    report, weights = "", whole_weights(session)
-    if components_of(session).world.rank == 0:
-        try:
-            report = f"its weights are in {publish(session, weights, checked_folder())}"
-        except RunFailed as error:
-            report = f"neither could its weights: {error}"
-    return str(components_of(session).world.axis.broadcast(report))
+    try:
+        return f"its weights are in {publish(session, checked_folder)}"
+    except RunFailed as error:
+        return f"neither could its weights: {error}"
 
 
 def _write_report(folder: Path) -> None:

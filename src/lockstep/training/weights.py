@@ -1,6 +1,7 @@
 """The trained weights in a run's folder: RUN/model.
 
-    model.safetensors                        with the model's own names, tied ones once
+    model.safetensors                        with the model's own names, tied ones once; a large model's in several
+                                             files with an index (`publishing`)
     for a transformers model: config.json    a folder that `from_pretrained` loads,
       generation_config.json, tokenizer      with the library's names for files
     XXH128SUMS                               a hash of each file of tensors, checked when it is read
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.config.approval import approved
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.files import flush
+from lockstep.core.files import exchanged, flush
 from lockstep.monitor.folder import is_finished
 
 if TYPE_CHECKING:
@@ -36,37 +37,8 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _TRAINING_KEYS = ("use_cache",)  # that Lockstep sets in a transformers config, for training alone
-
-
-def save_weights(
-    model: nn.Module, expected: ModelTensors, tensors: Mapping[str, Tensor], folder: Path, tokenizer: str | None = None
-) -> Path:
-    """Write the weights to a run's folder, whole or not at all; return their path.
-
-    Args:
-        model: may hold only a part of them, as a stage of a pipeline does.
-        expected: the tensors of the whole model.
-        tensors: parameters and saved buffers by name, whole, tied ones once.
-        tokenizer: folder or hub name of the model's tokenizer.
-
-    Raises:
-        RunFailed: the tensors aren't all of the model's, or the disk is full or not writable.
-    """
-    from lockstep.models.transformers_models import is_transformers_model
-
-    target = folder / MODEL if is_transformers_model(model) else folder / MODEL / FILE
-    expected.refuse_incomplete(tensors, f"{target}: nothing was published: the gathered weights")
-    try:
-        if is_transformers_model(model):
-            save_for_transformers(model, expected, tensors, target, tokenizer)
-        else:
-            save_tensors(tensors, target)
-    except RunFailed:
-        raise
-    except Exception as error:  # safetensors has an exception of its own for a full disk
-        raise RunFailed(f"{target}: the trained weights could not be written: {error}") from error
-    return target
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -109,6 +81,15 @@ def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
 
     Raises what the disk and safetensors raise.
     """
+    with whole_file(target) as partial:
+        write_tensors(tensors, partial)
+        checksums.forget(target)
+    if target.name == FILE:
+        checksums.record([target])
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write a safetensors file in place. Raises what the disk and safetensors raise."""
     from safetensors.torch import save_file
 
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
@@ -116,17 +97,18 @@ def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
         name: tensor.clone().contiguous() if users[tensor.untyped_storage().data_ptr()] > 1 else tensor.contiguous()
         for name, tensor in tensors.items()
     }
-    with whole_file(target) as partial:
-        save_file(separate, partial, metadata={"format": "pt"})
-        checksums.forget(target)
-    if target.name == FILE:
-        checksums.record([target])
+    save_file(separate, file, metadata={"format": "pt"})
 
 
 def save_for_transformers(
     model: Any, expected: ModelTensors, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None
 ) -> None:
-    """Write a folder for `from_pretrained`; arguments are those of `save_weights`.
+    """Write a folder for `from_pretrained`.
+
+    Args:
+        expected: The tensors of the whole model.
+        tensors: Parameters and saved buffers by name, whole, tied ones once.
+        tokenizer: Folder or hub name of the model's tokenizer.
 
     Raises RunFailed if transformers hasn't written all of the model, and what the disk and the libraries raise.
     """
@@ -136,26 +118,31 @@ def save_for_transformers(
     with whole_folder(target) as partial, quiet(), own_classes(model):
         model.save_pretrained(partial, state_dict=expected.with_tied_names(tensors))
         written = f"{target}: nothing was published: the files that transformers has written"
-        expected.refuse_incomplete_file(_shapes_in(partial), never_written(model), written)
-        for file in partial.glob("*config.json"):
-            values = json.loads(file.read_text(encoding="utf-8"))  # generation uses the cache, training doesn't
-            kept = {key: value for key, value in values.items() if key not in _TRAINING_KEYS}
-            file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in partial.glob("*.safetensors"):
+            shapes |= shapes_in(path)
+        expected.refuse_incomplete_file(shapes, never_written(model), written)
+        remove_training_keys(partial)
         checksums.record(sorted(partial.glob("*.safetensors")))
         if tokenizer is not None:
             with suppress(ConfigError):  # it isn't on this machine
                 load_tokenizer(tokenizer).save_pretrained(partial)
 
 
-def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in the folder's safetensors files; only their headers are read."""
+def remove_training_keys(folder: Path) -> None:
+    """Remove what Lockstep sets for training from the configs in a folder that transformers has written."""
+    for file in folder.glob("*config.json"):
+        values = json.loads(file.read_text(encoding="utf-8"))  # generation uses the cache, training doesn't
+        kept = {key: value for key, value in values.items() if key not in _TRAINING_KEYS}
+        file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in a safetensors file; only its header is read."""
     from safetensors import safe_open
 
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in folder.glob("*.safetensors"):
-        with cast("Any", safe_open)(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+    with cast("Any", safe_open)(file, framework="pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
 def tokenizer_of(model: Model, data: DataSource) -> str | None:
@@ -187,7 +174,7 @@ def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
     """Yield the path to write to; then replace the target."""
-    partial = _temporary(target, "new")
+    partial = temporary(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()
@@ -204,7 +191,7 @@ def whole_file(target: Path) -> Iterator[Path]:
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder to write to; then replace the target."""
-    partial, old = _temporary(target, "new"), _temporary(target, "old")
+    partial = temporary(target, "new")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -214,24 +201,31 @@ def whole_folder(target: Path) -> Iterator[Path]:
             if path.is_file():
                 path.chmod(mode)
             flush(path)
-        _exchange(target, partial, old)
-        flush(target.parent)
+        replace_folder(target, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
-def _exchange(target: Path, new: Path, old: Path) -> None:
+def replace_folder(target: Path, new: Path) -> None:
+    """Replace a folder, which may not exist, by a new one. Raises OSError.
+
+    At any time the target is the old one or the new one, also after a kill. A file system without an exchange of names
+    (NFS) has neither for a moment.
+    """
     if not target.exists():
         new.rename(target)
-        return
-    target.rename(old)
-    try:
-        new.rename(target)
-    except OSError:
-        old.rename(target)
-        raise
+    elif not exchanged(target, new):
+        old = temporary(target, "old")
+        target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    flush(target.parent)
 
 
-def _temporary(target: Path, suffix: str) -> Path:
+def temporary(target: Path, suffix: str) -> Path:
+    """Return another name for a file or folder, in the same folder, until it is complete."""
     return target.with_name(f".{target.name}.{os.getpid()}.{suffix}")

@@ -1,0 +1,97 @@
+"""Attention masks of transformers models, decided on the host, so that no forward waits for the device.
+
+    batch on the CPU: are all tokens real?   yes --> no mask: attention runs with `is_causal`, on its fastest kernel
+                                             no  --> the mask stays, and the library expands it to [B, 1, T, T]
+
+The library (5.x) decides that on the device in each forward, and the host waits for the answer: `padding_mask.all()`
+with a mask, a search for packed sequences in the positions without one. Results are bitwise identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.records import Batch, Inputs
+from lockstep.models.transformers_models import is_transformers_model
+
+_MASK = "attention_mask"
+_POSITIONS = "position_ids"
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def decide_masks(model: nn.Module, sample: Callable[[], Inputs], *, keeps_masks: bool) -> tuple[bool, Context]:
+    """Return whether batches are to pass `without_full_mask`, and what makes the context of each forward.
+
+    Args:
+        model: Not sharded yet.
+        sample: Returns the inputs of a sample. Positions among them may be those of several sequences in a row.
+        keeps_masks: Whether something else than the model reads masks.
+    """
+    if not is_transformers_model(model):
+        return False, nullcontext
+    removed = not keeps_masks and _masks_can_be_removed(model)
+    inputs = sample()
+    return removed, partial(masks_of_host, removed=removed, packed=isinstance(inputs, Mapping) and _POSITIONS in inputs)
+
+
+def _masks_can_be_removed(model: nn.Module) -> bool:
+    """Return whether the model's forward does the same without a mask as with one of ones.
+
+    True of the library's models; a user's subclass may read the mask itself. Eager attention always needs one.
+    """
+    if not type(model).__module__.startswith("transformers.models."):
+        return False
+    return getattr(model.config, "_attn_implementation", "eager") != "eager"
+
+
+def without_full_mask(batch: Batch) -> Batch:
+    """Return a batch on the CPU without its mask if all of its tokens are real."""
+    inputs = batch.inputs
+    if not isinstance(inputs, Mapping):
+        return batch
+    mask = inputs.get(_MASK)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not bool(mask.all()):
+        return batch
+    return replace(batch, inputs={name: value for name, value in inputs.items() if name != _MASK})
+
+
+@contextmanager
+def masks_of_host(*, removed: bool, packed: bool) -> Iterator[None]:
+    """Run forwards of transformers models within the block, without a look at the values of masks and positions.
+
+    Args:
+        removed: Batches have passed `without_full_mask`, so that a mask has zeros.
+        packed: Batches have positions. Otherwise the model makes them, and there is one sequence in a row.
+    """
+    from transformers import PreTrainedModel, masking_utils
+
+    is_tracing, find = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+    warn = PreTrainedModel.warn_if_padding_and_no_attention_mask
+    if removed:
+        masking_utils.is_tracing = _values_unknown
+        PreTrainedModel.warn_if_padding_and_no_attention_mask = _nothing
+    if not packed:
+        masking_utils.find_packed_sequence_indices = _one_sequence
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = is_tracing, find
+        PreTrainedModel.warn_if_padding_and_no_attention_mask = warn
+
+
+def _values_unknown(tensor: object = None) -> bool:
+    return True
+
+
+def _one_sequence(position_ids: torch.Tensor) -> None:
+    return None
+
+
+def _nothing(model: object, input_ids: object, attention_mask: object) -> None:
+    return None

@@ -1,0 +1,264 @@
+"""All ranks publish a large model: files of about equal bytes, however long a disk takes, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.families import family
+from kit.small import in_group
+from kit.worlds import in_world, served
+from safetensors.torch import load_file
+
+import lockstep
+from lockstep.core import checksums
+from lockstep.core.files import exchanged
+from lockstep.models.weight_files import read_weights
+from lockstep.training import publishing, weights
+from lockstep.training.publishing import plan_files, publish
+from lockstep.training.session import components_of
+
+FLOAT = torch.float32
+
+
+def _sizes(number: int, width: int = 250) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {f"layer.{index}": ((width, 1000), FLOAT) for index in range(number)}
+
+
+def _planned(number: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr(publishing, "MAX_FILE_BYTES", 10**7)
+    monkeypatch.setattr(publishing, "MIN_FILE_BYTES", 10**6)
+    specs = _sizes(number)  # 1 MB each
+    return plan_files([[name] for name in specs], specs, list(range(ranks)))
+
+
+def test_a_small_model_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = _planned(10, 8, monkeypatch)
+    assert (file.name, file.rank, len(file.names)) == ("model.safetensors", 0, 10)
+
+
+@pytest.mark.parametrize(("tensors", "ranks", "number"), [(64, 8, 8), (200, 8, 24), (12, 64, 12), (11, 1, 2)])
+def test_ranks_write_about_as_many_bytes(
+    tensors: int, ranks: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = _planned(tensors, ranks, monkeypatch)
+    assert len(planned) == number
+    assert [name for file in planned for name in file.names] == list(_sizes(tensors))
+    of_rank = [sum(len(file.names) for file in planned if file.rank == rank) for rank in range(min(ranks, number))]
+    assert max(of_rank) - min(of_rank) <= 3
+    assert max(len(file.names) for file in planned) <= 11
+    assert planned[-1].name == f"model-{number:05d}-of-{number:05d}.safetensors"
+
+
+# --- by ranks -------------------------------------------------------------------------------------------------------
+
+DIVIDED: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "pipeline+fsdp": {"strategy": "fsdp", "pipeline": 2},
+    "zero3": {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}},
+}  # fmt: skip
+OWN = {
+    "model": {"kind": "transformer", "layers": 3, "width": 16, "heads": 2},
+    "data": {"train": {"kind": "stdlib-text", "length": 16, "samples": 40}},
+}
+ROWS = [("own", way) for way in DIVIDED] + [("gpt2", "fsdp"), ("gpt2", "pipeline+fsdp"), ("mixtral", "fsdp")]
+
+
+def _config(name: str, folder: Path, **parallel: Any) -> dict[str, Any]:
+    return {
+        **(OWN if name == "own" else family(name)),
+        "batch": {"global_size": 8},
+        "optim": {"name": "sgd", "lr": 1e-2},
+        "precision": {"compute": "fp32"},
+        "launch": {"device": "cpu"},
+        "monitor": {"tensorboard": False, "progress": "none"},
+        "parallel": parallel,
+        "run": {"steps": 1, "folder": str(folder)},
+    }
+
+
+def _train(folder: Path) -> None:
+    publishing.MAX_FILE_BYTES, publishing.MIN_FILE_BYTES = 10_000, 1_000
+    with in_group():
+        for name, way in ROWS:
+            lockstep.train(_config(name, folder / name / way, **DIVIDED[way]))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    in_world(2, _train, folder)
+    for name in {name for name, _ in ROWS}:
+        lockstep.train(_config(name, folder / name / "single", strategy="single"))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "way"), ROWS)
+def test_files_hold_the_model_once(name: str, way: str, runs: Path) -> None:
+    folder = runs / name / way / "model"
+    expected = load_file(runs / name / "single" / "model" / "model.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert {file.name for file in shards} == set(index["weight_map"].values())
+    assert len(shards) >= 2
+    assert not (folder / "model.safetensors").exists()
+    assert index["metadata"]["total_size"] == sum(one.numel() * one.element_size() for one in expected.values())
+    assert [path.name for path in checksums.listed(folder)] == [file.name for file in shards]
+    assert all(checksums.fault(file) is None for file in shards)
+    mine = read_weights(runs / name / way).tensors
+    assert mine.keys() == expected.keys() == index["weight_map"].keys()
+    for key, one in mine.items():
+        torch.testing.assert_close(one, expected[key], atol=1e-6, rtol=0)
+    assert {path.name for path in folder.parent.glob(".model*")} == set()
+
+
+@pytest.mark.parametrize(("name", "way"), [row for row in ROWS if row[0] != "own"])
+def test_from_pretrained_reads_files_of_all_ranks(name: str, way: str, runs: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(runs / name / way / "model", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    single = AutoModelForCausalLM.from_pretrained(runs / name / "single" / "model").state_dict()
+    for key, one in model.state_dict().items():
+        torch.testing.assert_close(one, single[key], atol=1e-6, rtol=0)
+
+
+def test_verbs_read_files_of_all_ranks(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lockstep.cli.main import main
+
+    assert main(["generate", str(runs / "own" / "fsdp"), "def ", "--tokens", "4", "--temperature", "0"]) == 0
+    assert main(["generate", str(runs / "own" / "single"), "def ", "--tokens", "4", "--temperature", "0"]) == 0
+    sharded, single = capsys.readouterr().out.splitlines()
+    assert sharded == single
+    config = _config("own", runs / "continued", strategy="single")
+    with lockstep.session({**config, "model": {**OWN["model"], "init_from": str(runs / "own" / "fsdp")}}) as session:
+        mine = dict(components_of(session).sharding.state.weights())
+    assert all(torch.equal(mine[key], one) for key, one in read_weights(runs / "own" / "fsdp").tensors.items())
+
+
+def _held(folder: Path) -> tuple[int, int, int]:
+    """Publish a model; return this rank's bytes in the largest file, of all tensors that it kept, and of the model."""
+    publishing.MAX_FILE_BYTES, publishing.MIN_FILE_BYTES = 20_000, 1_000
+    held: list[int] = []
+    original = publishing._write
+
+    def write(model: Any, expected: Any, file: Any, tensors: dict[str, torch.Tensor], partial: Path) -> str:
+        held.append(sum(tensor.nbytes for tensor in tensors.values()))
+        return original(model, expected, file, tensors, partial)
+
+    publishing._write = write
+    with in_group(), lockstep.session(_config("own", folder, strategy="fsdp")) as session:
+        publish(session, lambda: folder)
+        specs = components_of(session).sharding.state.specs()
+    return max(held), sum(held), sum(map(publishing.bytes_of, specs.values()))
+
+
+def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    (at_once, written, whole), (at_once_2, written_2, _) = in_world(2, _held, tmp_path)
+    assert written + written_2 == whole
+    assert max(written, written_2) <= 0.6 * whole
+    assert max(at_once, at_once_2) <= 25_000 < whole / 2
+
+
+# --- slow disks, failures and kills -----------------------------------------------------------------------------------
+
+
+def _publish_on_a_slow_disk(folder: Path) -> None:
+    publishing.MAX_FILE_BYTES, publishing.MIN_FILE_BYTES = 10_000, 1_000
+    original = publishing._write
+
+    def write(model: Any, expected: Any, file: Any, tensors: Any, partial: Path) -> str:
+        if file.rank == 1:
+            time.sleep(3.0)
+        return original(model, expected, file, tensors, partial)
+
+    publishing._write = write
+    config = _config("own", folder, strategy="fsdp")
+    with lockstep.session({**config, "launch": {"device": "cpu", "timeout": 1.5}}) as session:
+        publish(session, lambda: folder)
+
+
+def test_a_disk_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    in_world(2, _publish_on_a_slow_disk, tmp_path)
+    assert read_weights(tmp_path).tensors
+
+
+def _publish_on_a_full_disk(folder: Path, failing: int) -> str:
+    publishing.MAX_FILE_BYTES, publishing.MIN_FILE_BYTES = 10_000, 1_000
+    original = publishing._write
+
+    def write(model: Any, expected: Any, file: Any, tensors: Any, partial: Path) -> str:
+        if file.rank == failing:
+            raise OSError(28, "No space left on device")
+        return original(model, expected, file, tensors, partial)
+
+    with in_group(), lockstep.session(_config("own", folder, strategy="fsdp")) as session:
+        publish(session, lambda: folder)
+        publishing._write = write
+        with pytest.raises(lockstep.RunFailed) as failure:
+            publish(session, lambda: folder)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cant_write_fails_all_and_leaves_the_old(failing: int, tmp_path: Path) -> None:
+    first, second = in_world(2, _publish_on_a_full_disk, tmp_path, failing)
+    assert first == second
+    assert "No space left on device" in first
+    assert read_weights(tmp_path).tensors
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def _die(*arguments: Any) -> Any:
+    os._exit(9)
+
+
+def _publish_and_die(folder: Path, where: str) -> None:
+    publishing.MAX_FILE_BYTES, publishing.MIN_FILE_BYTES = 10_000, 1_000
+    with lockstep.session(_config("own", folder, strategy="single")) as session:
+        state = components_of(session).sharding.state
+        with torch.no_grad():
+            next(state.model.parameters()).fill_(7.0)
+        if where == "after":
+            weights.exchanged = lambda *paths: exchanged(*paths) and _die()
+        else:
+            owner, name = {"hash": (checksums, "hash_of"), "list": (checksums, "write_list")}.get(
+                where, (weights, "exchanged")
+            )
+            setattr(owner, name, _die)
+        publish(session, lambda: folder)
+
+
+@pytest.mark.parametrize("where", ["hash", "list", "before", "after"])
+def test_a_kill_leaves_the_old_or_the_new(where: str, tmp_path: Path) -> None:
+    with lockstep.session(_config("own", tmp_path, strategy="single")) as session:
+        first = next(iter(components_of(session).sharding.state.specs()))
+        publish(session, lambda: tmp_path)
+        process = served().Process(target=_publish_and_die, args=(tmp_path, where))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 9
+        is_new = bool((read_weights(tmp_path).tensors[first] == 7.0).all())  # hashes are checked, too
+        assert is_new == (where == "after")
+        publish(session, lambda: tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "model").glob("model*")] == ["model.safetensors"]
+
+
+def test_a_file_system_that_cant_exchange_names_keeps_the_old_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "exchanged", lambda *paths: False)
+    for content in ("old", "new"):
+        (tmp_path / "next").mkdir()
+        (tmp_path / "next" / "file").write_text(content)
+        weights.replace_folder(tmp_path / "model", tmp_path / "next")
+        assert (tmp_path / "model" / "file").read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
