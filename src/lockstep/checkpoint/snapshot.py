@@ -67,14 +67,15 @@ class DeviceSnapshot:
         self.layout = layout
         self.image, self._copies = _image(layout, pinned=True)
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copied: torch.cuda.Event | None = None
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._copied: torch.Event | None = None
 
     def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
         now, later = _split(self.layout, self._copies, tensors, changing)
-        current = torch.cuda.current_stream(self._device)
+        current = self._module.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             _copy(now)
             current.wait_event(self._stream.record_event())
             _copy(later)
@@ -86,14 +87,14 @@ class DeviceSnapshot:
 
     def before_update(self) -> None:
         if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._module.current_stream(self._device).wait_event(self._copied)
 
 
 Snapshot: TypeAlias = HostSnapshot | DeviceSnapshot
 
 
 def snapshot_on(device: torch.device, layout: FileLayout) -> Snapshot:
-    return DeviceSnapshot(layout, device) if device.type == "cuda" else HostSnapshot(layout)
+    return HostSnapshot(layout) if device.type == "cpu" else DeviceSnapshot(layout, device)
 
 
 _Pairs = list[tuple["Tensor", "Tensor"]]

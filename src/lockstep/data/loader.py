@@ -209,12 +209,12 @@ def _epoch_samples(samples: int, global_size: int, drop_last: bool) -> int:
 
 
 def _workers(options: Loader, device: torch.device, workers_key: int) -> Workers:
-    on_gpu = device.type == "cuda"
-    if options.pin_memory is True and not on_gpu:
+    on_accelerator = device.type != "cpu"
+    if options.pin_memory is True and not on_accelerator:
         raise ConfigError(
-            f"data.loader.pin_memory is for copies to a GPU, but this rank computes on {device}; set it to auto"
+            f"data.loader.pin_memory is for copies to an accelerator, and this rank computes on {device}; set auto"
         )
-    return Workers(options.workers, options.prefetch, options.pin_memory is not False and on_gpu, workers_key)
+    return Workers(options.workers, options.prefetch, options.pin_memory is not False and on_accelerator, workers_key)
 
 
 Item = TypeVar("Item", Batch, GlobalBatch)
@@ -224,9 +224,7 @@ def to_device(items: Iterator[Item], device: torch.device, pin: bool) -> Iterato
     """Yield the items with their tensors on `device`."""
     if device.type == "cpu":
         return items
-    if device.type == "cuda":
-        return _overlapped(items, device, pin)
-    return (map_tensors(item, lambda tensor: tensor.to(device)) for item in items)
+    return _overlapped(items, device, pin)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -246,18 +244,19 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _overlapped(items: Iterator[Item], device: torch.device, pin: bool) -> Iterator[Item]:
-    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    module = torch.get_device_module(device)
+    copies = module.Stream(device)
 
     def copied(tensor: Tensor) -> Tensor:
         host = tensor.pin_memory() if pin and not tensor.is_pinned() else tensor
         return host.to(device, non_blocking=True)
 
-    def start(item: Item) -> tuple[Item, torch.cuda.Event]:
-        with torch.cuda.stream(copies):
+    def start(item: Item) -> tuple[Item, torch.Event]:
+        with module.stream(copies):
             return map_tensors(item, copied), copies.record_event()
 
-    def arrived(item: Item, event: torch.cuda.Event) -> Item:
-        compute = torch.cuda.current_stream(device)
+    def arrived(item: Item, event: torch.Event) -> Item:
+        compute = module.current_stream(device)
         compute.wait_event(event)
 
         def record_use(tensor: Tensor) -> Tensor:  # later copies don't get its memory before `compute` has used it
@@ -266,7 +265,7 @@ def _overlapped(items: Iterator[Item], device: torch.device, pin: bool) -> Itera
 
         return map_tensors(item, record_use)  # type: ignore[no-any-return]
 
-    pending: tuple[Item, torch.cuda.Event] | None = None
+    pending: tuple[Item, torch.Event] | None = None
     for item in items:
         following = start(item)
         if pending is not None:

@@ -146,7 +146,7 @@ class DeviceConsensus:
 
     def _to_device(self, numbers: list[float]) -> Tensor:
         tensor = torch.tensor(numbers, dtype=torch.float64)
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 

@@ -94,8 +94,9 @@ def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
     for generator in _registered.values():
         kind = _kind(generator)
         accessors.append((partial(kind.get, generator), partial(kind.put, generator)))
-    if device.type == "cuda":
-        accessors.append((partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)))
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        accessors.append((partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)))
     before = [get() for get, _ in accessors]
 
     def has_drawn() -> bool:

@@ -38,7 +38,7 @@ def rank_memory(device: torch.device, axis: Axis, machine_ranks: int | None = No
     if machine_ranks is None:
         here = socket.gethostname()
         machine_ranks = axis.gather(here).count(here)
-    own = _gpu_memory(device) if device.type == "cuda" else host_memory() // machine_ranks
+    own = host_memory() // machine_ranks if device.type == "cpu" else _accelerator_memory(device)
     return min(cast("list[int]", axis.gather(own)))
 
 
@@ -50,27 +50,27 @@ def memory_if_started(gpus: int, cores: int, ranks: int) -> int | None:
         cores: Cores that they may use then.
     """
     if gpus:
-        return _gpu_memory(torch.device("cuda", 0)) if ranks <= gpus else None
+        return _accelerator_memory(torch.device("cuda", 0)) if ranks <= gpus else None
     return host_memory() // ranks if ranks <= cores else None
 
 
 def peak_memory(device: torch.device) -> int:
     """Return the peak bytes of this rank so far."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory_limit_of(device: torch.device) -> MemoryLimit:
     """Return how much memory a rank on `device` has, and how much of it is free."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if device.type != "cpu":
+        free, total = torch.get_device_module(device).mem_get_info(device)
         return MemoryLimit(total, free, f"{device}'s")
     return tightest_limit()
 
 
-def _gpu_memory(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory)
+def _accelerator_memory(device: torch.device) -> int:
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def keep_freed_memory() -> bool:

@@ -82,7 +82,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         with user_collectives.current_group(world.axis):
             yield world
         return
-    automatic = "nccl" if device.type == "cuda" else "gloo"
+    automatic = dist.get_default_backend_for_device(device)
     backend = automatic if launch.backend == "auto" else launch.backend
     with _within_this_machine(environment):
         _make_group(environment, backend, device, launch.timeout)

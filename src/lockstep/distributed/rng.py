@@ -49,8 +49,8 @@ class KeyedDraws:
         self._data_rank = data_rank
         self._first_of = first_of
         self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        if device.type != "cpu":
+            self._generators.append(torch.get_device_module(device).default_generators[device.index or 0])
 
     def __call__(self, batch: GlobalBatch, micro_batch: int, stage: int) -> None:
         """Key the draws of a forward of this rank's `micro_batch`; a pipeline's stages draw different numbers."""

@@ -263,7 +263,10 @@ class PartitionedModel:
     @contextmanager
     def _without_effects(self) -> Iterator[None]:
         """Restore draws, running means and all else that forwards in the block change, and drop what they log."""
-        forked = torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
+        on_host = self._device.type == "cpu"
+        forked = torch.random.fork_rng(
+            [] if on_host else [self._device.index or 0], device_type="cuda" if on_host else self._device.type
+        )
         with self._muted(), unchanged(self.model), forked:
             self.model.eval()
             yield

@@ -23,24 +23,25 @@ from lockstep.distributed.shard_boxes import local_tensor
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int:
     """Return the peak bytes that `work` allocates on the device."""
-    return _on_gpu(work, device) if device.type == "cuda" else _on_cpu(work)
+    return _on_cpu(work) if device.type == "cpu" else _on_accelerator(work, device)
 
 
 def held_by(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Return the bytes that stay between updates: all that is allocated on a GPU; of these tensors on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).memory_allocated(device))
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _on_gpu(work: Callable[[], object], device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+def _on_accelerator(work: Callable[[], object], device: torch.device) -> int:
+    module = torch.get_device_module(device)
+    module.synchronize(device)
+    before = module.memory_allocated(device)
+    module.reset_peak_memory_stats(device)
     work()
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device)) - before
+    module.synchronize(device)
+    return int(module.max_memory_allocated(device) - before)
 
 
 def _on_cpu(work: Callable[[], object]) -> int:

@@ -114,9 +114,10 @@ def _cpu() -> str:
 
 def _gpus() -> list[dict[str, Any]]:
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    if torch is None or not torch.accelerator.is_available():
         return []
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    module = torch.get_device_module()
+    properties = [module.get_device_properties(index) for index in range(module.device_count())]
     return [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in properties]
 
 

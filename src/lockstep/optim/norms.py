@@ -34,7 +34,7 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     if dtype not in (torch.float32, torch.float64) or any(grad.dtype is not dtype for grad in grads):
         wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
         grads = [grad.to(wide) for grad in grads]
-    if not grads[0].is_cuda:
+    if grads[0].is_cpu:
         if sum(map(torch.numel, grads)) <= _SMALL:
             flat = flatten(grads)
             return torch.dot(flat, flat)

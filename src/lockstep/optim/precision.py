@@ -32,9 +32,12 @@ def resolve_compute(compute: Literal["auto", "fp32", "bf16", "fp16"], device: to
 
 def has_bf16(device: torch.device) -> bool:
     """Return whether the processor multiplies bf16 matrices natively (elsewhere they are emulated, and slow)."""
-    if device.type == "cuda":
+    if device.type == "cpu":
+        return _cpu_has_bf16()
+    if device.type == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and _cpu_has_bf16()
+    supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    return supported is not None and bool(supported())
 
 
 @cache

@@ -17,8 +17,8 @@ from lockstep.sharding.single import LocalStep
 
 def build(context: ShardingContext) -> Sharding:
     """Return a sharding whose forwards run on all GPUs of this machine; with fewer than two, the single process's."""
-    model = context.model
-    gpus = torch.cuda.device_count() if context.world.device.type == "cuda" else 0
+    model, device = context.model, context.world.device
+    gpus = 0 if device.type == "cpu" else torch.get_device_module(device).device_count()
     if gpus > 1 and not context.config.run.allow_untested:
         why = "dp over several GPUs was never tested; --allow-untested tries it, ddp is faster"
         raise ConfigError(Problem("", "parallel.strategy", why))

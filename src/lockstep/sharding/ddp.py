@@ -65,7 +65,7 @@ class DDPStep(GradientStep):
         )  # until torch 2.12
         self._ddp = DistributedDataParallel(
             model,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            device_ids=None if world.device.type == "cpu" else [world.device.index],
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,

@@ -33,12 +33,12 @@ def training_flops(model: nn.Module, source: Source, device: torch.device) -> fl
 
     Args:
         model: whole, on the CPU or on the meta device.
-        device: where it is trained. Only a GPU has a known peak to compare with, so on a CPU nothing is counted.
+        device: where it is trained. A CPU has no known peak to compare with, so nothing is counted there.
     """
     flops = None
     with suppress(Exception):
         flops = flops_per_token(model, source.facts)
-    if flops is not None or device.type != "cuda":
+    if flops is not None or device.type == "cpu":
         return flops
     try:
         return counted_flops(model, next(evaluation_batches(source, _SAMPLES, 0, 1, Loader(), torch.device("cpu"))))

@@ -29,7 +29,7 @@ def run_info(
     plan, world = components.plan, components.world
     dtype = resolve_compute(components.config.precision.compute, world.device)
     precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    device_name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    device_name = _device_name(world.device)
     return RunInfo(
         recipe=recipe,
         folder=folder,
@@ -70,3 +70,7 @@ def _notes(components: Components) -> tuple[str, ...]:
     if (loss := strategy.lossy(options)) is not None:
         notes.append(f"{loss}: the curve is close to the single process's, not equal")
     return (*notes, *strategy.remarks(options))
+
+
+def _device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))

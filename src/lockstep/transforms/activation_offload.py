@@ -33,7 +33,7 @@ class OffloadActivations(Transform):
         return None  # the plan refuses it without GPUs
 
     def apply(self, model: nn.Module) -> nn.Module:
-        cast("Any", model).forward = partial(_offloaded, model.forward, torch.cuda.is_available())
+        cast("Any", model).forward = partial(_offloaded, model.forward, torch.accelerator.is_available())
         return model
 
 

@@ -142,4 +142,4 @@ def masked_score(dtype: torch.dtype) -> float:
 
 
 def _has_flash(query: Tensor, visibility: Visibility) -> bool:
-    return query.is_cuda and query.dtype in _HALF and visibility.mask is None and query.shape[-1] <= 256
+    return not query.is_cpu and query.dtype in _HALF and visibility.mask is None and query.shape[-1] <= 256

@@ -52,7 +52,7 @@ class ContextParallel(Transform):
         self._usual: list[str] = []
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        if device.type == "cuda" and not self._allow_untested:
+        if device.type != "cpu" and not self._allow_untested:
             return f"{self._degree} was never tested on GPUs; --allow-untested tries it"
         return None
 

@@ -18,7 +18,7 @@ class SyncBatchNorm(Transform):
     name = "parallel.ddp.sync_batchnorm"
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        if device.type != "cuda":
+        if device.type == "cpu":
             return "torch's SyncBatchNorm needs GPUs; on the CPU, group norm does not depend on the batch at all"
         return None
 

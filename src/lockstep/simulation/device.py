@@ -1,0 +1,228 @@
+"""A torch device that has no hardware: tensors on it have shapes, dtypes and a place, and no data.
+
+    torch.device("simulated", 0)  --  streams, events, generators and properties as a GPU has them, all of them counted
+
+It is torch's device for backends written in Python (privateuse1). A path of the product that asks for an accelerator
+takes it here; what runs on it is decided by `lockstep.simulation.execution`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+NAME = "simulated"
+_STATE_BYTES = 16  # of a generator
+
+
+@dataclass
+class Properties:
+    """The properties of a simulated device, named as those of `torch.cuda.get_device_properties`."""
+
+    name: str = "simulated accelerator"
+    total_memory: int = 80 << 30
+    major: int = 9
+    minor: int = 0
+
+
+class Stream:
+    """A stream; work on it is done at once."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **unused: Any) -> None:
+        self.device = device
+        self.priority = priority
+
+    def wait_event(self, event: Event) -> None:
+        """Do nothing: the event has happened."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Do nothing: the stream's work is done."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return Event() if event is None else event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _note_wait("Stream.synchronize")
+
+    def __enter__(self) -> Stream:
+        self._outer = _device().current
+        _device().current = self
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        _device().current = self._outer
+
+
+class Event:
+    """An event, which has always happened."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.enable_timing = enable_timing
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Do nothing: all work is done."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Do nothing: all work is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _note_wait("Event.synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        _note_wait("Event.elapsed_time")
+        return 1.0
+
+
+class Generator:
+    """A generator of the device, whose draws have no values."""
+
+    def __init__(self) -> None:
+        self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8)
+
+    def manual_seed(self, seed: int) -> Generator:
+        seed_bytes = (seed % 2**64).to_bytes(8, "little")
+        self._state = torch.frombuffer(bytearray(seed_bytes + bytes(_STATE_BYTES - 8)), dtype=torch.uint8).clone()
+        return self
+
+    def initial_seed(self) -> int:
+        return int.from_bytes(bytes(self._state[:8].tolist()), "little")
+
+    def get_state(self) -> torch.Tensor:
+        return self._state.clone()
+
+    def set_state(self, state: torch.Tensor) -> Generator:
+        self._state = state.clone()
+        return self
+
+
+class _Device(ModuleType):
+    """The module that torch finds as `torch.simulated`."""
+
+    def __init__(self) -> None:
+        super().__init__(f"torch.{NAME}")
+        self.Stream, self.Event = Stream, Event
+        self.properties = Properties()
+        self.on_wait: Callable[[str], None] | None = None
+        self.default = Stream()
+        self.current = self.default
+        self.default_generators = (Generator(),)
+        self.allocated = self.peak = 0
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """Do nothing: there is one device."""
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.current
+
+    def default_stream(self, device: Any = None) -> Stream:
+        return self.default
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        with stream:
+            yield
+
+    def synchronize(self, device: Any = None) -> None:
+        _note_wait("synchronize")
+
+    def empty_cache(self) -> None:
+        """Do nothing: nothing is cached."""
+
+    def manual_seed(self, seed: int) -> None:
+        self.default_generators[0].manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return self.default_generators[0].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        self.default_generators[0].set_state(state)
+
+    def get_device_properties(self, device: Any = None) -> Properties:
+        return self.properties
+
+    def get_device_name(self, device: Any = None) -> str:
+        return self.properties.name
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return self.properties.major, self.properties.minor
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.properties.total_memory - self.allocated, self.properties.total_memory
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self.allocated
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self.peak = self.allocated
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+@cache
+def _device() -> Any:
+    return _Device()
+
+
+def _note_wait(call: str) -> None:
+    on_wait = _device().on_wait
+    if on_wait is not None:
+        on_wait(call)
+
+
+@cache
+def register() -> Any:
+    """Make the device known to torch, once in a process, and return its module.
+
+    Raises:
+        RuntimeError: The process has another device of a Python backend.
+    """
+    from torch.utils import backend_registration
+
+    module = _device()
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=module)
+    return module

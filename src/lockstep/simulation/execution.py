@@ -1,0 +1,261 @@
+"""How operations run on the simulated device: shapes for all tensors, values for small ones.
+
+on the CPU alone              as always; a new tensor of over a million elements has a shape alone
+on the device                 shapes, by torch's FakeTensorMode; a tensor of another device is an error
+    small results             and values, computed from the values of small inputs; what depends on large tensors,
+                              such as the loss, is 1
+a value that the host reads   a host sync, which is recorded: a GPU would have to finish its work first
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.simulation import autocast, device
+
+aten = torch.ops.aten
+
+_SMALL = 256  # elements up to which a tensor on the device has values
+_LARGE = 1 << 20  # elements from which a new tensor on the CPU has none
+_FACTORIES = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.rand.default,
+    aten.randn.default,
+}
+_HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
+_FRAMES = 3  # of the product that a location names
+
+Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor]], None]
+"""Called after an operation with tensors on the device: operation, arguments, named arguments, results."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSync:
+    """A point at which the host waits for the device.
+
+    Attributes:
+        operation: What waits.
+        location: The innermost functions of the product there, `file.py:function`, innermost first.
+    """
+
+    operation: str
+    location: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.operation} in {' < '.join(self.location)}"
+
+
+class Execution(TorchDispatchMode):
+    """Runs operations while it is active.
+
+    Attributes:
+        syncs: The host's waits, in order.
+        watchers: Called after each operation that has a tensor without data.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syncs: list[HostSync] = []
+        self.watchers: list[Watcher] = []
+        self._values: Any = WeakIdKeyDictionary()
+
+    def note_sync(self, operation: str) -> None:
+        """Record that the host waits here."""
+        self.syncs.append(HostSync(operation, _location()))
+
+    def value_of(self, tensor: Tensor) -> Tensor:
+        """Return the value of a small tensor; ones for another."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        value = self._values.get(tensor)
+        if value is None:
+            with _disable_current_modes():
+                value = torch.ones(tensor.shape, dtype=tensor.dtype)
+            if tensor.numel() <= _SMALL:
+                self._values[tensor] = value
+        return value
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "c10d":  # `SimulatedGroup` gets it
+            return func(*args, **kwargs)
+        kwargs.pop("pin_memory", None)
+        if func is aten._pin_memory.default:
+            return args[0]
+        if func is aten.is_pinned.default:
+            return True
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, FakeTensor) for leaf in leaves) and not _makes_shape(func, args, kwargs):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        read = self._read(func, args, kwargs)
+        if read is not None:
+            return read[0]
+        args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        self._compute(func, args, kwargs, outputs)
+        for watcher in self.watchers:
+            watcher(func, args, kwargs, outputs)
+        return result
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """Return, in a tuple, what the host gets if it reads a tensor without data; None for other operations."""
+        if func is aten._local_scalar_dense.default:
+            source, waits, operation = args[0], True, "item"
+        elif func is aten.copy_.default and args[0].device.type == "cpu":
+            source, waits, operation = args[1], not _argument(func, args, kwargs, "non_blocking"), "copy to the host"
+        elif func is aten._to_copy.default and str(kwargs.get("device") or "") == "cpu":
+            source, waits, operation = args[0], not kwargs.get("non_blocking"), "copy to the host"
+        else:
+            return None
+        if waits and source.device.type == device.NAME:
+            self.note_sync(operation)
+        target = args[0] if func is aten.copy_.default else None
+        if isinstance(target, FakeTensor) or (target is None and source.numel() > _SMALL):
+            return None
+        value = self.value_of(source)
+        with _disable_current_modes():
+            return (func(value, **kwargs) if target is None else target.copy_(value),)
+
+    def _without_data(self, leaf: Any) -> Any:
+        """Return the tensor of a tensor's shape that operations on the device take; the same for anything else."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        shape = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        if leaf.numel() <= _SMALL:
+            with _disable_current_modes():
+                self._values[shape] = leaf.detach()
+        return shape
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+        """Give small results their values, and the inputs that an operation changes."""
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        if all(tensor.numel() <= _SMALL for tensor in (*inputs, *outputs)):
+            values, named = pytree.tree_map(self._on_host, (args, kwargs))
+            try:
+                with _disable_current_modes():
+                    results = func(*values, **named)
+            except (RuntimeError, NotImplementedError):  # an operation of accelerators alone
+                results = None
+            computed = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+            if len(computed) == len(outputs):
+                for output, value in zip(outputs, computed, strict=True):
+                    self._values[output] = value
+                return
+        for output in outputs:
+            if output in self._values:  # changed in place by what has no values
+                with _disable_current_modes():
+                    self._values[output].fill_(1)
+
+    def _on_host(self, leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            return self.value_of(leaf)
+        return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == device.NAME else leaf
+
+
+@contextmanager
+def simulated_execution() -> Iterator[Execution]:
+    """Run what the block does with tensors on the simulated device without data.
+
+    Process groups are made before it. Backwards run on this thread, since others don't have the mode.
+    """
+    module = device.register()
+    autocast.register()
+    execution = Execution()
+    with ExitStack() as stack:
+        for target, replacement in _replacements():
+            stack.enter_context(patch(target, replacement))
+        stack.enter_context(patch.object(Tensor, "data", property(_data, _set_data)))
+        stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
+        lifts = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(..., device=...) bypasses the mode
+        stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        module.on_wait = execution.note_sync
+        stack.callback(setattr, module, "on_wait", None)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(execution)
+
+
+def _replacements() -> list[tuple[str, Any]]:
+    """Return what torch does otherwise with a device of C++: the name of each function, and what replaces it."""
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear()
+        autocast.clear_cache()
+
+    return [
+        ("torch.clear_autocast_cache", clear_both),
+        ("torch.utils.swap_tensors", _swap),  # torch's refuses tensors with weak references, which these have
+        # compares shapes over ranks by reading memory in C++
+        ("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *unused: None),
+    ]
+
+
+def _makes_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation without such inputs makes a tensor without data."""
+    place = torch.device(kwargs.get("device") or "cpu")
+    if place.type == device.NAME:
+        return True
+    return func in _FACTORIES and place.type == "cpu" and math.prod(args[0]) >= _LARGE
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    place = [argument.name for argument in func._schema.arguments].index(name)
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+def _location() -> tuple[str, ...]:
+    frames = [
+        frame
+        for frame in reversed(traceback.extract_stack())
+        if frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_HERE)
+    ]
+    return tuple(f"{Path(frame.filename).name}:{frame.name}" for frame in frames[:_FRAMES])
+
+
+def _swap(first: Any, second: Any) -> None:
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    torch._C._swap_tensor_impl(first, second)
+
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+def _data(tensor: Tensor) -> Tensor:
+    return _DATA.__get__(tensor)
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """Set a tensor's data; torch lets it move between the CPU and a GPU, but not to a device of a Python backend."""
+    if not isinstance(value, FakeTensor) or tensor.device == value.device:
+        _DATA.__set__(tensor, value)
+        return
+    with torch.no_grad():
+        moved = value.detach()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        _swap(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved)

@@ -1,0 +1,213 @@
+"""Process groups without other ranks: collectives whose results are as if every rank had what this one has.
+
+    all_reduce(x)        sum: x times the number of ranks; minimum, maximum, average: x
+    all_gather(x)        x for every rank                 reduce_scatter(x)   this rank's part of x, times the ranks
+    broadcast, scatter   this rank's                      send, receive       checked and counted
+
+A group of a device has that device's tensors alone, as NCCL demands. Each collective is counted with its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, _create_work_from_future  # type: ignore[attr-defined]
+from torch.distributed import ReduceOp
+from torch.futures import Future
+
+from lockstep.simulation import device
+
+BACKEND = "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective that this rank has issued; its bytes are those that it puts in."""
+
+    name: str
+    ranks: int
+    bytes: int
+
+
+class WrongDevice(RuntimeError):
+    """A collective got a tensor that is not on the device of its group."""
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """The ranks of a group, of which there is this one.
+
+    Attributes:
+        device_type: Of all tensors.
+        issued: The collectives of all groups of this device, in order; shared by all groups.
+    """
+
+    def __init__(self, rank: int, size: int, device_type: str, issued: list[Collective]) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._size = size
+        self.device_type = device_type
+        self.issued = issued
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def pg_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    group_name = pg_name
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return BACKEND
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        self._issue("all_reduce", tensors)
+        for tensor in tensors:
+            self._sum(tensor, options)
+        return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: Any, options: Any = None) -> Any:
+        return self.allreduce(tensors, options)
+
+    def reduce(self, tensors: Any, options: Any = None) -> Any:
+        self._issue("reduce", tensors)
+        for tensor in tensors:
+            self._sum(tensor, options)
+        return _done(tensors)
+
+    def broadcast(self, tensors: Any, options: Any = None) -> Any:
+        self._issue("broadcast", tensors)
+        return _done(tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        self._issue("all_gather", inputs, outputs)
+        for parts, own in zip(outputs, inputs, strict=True):
+            for part in parts:
+                part.copy_(own)
+        return _done(outputs)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
+        self._issue("all_gather", [own], [output])
+        output.view(self._size, -1).copy_(own.reshape(1, -1).expand(self._size, -1))
+        return _done(output)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        for output, own in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, own)
+        return _done(outputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        self._issue("reduce_scatter", inputs, outputs)
+        for output, parts in zip(outputs, inputs, strict=True):
+            output.copy_(parts[self.rank()])
+            self._sum(output, options)
+        return _done(outputs)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
+        self._issue("reduce_scatter", [whole], [output])
+        output.view(-1).copy_(whole.reshape(self._size, -1)[self.rank()])
+        self._sum(output, options)
+        return _done(output)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        for output, whole in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, whole, options)
+        return _done(outputs)
+
+    def all_to_all_single(self, output: Tensor, own: Tensor, *splits: Any) -> Any:
+        self._issue("all_to_all", [own], [output])
+        if output.numel() == own.numel():
+            output.view(-1).copy_(own.reshape(-1))
+        else:
+            output.zero_()
+        return _done(output)
+
+    def alltoall(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        self._issue("all_to_all", inputs, outputs)
+        for output, own in zip(outputs, inputs, strict=True):
+            output.copy_(own) if output.shape == own.shape else output.zero_()
+        return _done(outputs)
+
+    def gather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        self._issue("gather", inputs, outputs)
+        for parts, own in zip(outputs, inputs, strict=False):
+            for part in parts:
+                part.copy_(own)
+        return _done(inputs)
+
+    def scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        self._issue("scatter", inputs, outputs)
+        for output, parts in zip(outputs, inputs, strict=False):
+            output.copy_(parts[self.rank()])
+        return _done(outputs)
+
+    def send(self, tensors: Any, *where: Any) -> Any:
+        self._issue("send", tensors)
+        return _done(tensors)
+
+    def recv(self, tensors: Any, *where: Any) -> Any:
+        self._issue("receive", tensors)
+        return _done(tensors)
+
+    def recv_anysource(self, tensors: Any, *where: Any) -> Any:
+        return self.recv(tensors)
+
+    def barrier(self, options: Any = None) -> Any:
+        self.issued.append(Collective("barrier", self._size, 0))
+        return _done([])
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _issue(self, name: str, inputs: Any, outputs: Any = ()) -> None:
+        tensors = [*_tensors(inputs), *_tensors(outputs)]
+        wrong = next((tensor for tensor in tensors if tensor.device.type != self.device_type), None)
+        if wrong is not None:
+            raise WrongDevice(
+                f"{name} of a group for {self.device_type} tensors got one on {wrong.device}: "
+                f"{wrong.dtype} {list(wrong.shape)}"
+            )
+        self.issued.append(Collective(name, self._size, sum(tensor.nbytes for tensor in _tensors(inputs))))
+
+    def _sum(self, tensor: Tensor, options: Any) -> None:
+        if options is None or options.reduceOp == ReduceOp.SUM:
+            tensor.mul_(self._size)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _done(result: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+_issued: list[Collective] = []
+
+
+@contextmanager
+def simulated_groups(rank: int, ranks: int) -> Iterator[list[Collective]]:
+    """Make the process group of one rank of many, for the block; yield the list of the collectives that it issues."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _make, devices=[device.NAME])
+    _issued.clear()
+    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=ranks)
+    try:
+        yield _issued
+    finally:
+        dist.destroy_process_group()
+
+
+def _make(store: object, rank: int, ranks: int, timeout: object) -> SimulatedGroup:
+    return SimulatedGroup(rank, ranks, device.NAME, _issued)

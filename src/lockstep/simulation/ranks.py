@@ -1,0 +1,56 @@
+"""One rank of many, on the simulated device, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lockstep.distributed import user_collectives
+from lockstep.distributed.collectives import LocalGroup, RankGroup
+from lockstep.distributed.process_group import World
+from lockstep.simulation import device, groups
+from lockstep.simulation.execution import Execution, simulated_execution
+
+if TYPE_CHECKING:
+    from lockstep.core.protocols import Axis
+
+_MACHINE_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRank:
+    """A rank on the simulated device.
+
+    Attributes:
+        collectives: What it has issued, in order.
+        execution: Has the host's waits.
+    """
+
+    world: World
+    execution: Execution
+    collectives: list[groups.Collective]
+
+
+@contextmanager
+def simulated_rank(rank: int, ranks: int, *, machine_ranks: int = _MACHINE_RANKS) -> Iterator[SimulatedRank]:
+    """Be one rank of many within the block; the others seem to have all that this one has.
+
+    Raises:
+        RuntimeError: This process is in a process group.
+    """
+    device.register()
+    place = torch.device(device.NAME, 0)
+    local_ranks = min(machine_ranks, ranks)
+    with groups.simulated_groups(rank, ranks) as collectives:
+        axis: Axis = LocalGroup()
+        if ranks > 1:
+            assert dist.group.WORLD is not None, "simulated_groups made it"
+            axis = RankGroup(dist.group.WORLD)
+        world = World(axis, rank, ranks, rank % local_ranks, local_ranks, place, groups.BACKEND)
+        with user_collectives.current_group(axis), simulated_execution() as execution:
+            yield SimulatedRank(world, execution, collectives)

@@ -1,0 +1,119 @@
+"""A rank on the simulated accelerator: what it computes, what it finds.
+
+small tensors have values, large ones shapes; a wrong device, a host sync and a collective's tensor on the CPU are found
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit import small
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+
+from lockstep.config.schema import Config
+from lockstep.core.records import Batch
+from lockstep.simulation.groups import WrongDevice
+from lockstep.simulation.ranks import SimulatedRank, simulated_rank
+from lockstep.training.assemble import assemble
+from lockstep.training.user_objects import UserObjects
+
+DEVICE = "simulated:0"
+
+
+def update(rank: SimulatedRank, updates: int = 3, **objects: object) -> list[str]:
+    """Run updates of the smallest net; return the host's waits of the last one."""
+    config = small.config(
+        launch={"device": "auto"}, batch={"global_size": 16, "micro_size": 2}, parallel={"strategy": "fsdp"}
+    )
+    session = assemble(Config.model_validate(config), rank.world, UserObjects(**objects))  # type: ignore[arg-type]
+    for batch in session.batches():
+        rank.execution.syncs.clear()
+        session.accumulate(batch)
+        session.commit()
+        if session.progress.steps == updates:
+            break
+    session.close()
+    return [str(sync) for sync in rank.execution.syncs]
+
+
+def test_small_tensors_have_values_and_large_ones_shapes() -> None:
+    with simulated_rank(0, 1):
+        points = torch.tensor([1.0, 2.0, 4.0]).to(DEVICE)
+        assert (points * 2).sum().item() == 14
+        points[1:].mul_(10)
+        assert points.tolist() == [1, 20, 40]
+        matrix = torch.ones(1000, 1000, device=DEVICE)
+        assert (matrix @ matrix).shape == (1000, 1000)
+        assert torch.empty(4, device="cpu").fill_(3).sum() == 12
+
+
+def test_autocast_casts_as_on_a_gpu() -> None:
+    with simulated_rank(0, 1):
+        layer, points = nn.Linear(64, 64, device=DEVICE), torch.ones(8, 64, device=DEVICE)
+        with torch.autocast("simulated", dtype=torch.bfloat16):
+            product = layer(points)
+            assert product.dtype == torch.bfloat16
+            assert product.softmax(-1).dtype == torch.float32
+            assert nn.functional.layer_norm(product, (64,)).dtype == torch.float32
+        assert layer(points).dtype == torch.float32
+
+
+def test_collectives_act_as_if_all_ranks_had_the_same() -> None:
+    with simulated_rank(1, 4) as rank:
+        number = torch.tensor([3.0]).to(DEVICE)
+        dist.all_reduce(number)
+        assert number.item() == 12
+        parts = torch.zeros(4, device=DEVICE)
+        dist.all_gather_single(parts, number)
+        assert parts.tolist() == [12, 12, 12, 12]
+        assert [collective.name for collective in rank.collectives] == ["all_reduce", "all_gather"]
+
+
+def test_an_update_runs_and_waits_only_for_the_report_of_the_one_before() -> None:
+    with simulated_rank(0, 4) as rank:
+        waits = update(rank)
+        assert {collective.name for collective in rank.collectives} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    assert len(waits) == 1
+    assert waits[0].startswith("Event.synchronize in readback.py:land")
+
+
+class Reads(small.CrossEntropy):
+    """Reads its loss on the host."""
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        loss = super().loss_sum(outputs, batch)
+        assert loss.item() < 1e9
+        return loss
+
+
+class OnHost(small.CrossEntropy):
+    """Multiplies by a tensor on the CPU."""
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return super().loss_sum(outputs * torch.ones(1, 3), batch)
+
+
+class Gathers(small.CrossEntropy):
+    """Sends a tensor on the CPU through the device's group."""
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        dist.all_reduce(torch.zeros(1))
+        return super().loss_sum(outputs, batch)
+
+
+def test_a_host_sync_in_an_update_is_found() -> None:
+    with simulated_rank(0, 4) as rank:
+        waits = update(rank, objective=Reads())
+    assert any(wait.startswith("item in") for wait in waits)
+
+
+def test_a_tensor_on_another_device_is_found() -> None:
+    with simulated_rank(0, 4) as rank, pytest.raises(FakeTensorDeviceMismatchError):
+        update(rank, objective=OnHost())
+
+
+def test_a_tensor_on_the_cpu_in_a_collective_is_found() -> None:
+    with simulated_rank(0, 4) as rank, pytest.raises(WrongDevice, match="all_reduce of a group for simulated tensors"):
+        update(rank, objective=Gathers())
