@@ -79,8 +79,8 @@ def modules() -> tuple[Module, ...]:
 
 
 def raw_collectives(module: Module) -> Iterator[str]:
-    """Yield each use of a collective of `torch.distributed` outside `distributed/`."""
-    if module.package == "distributed":
+    """Yield each use of a collective of `torch.distributed` outside `distributed/`, or of `simulation/`'s backend."""
+    if module.package in ("distributed", "simulation"):
         return
     aliases = {"torch.distributed"}
     for node in ast.walk(module.tree):
