@@ -3,12 +3,17 @@
 import copy
 import subprocess
 import sys
+import weakref
 from typing import get_args
 
 import pytest
 import torch
-from torch import nn
+from torch import is_tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import lockstep.optim.adafactor
+import lockstep.optim.chunks
 from lockstep.config.schema import Optim, ParameterRule
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.optim import fused, stepping
@@ -202,17 +207,107 @@ def test_discarded_updates_do_not_change_later_ones(name, gating):
     assert_same(second.state_dict(), first.state_dict())
 
 
-def test_the_device_undoes_a_discarded_step():
-    tensors = [torch.ones(3), torch.zeros(())]
+class Watched(TorchDispatchMode):
+    """Refuses operations that make the host wait, and measures the bytes of the tensors that were made meanwhile."""
 
-    def step():
-        tensors[0].fill_(float("nan"))
-        tensors[1].add_(1)
+    def __init__(self):
+        super().__init__()
+        self.peak = self._live = 0
+        self._seen = weakref.WeakKeyDictionary()
 
-    stepping.step_if(torch.tensor(False), tensors, step)
-    assert_same(tensors, [torch.ones(3), torch.zeros(())])
-    stepping.step_if(torch.tensor(True), tensors, step)
-    assert_same(tensors, [torch.full((3,), float("nan")), torch.ones(())])
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        known = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if is_tensor(tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if is_tensor(tensor) else None
+            if storage is not None and storage.data_ptr() not in known and storage not in self._seen:
+                self._seen[storage] = True
+                self._live += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        self.peak = max(self.peak, self._live)
+        return result
+
+    def _freed(self, size):
+        self._live -= size
+
+
+def test_copies_and_waits_are_noticed():
+    tensors = [torch.ones(100) for _ in range(3)]
+    with Watched() as watched:
+        copies = [tensor.clone() for tensor in tensors]
+        del copies
+        torch.ones(100)
+    assert watched.peak == 1200
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), Watched():
+        tensors[0][0].item()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "discarded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_that_the_device_gates_copies_nothing_and_does_not_wait(name, kept, monkeypatch):
+    """Matrices are larger than a chunk; what Muon needs for its iteration is that of one matrix in bf16."""
+    for module in (fused, stepping):
+        monkeypatch.setattr(module, "decided", lambda keep: keep)
+    for module in (lockstep.optim.chunks, lockstep.optim.adafactor):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 40_000)
+    model = nn.Sequential(*(nn.Linear(160, 160) for _ in range(6)))
+    optimizer = build(model, OPTIMS[name])
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    limit = max(sizes) * (2.5 if name == "muon" else 1)
+    set_gradients(model, 1)
+    optimizer.update(0.1, torch.tensor(2.0), torch.tensor(True))
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    set_gradients(model, 2, scale=1.0 if kept else float("nan"))
+    with Watched() as watched:
+        optimizer.update(0.1, torch.tensor(2.0), torch.tensor(kept))
+    assert watched.peak < limit < sum(sizes) / 2
+    if not kept:
+        assert_same(weights(model), before)
+        assert_same(optimizer.state_dict(), state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_device_makes_the_same_updates_as_the_host(name, monkeypatch):
+    models, states = [], []
+    for gates in (False, True):
+        if gates:
+            for module in (fused, stepping):
+                monkeypatch.setattr(module, "decided", lambda keep: keep)
+            for module in (lockstep.optim.chunks, lockstep.optim.adafactor):
+                monkeypatch.setattr(module, "CHUNK_BYTES", 64)
+        models.append(make_model())
+        optimizer = build(models[-1], OPTIMS[name])
+        for step in range(10):
+            set_gradients(models[-1], step)
+            optimizer.update(0.05, torch.tensor(2.0), torch.tensor(step != 4))
+        states.append(optimizer.state_dict())
+    close = {"rtol": 1e-5, "atol": 1e-6} if name != "muon" else {"rtol": 1e-2, "atol": 2e-3}  # it iterates in bf16
+    torch.testing.assert_close(weights(models[1]), weights(models[0]), **close)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-5, atol=1e-6)
+
+
+def test_negative_zeros_survive_a_discarded_update():
+    parameter = nn.Parameter(torch.tensor([[-0.0, 0.0], [1.0, -1.0]]))
+    for name in NAMES:
+        optimizer = build_optimizer(OPTIMS[name], parameter_groups([("layer.weight", parameter)], OPTIMS[name]))
+        parameter.grad = torch.ones(2, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (fused, stepping):
+                patch.setattr(module, "decided", lambda keep: keep)
+            optimizer.update(0.1, torch.tensor(1.0), torch.tensor(False))
+        assert torch.signbit(parameter.detach()).tolist() == [[True, False], [False, True]], name
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [100, 3, 50, 60], [16], []])
+def test_chunks_have_every_element_once_and_no_more_than_their_bytes(sizes, monkeypatch):
+    monkeypatch.setattr(lockstep.optim.chunks, "CHUNK_BYTES", 64)
+    tensors = [torch.arange(size, dtype=torch.float32) + 1000 * place for place, size in enumerate(sizes)]
+    rows = list(lockstep.optim.chunks.chunks((tensors, [tensor.clone() for tensor in tensors])))
+    assert all(sum(tensor.nbytes for tensor in column) <= 64 for row in rows for column in row)
+    for place in range(2):
+        elements = [tensor for row in rows for tensor in row[place]]
+        assert sizes == [] or torch.equal(torch.cat(elements), torch.cat(tensors))
 
 
 # --- parameters without a gradient --------------------------------------------------------------------------------

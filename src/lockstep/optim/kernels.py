@@ -8,6 +8,11 @@ fused_adamw, fused_adam, fused_sgd
 flatten
     Concatenates tensors without a Python call for each: 4.8 instead of 7.5 us for four. A single tensor is returned
     itself, not copied, so callers may only read the result.
+decay_and_step, move_towards
+    SGD's kernel again, because it changes nothing where `found_inf` is 1: no optimizer needs copies of its tensors for
+    an update that the device discards.
+orthogonalize, muon_rate
+    The arithmetic of `torch.optim.Muon`, whose `step` can't be gated.
 scale_update
     The arithmetic of `torch.amp.GradScaler.update` in one kernel on the device, without the host waiting for it.
 
@@ -20,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import _muon
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,3 +38,44 @@ _native: Any = torch._C._nn
 flatten: Callable[[Sequence[Tensor]], Tensor] = _native.flatten_dense_tensors
 
 scale_update: Callable[[Tensor, Tensor, Tensor, float, float, int], Tensor] = torch._amp_update_scale_
+
+orthogonalize: Callable[[Tensor, tuple[float, float, float], int, float], Tensor] = _muon._zeropower_via_newtonschulz
+muon_rate: Callable[[float, str | None, torch.Size], float] = _muon._adjust_lr
+
+
+def decay_and_step(
+    parameters: list[Tensor], directions: list[Tensor], rate: float, weight_decay: float, found_inf: Tensor
+) -> None:
+    """Compute p <- p - rate (direction + weight_decay p) in place, unless `found_inf` (0-dim fp32) is 1."""
+    fused_sgd(
+        parameters,
+        directions,
+        [],
+        lr=rate,
+        momentum=0.0,
+        weight_decay=weight_decay,
+        nesterov=False,
+        dampening=0.0,
+        maximize=False,
+        is_first_step=False,
+        grad_scale=None,
+        found_inf=found_inf,
+    )
+
+
+def move_towards(starts: list[Tensor], ends: list[Tensor], weight: float, found_inf: Tensor) -> None:
+    """Compute start <- start + weight (end - start) in place, unless `found_inf` (0-dim fp32) is 1."""
+    fused_sgd(
+        starts,
+        ends,
+        [],
+        lr=weight,
+        momentum=0.0,
+        weight_decay=1.0,
+        nesterov=False,
+        dampening=0.0,
+        maximize=True,
+        is_first_step=False,
+        grad_scale=None,
+        found_inf=found_inf,
+    )

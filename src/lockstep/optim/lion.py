@@ -9,9 +9,18 @@ times larger weight decay.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from lockstep.optim import kernels
+from lockstep.optim.chunks import chunks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.optim.chunks import Columns
 
 
 class Lion(torch.optim.Optimizer):
@@ -26,15 +35,29 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            grads = [parameter.grad for parameter in parameters]
-            moments = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        for group, columns in self._chunks():
+            parameters, grads, moments = columns
             beta1, beta2 = group["betas"]
             directions = torch._foreach_lerp(moments, grads, 1 - beta1)
             torch._foreach_sign_(directions)
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(parameters, directions, alpha=-group["lr"])
             torch._foreach_lerp_(moments, grads, 1 - beta2)
+
+    @torch.no_grad()
+    def gated_step(self, found_inf: Tensor) -> None:
+        """Make the step, but change nothing if `found_inf` (0-dim fp32 on the parameters' device) is 1."""
+        for group, columns in self._chunks():
+            parameters, grads, moments = columns
+            beta1, beta2 = group["betas"]
+            directions = list(torch._foreach_lerp(moments, grads, 1 - beta1))
+            torch._foreach_sign_(directions)
+            kernels.decay_and_step(parameters, directions, group["lr"], group["weight_decay"], found_inf)
+            kernels.move_towards(moments, grads, 1 - beta2, found_inf)
+
+    def _chunks(self) -> Iterator[tuple[dict[str, Any], Columns]]:
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            moments = [self.state[parameter]["exp_avg"] for parameter in parameters]
+            for columns in chunks((parameters, [parameter.grad for parameter in parameters], moments)):
+                yield group, columns

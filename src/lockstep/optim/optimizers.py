@@ -2,8 +2,8 @@
 
 adamw, adam, sgd    fused kernels                                fused.py
 lion                Lockstep's, on torch's foreach operations    lion.py
-muon                torch.optim.Muon for the hidden matrices, AdamW for the rest
-adafactor           torch.optim.Adafactor
+muon                torch.optim.Muon for the hidden matrices, AdamW for the rest; on an accelerator muon.py
+adafactor           torch.optim.Adafactor; on an accelerator adafactor.py
 a user's            any torch optimizer                          adapt_optimizer
 """
 
@@ -20,9 +20,13 @@ import torch
 
 from lockstep.core import extensions
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.optim.adafactor import gated_step as gated_adafactor_step
+from lockstep.optim.adafactor import make_state as make_adafactor_state
 from lockstep.optim.fused import Groups, fused_adam, fused_sgd
 from lockstep.optim.groups import facts_of, settle_user_settings
 from lockstep.optim.lion import Lion
+from lockstep.optim.muon import gated_step as gated_muon_step
+from lockstep.optim.muon import make_state as make_muon_state
 from lockstep.optim.stepping import DeviceGatedOptimizer, HostGatedOptimizer, refuse_closures
 from lockstep.plan.grouping import is_hidden_matrix
 
@@ -163,12 +167,21 @@ def _muon(optim: Optim, groups: Groups) -> Optimizer:
             Problem("", "optim.name", "muon is for matrices between layers, and the model trains none; take adamw")
         )
     muon = torch.optim.Muon(hidden, momentum=optim.momentum, nesterov=True, adjust_lr_fn="match_rms_adamw")
-    for group in muon.param_groups:  # state is made now, so that a first update can be discarded on a GPU
-        for parameter in group["params"]:
-            muon.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    if not rest:
-        return DeviceGatedOptimizer(muon)
-    return CombinedOptimizer(DeviceGatedOptimizer(muon), _BUILDERS["adamw"](optim, rest))
+    make_muon_state(muon)
+    gated = DeviceGatedOptimizer(muon, partial(gated_muon_step, muon))
+    return CombinedOptimizer(gated, _BUILDERS["adamw"](optim, rest)) if rest else gated
+
+
+def _adafactor(groups: Groups) -> Optimizer:
+    """Return Adafactor (Shazeer & Stern 2018, arXiv:1804.04235)."""
+    adafactor = torch.optim.Adafactor(groups)
+    make_adafactor_state(adafactor)
+    return DeviceGatedOptimizer(adafactor, partial(gated_adafactor_step, adafactor))
+
+
+def _lion(optim: Optim, groups: Groups) -> Optimizer:
+    lion = Lion(groups, optim.betas)
+    return DeviceGatedOptimizer(lion, lion.gated_step)
 
 
 def _split(groups: Groups) -> tuple[Groups, Groups]:
@@ -189,8 +202,7 @@ _BUILDERS: Mapping[str, Callable[[Optim, Groups], Optimizer]] = {
     "adamw": lambda optim, groups: fused_adam(groups, optim.betas, optim.eps, decoupled=True),
     "adam": lambda optim, groups: fused_adam(groups, optim.betas, optim.eps, decoupled=False),
     "sgd": lambda optim, groups: fused_sgd(groups, optim.momentum, nesterov=optim.nesterov),
-    "lion": lambda optim, groups: DeviceGatedOptimizer(Lion(groups, optim.betas)),
+    "lion": _lion,
     "muon": _muon,
-    # Shazeer & Stern 2018, arXiv:1804.04235; it counts steps on the host, so a GPU can't gate it
-    "adafactor": lambda optim, groups: HostGatedOptimizer(torch.optim.Adafactor(groups), saves_groups=False),
+    "adafactor": lambda optim, groups: _adafactor(groups),
 }

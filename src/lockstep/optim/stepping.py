@@ -2,16 +2,16 @@
 
 gradients / divisor --> keep? --> step() --> cleared
 
-host knows (CPU)        the step isn't made
-only the GPU knows      kernels that take `found_inf` change nothing; for others every tensor is copied, the step
-                        is made, and the device selects the copy or the new value. The host never waits.
+host knows (CPU)             the step isn't made
+only the device knows        kernels that take `found_inf` change nothing: no tensor is copied, and the host never waits
+a custom optimizer there     the host waits, and doesn't make the step
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,22 +25,10 @@ if TYPE_CHECKING:
 
 
 def decided(keep: bool | Tensor) -> bool | Tensor:
-    """Return `keep` as a bool if it can be read without a wait: a tensor on a GPU is returned as it is."""
+    """Return `keep` as a bool if it can be read without a wait: a tensor on an accelerator is returned as it is."""
     if isinstance(keep, Tensor) and keep.device.type == "cpu":
         return bool(keep)
     return keep
-
-
-@torch.no_grad()
-def step_if(keep: Tensor, tensors: Sequence[Tensor], step: Callable[[], object]) -> None:
-    """Make the step; if `keep` (0-dim bool) is false, restore `tensors`, which are all that the step changes.
-
-    While it runs, it needs memory for a copy of all of them.
-    """
-    before = [tensor.clone() for tensor in tensors]
-    step()
-    for tensor, old in zip(tensors, before, strict=True):
-        tensor.copy_(torch.where(keep, tensor, old))
 
 
 def take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
@@ -55,11 +43,16 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
 class DeviceGatedOptimizer:
     """An optimizer whose whole state is tensors on the parameters' device, made at the start.
 
-    On a GPU the device decides whether an update is kept, and the host doesn't wait.
+    On an accelerator the device decides whether an update is kept, and the host doesn't wait.
+
+    Args:
+        gated_step: makes the optimizer's step by kernels that change nothing if their argument, `found_inf` (0-dim
+            fp32 on the parameters' device), is 1. It may overwrite the gradients.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, gated_step: Callable[[Tensor], None]) -> None:
         self._torch = optimizer
+        self._gated_step = gated_step
 
     @property
     def groups(self) -> list[dict[str, object]]:
@@ -70,9 +63,7 @@ class DeviceGatedOptimizer:
         if keep is not False:
             _prepare(self._torch, rate, divisor)
         if isinstance(keep, Tensor):
-            parameters = _with_gradient(self._torch)
-            state = [value for parameter in parameters for value in self._torch.state[parameter].values()]
-            step_if(keep, [*parameters, *state], self._torch.step)
+            self._gated_step(keep.logical_not().float())
         elif keep:
             self._torch.step()
         _clear(self._torch)
@@ -87,7 +78,7 @@ class DeviceGatedOptimizer:
 class HostGatedOptimizer:
     """An optimizer with state of any kind, such as counts on the host.
 
-    On a GPU the host waits at each update until it knows whether it is kept.
+    On an accelerator the host waits at each update until it knows whether it is kept.
 
     Args:
         saves_groups: Save what changes in the groups: a user's optimizer may count there.

@@ -1,0 +1,61 @@
+"""Muon's step on an accelerator, which decides itself whether the update is kept.
+
+    buffer <- lerp(buffer, g, 1 - momentum)      g <- orthogonalize(lerp(g, buffer, momentum))      p <- p - rate g
+
+Jordan et al. 2024; the same arithmetic as `torch.optim.Muon`. The gradient's memory holds what is computed in between,
+so that no matrix is copied but in the orthogonalization, one at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.optim import kernels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def make_state(muon: torch.optim.Muon) -> None:
+    """Make the momentum buffers now, so that a first update can be discarded, too."""
+    for group in muon.param_groups:
+        for parameter in group["params"]:
+            muon.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+@torch.no_grad()
+def gated_step(muon: torch.optim.Muon, found_inf: Tensor) -> None:
+    """Make the step of all parameters that have a gradient, but change nothing if `found_inf` (0-dim fp32) is 1.
+
+    The gradients are overwritten.
+    """
+    for group in muon.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            continue
+        grads: list[Tensor] = [parameter.grad for parameter in parameters]
+        buffers = [muon.state[parameter]["momentum_buffer"] for parameter in parameters]
+        kernels.move_towards(buffers, grads, 1 - group["momentum"], found_inf)
+        for grad, buffer in zip(grads, buffers, strict=True):
+            if group["nesterov"]:
+                grad.lerp_(buffer, group["momentum"])
+            else:
+                grad.copy_(buffer)
+            grad.copy_(kernels.orthogonalize(grad, group["ns_coefficients"], group["ns_steps"], group["eps"]))
+        _step(group, parameters, grads, found_inf)
+
+
+def _step(group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor], found_inf: Tensor) -> None:
+    """Make the steps of matrices of the same scale, which depends on the shape, in one call."""
+    scales = [kernels.muon_rate(1.0, group["adjust_lr_fn"], parameter.shape) for parameter in parameters]
+    for scale in dict.fromkeys(scales):
+        chosen = [index for index, own in enumerate(scales) if own == scale]
+        kernels.decay_and_step(
+            [parameters[index] for index in chosen],
+            [grads[index] for index in chosen],
+            scale * group["lr"],
+            group["weight_decay"] / scale,  # of the rate without the scale, as torch has it
+            found_inf,
+        )
