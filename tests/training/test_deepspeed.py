@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,14 @@ import torch
 from kit import small
 from kit.runs import differences, record_all, recorded, recorded_all
 from kit.worlds import in_world
+from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_same_run import config, oracle
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
 from lockstep.distributed.shard_boxes import local_tensor
-from lockstep.sharding.deepspeed import initialize_engine
+from lockstep.sharding.deepspeed import ZeroStep, initialize_engine
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
@@ -197,8 +201,12 @@ def _state(session: Any) -> dict[str, bytes]:
     }
 
 
-def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: int, only_rank: int) -> dict[str, Any]:
+def _with_a_discarded_update(
+    stage: int, options: dict[str, Any], accumulation: int, only_rank: int, on_device: bool = False
+) -> dict[str, Any]:
     """States before and after a poisoned update, and after the next one; and that of a run without the poisoned one."""
+    if on_device:
+        _decide_in_kernels()
     share = -(-12 // int(os.environ["WORLD_SIZE"]))
     batch = {"global_size": 12, "micro_size": -(-share // accumulation)}
     config = small.config(batch=batch, parallel=zero(stage, **options), schedule={"kind": "constant"})
@@ -229,6 +237,17 @@ def _with_a_discarded_update(stage: int, options: dict[str, Any], accumulation: 
     return found
 
 
+def _decide_in_kernels() -> None:
+    """Let the optimizer's kernels skip an update, as on an accelerator, where the host doesn't know."""
+    update = ZeroStep.update
+
+    def update_by_tensor(step: Any, rate: float, divisor: Any, keep: Any) -> None:
+        update(step, rate, divisor, torch.tensor(bool(keep)))
+
+    ZeroStep.update = update_by_tensor  # type: ignore[method-assign]
+    ZeroStep._device_decides = lambda step, keep: True  # type: ignore[method-assign]
+
+
 def _pass_over(session: Any) -> None:
     """The next batch, as if the update between had been made."""
     upcoming = next(session._batches)
@@ -250,6 +269,59 @@ def test_a_discarded_update_leaves_no_bit(stage: int, options: dict[str, Any], a
         assert found["next"] == found["never"]
         if stage > 0:
             assert found["steps"] == (3, 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_kernels_skip_a_discarded_update(stage: int) -> None:
+    for found in in_world(2, _with_a_discarded_update, stage, {}, 2, 1, True):
+        assert found["verdict"] is Verdict.NON_FINITE
+        assert found["after"] == found["before"]
+        assert found["next"] == found["never"] != found["after"]
+
+
+class _Reads(TorchDispatchMode):
+    """Counts collectives, and the numbers that DeepSpeed's code reads from tensors, by its functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("c10d"):
+            self.counts[str(func)] += 1
+        if "_local_scalar_dense" in str(func):
+            frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+            if "site-packages/deepspeed/" in frames[-2].filename:
+                self.counts[frames[-2].name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _reads_of_an_update(parallels: list[dict[str, Any]]) -> list[dict[str, int]]:
+    found = []
+    with small.in_group():
+        for parallel in parallels:
+            with lockstep.session(small.config(batch={"global_size": 12}, parallel=parallel)) as session:
+                batches = session.batches()
+                for batch in itertools.islice(batches, 3):  # in the first ones stage 3 records what modules use
+                    session.accumulate(batch)
+                    session.commit()
+                reads = _Reads()
+                with reads:
+                    session.accumulate(next(batches))
+                    reads.counts.pop("c10d.allreduce_.default", None)  # of gradients, and of the vote
+                    session.commit()
+                found.append(dict(reads.counts))
+    return found
+
+
+def test_an_update_reads_and_reduces_no_norm_again() -> None:
+    """DeepSpeed's step would, and wait for it; it still reads the constant that stands for the norm."""
+    offloaded = [zero(stage, offload_optimizer="cpu") for stage in (2, 3)]
+    gathers = "c10d._allgather_base_.default"
+    for counts in in_world(2, _reads_of_an_update, [zero(1), zero(2), zero(3), *offloaded])[0]:
+        assert counts.pop("is_invalid_grad_norm") == 1
+        assert counts.pop("c10d.allreduce_.default") == 1, counts  # the session's norm
+        assert {name for name in counts if "reduce_scatter" not in name} == {gathers}, counts
 
 
 def _in_fp16(stage: int) -> list[tuple[str, float, float]]:

@@ -174,7 +174,8 @@ class DeepSpeedReplicaStep(GradientStep):
 class ZeroStep(GradientStep):
     """The step of stages 1, 2 and 3.
 
-    An update, kept or discarded, makes the host of a GPU wait: the host decides whether DeepSpeed's step is made.
+    On an accelerator DeepSpeed's step is made also for an update that is discarded, and torch's fused kernels change
+    nothing then: the host never waits to know. It does where the host updates (offloading), and for lion.
     """
 
     def __init__(self, context: ShardingContext, engine: Any, optimizer: ZeroOptimizer, buffers: SyncedBuffers) -> None:
@@ -187,6 +188,7 @@ class ZeroStep(GradientStep):
         self._squared_norm = context.squared_norm
         self._buffers = buffers
         self._reached = ReachedParameters(context.model)
+        _leave_out_norm(self._zero, optimizer.stage)
         self._order = deepspeed_order(
             self._zero, optimizer.stage, context.model, context.world.device, context.unused_remedy
         )
@@ -220,12 +222,23 @@ class ZeroStep(GradientStep):
 
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._reached.stop()
-        if bool(keep):
+        if isinstance(keep, Tensor) and self._device_decides(keep):
+            inner: Any = self._zero.optimizer  # its kernels read this attribute, as torch's GradScaler sets it
+            inner.found_inf = keep.logical_not().float()
+            self._step(rate, divisor / self._ranks)
+            del inner.found_inf
+        elif bool(keep):
             self._step(rate, divisor / self._ranks)
         else:
             self._discard()
         if self._optimizer.stage == 3:  # else a parameter that the next update doesn't use keeps this gradient
             self._zero.grad_partitions_flat_buffer.zero_()
+
+    def _device_decides(self, keep: Tensor) -> bool:
+        """Return whether the update is made where `keep` is, which isn't the host, by kernels that can skip it."""
+        flats = self._optimizer.flats
+        fused = bool(self._zero.optimizer.defaults.get("fused"))
+        return fused and keep.device.type != "cpu" and all(flat.device == keep.device for flat in flats)
 
     def _step(self, rate: float, divisor: float | Tensor) -> None:
         gradients = self._optimizer.gradients()
@@ -265,6 +278,19 @@ def _backward(engine: Any, loss: Tensor, seed: Tensor) -> None:
     # The engine's own forward, which would turn autocast off, registers this hook on its outputs
     scaled.register_hook(lambda grad: engine._backward_prologue())
     engine.backward(scaled, scale_wrt_gas=False)
+
+
+def _leave_out_norm(zero: Any, stage: int) -> None:
+    """Keep DeepSpeed from reducing the norm of a gradient again, and from waiting to see whether it is finite.
+
+    The session has judged and clipped the gradient already.
+    """
+    finite = torch.ones(())
+    if stage == 3:
+        zero._get_norm_groups = lambda: [finite]
+    else:
+        zero.scaled_global_norm = lambda: finite
+        zero.update_offload_overflow_tracker = lambda grad: None  # it waits for every gradient that is offloaded
 
 
 def _release(engine: Any) -> None:
