@@ -283,7 +283,7 @@ def _backward(engine: Any, loss: Tensor, seed: Tensor) -> None:
 def _leave_out_norm(zero: Any, stage: int) -> None:
     """Keep DeepSpeed from reducing the norm of a gradient again, and from waiting to see whether it is finite.
 
-    The session has judged and clipped the gradient already.
+    The session has checked and clipped the gradient already.
     """
     finite = torch.ones(())
     if stage == 3:
