@@ -81,11 +81,11 @@ def test_all_missing_variables_are_reported_at_once() -> None:
 
 
 def test_torchruns_agent_keeps_the_store_itself() -> None:
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    first = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"})
-    restarted = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"} | agent)
-    assert (first.keeps_store, first.attempt) == (True, 0)
-    assert (restarted.keeps_store, restarted.attempt) == (False, 2)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job-7"}
+    other = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"})
+    elastic = RankEnvironment.read(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"} | agent)
+    assert (other.keeps_store, other.launch_id) == (True, "")
+    assert (elastic.keeps_store, elastic.launch_id) == (False, "job-7")
 
 
 def test_a_single_rank_needs_no_rendezvous_endpoint() -> None:

@@ -34,7 +34,7 @@ def in_world(ranks: int, function: Callable[..., Any], *arguments: Any, patience
         patience: seconds until ranks that are still running count as hanging.
     """
     context = served()
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     for rank in range(ranks):
         mine, theirs = context.Pipe(duplex=False)
@@ -102,7 +102,7 @@ def _rank(rank: int, ranks: int, port: int, pipe: Connection, function: Callable
         pipe.send((False, traceback.format_exc()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below those that the system assigns to connections: no process gets it before the first rank binds it."""
     for _ in range(_PORTS):
         port = _FIRST_PORT + next(_numbers) % _PORTS

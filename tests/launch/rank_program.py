@@ -21,10 +21,7 @@ def train() -> int:
     import torch.distributed as dist
 
     me = RankEnvironment.read(os.environ)
-    store: dist.Store = dist.TCPStore(
-        me.master_addr, me.master_port, me.world_size, me.keeps_store, master_listen_fd=me.store_fd
-    )
-    store = dist.PrefixStore(f"attempt-{me.attempt}", store)
+    store = dist.TCPStore(me.master_addr, me.master_port, me.world_size, me.keeps_store, master_listen_fd=me.store_fd)
     dist.init_process_group("gloo", store=store, rank=me.rank, world_size=me.world_size)
     ones = torch.ones(1)
     dist.all_reduce(ones)

@@ -176,14 +176,33 @@ class Optimizer(Protocol):
     def load_state_dict(self, state: dict[str, object]) -> None: ...
 
 
-class Axis(Protocol):
-    """The ranks along an axis of the mesh, and their collectives; an axis of one rank returns its own values."""
+class Control(Protocol):
+    """The ranks along an axis of the mesh, and their exchange of objects, which are on the host.
+
+    It never waits for an accelerator. A rank waits for the others as long as `launch.timeout` allows.
+    """
 
     @property
     def size(self) -> int: ...
 
     @property
     def rank(self) -> int: ...
+
+    def gather(self, value: object) -> list[object]:
+        """Return every rank's value, in the order of ranks; tensors on the CPU. Slow: not for a training step."""
+
+    def broadcast(self, value: object) -> object:
+        """Return the first rank's value; tensors on the CPU."""
+
+    def barrier(self) -> None: ...
+
+
+class Axis(Control, Protocol):
+    """The ranks along an axis of the mesh, and their collectives; an axis of one rank returns its own values.
+
+    Tensors are reduced by the accelerator's backend, on its stream. A result is where its tensor was: for one on the
+    CPU, the host waits.
+    """
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the axis, in place, and return it."""
@@ -204,14 +223,6 @@ class Axis(Protocol):
 
     def copy_first(self, tensor: Tensor) -> None:
         """Overwrite `tensor` with the first rank's."""
-
-    def gather(self, value: object) -> list[object]:
-        """Return every rank's value, in the order of ranks. Slow: not for a training step."""
-
-    def broadcast(self, value: object) -> object:
-        """Return the first rank's value."""
-
-    def barrier(self) -> None: ...
 
 
 @runtime_checkable

@@ -36,12 +36,12 @@ class RankEnvironment:
 
     Attributes:
         rank: Among all ranks, from 0.
-        local_rank: Among the ranks on this machine, from 0; also the index of its GPU.
+        local_rank: Among the ranks on this machine, from 0.
         local_world_size: Number of ranks on this machine.
         master_addr, master_port: Address of rank 0's store. Port 0: a single rank, which can use any port.
         store_fd: Descriptor of a socket that listens there already; only for rank 0 of Lockstep's launcher.
-        attempt: How often torchrun has restarted the ranks; the next ones must not read the store's old entries.
-        agent_store: Whether torchrun's agent keeps the store, and all ranks are its clients.
+        agent_store: Whether torchrun's agent keeps the store, with all that earlier ranks of it have left there.
+        launch_id: The id that an elastic launcher gives all ranks, also those that it starts again; empty: none.
         one_machine: Whether all ranks are known to be on this machine, and other machines need not reach them.
     """
 
@@ -52,8 +52,8 @@ class RankEnvironment:
     master_addr: str = _LOOPBACK
     master_port: int = 0
     store_fd: int | None = None
-    attempt: int = 0
     agent_store: bool = False
+    launch_id: str = ""
     one_machine: bool = field(default=True, compare=False)  # follows from the others, and from what was left out
 
     @property
@@ -86,8 +86,8 @@ class RankEnvironment:
             master_addr=master_addr,
             master_port=_number(environ, "MASTER_PORT", 0),
             store_fd=_number(environ, STORE_FD) if STORE_FD in environ else None,
-            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            launch_id=environ.get("TORCHELASTIC_RUN_ID", ""),
             one_machine=world_size == 1 or is_loopback or local == str(world_size),
         )
         problems = environment._contradictions()

@@ -1,19 +1,29 @@
 """The only raw collectives. An axis of one rank has none: it returns its arguments, so callers need no branch.
 
-LocalGroup   sum(x) = x        gather(v) = [v]           broadcast(v) = v     exchange(x) = x_0
-RankGroup    sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0   exchange(x) = each rank's for this rank
+    tensors, on the accelerator     nccl     sum  start_sum  exchange  concatenate  copy_first     core `Axis`
+    objects, on the host            gloo     gather  broadcast  barrier                            core `Control`
+    waits that may take hours       store    World.wait_for_all
+
+    LocalGroup  sum(x) = x        gather(v) = [v]           broadcast(v) = v     exchange(x) = x_0
+    RankGroup   sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0   exchange(x) = each rank's for this rank
+
+A tensor is reduced on the device of the group's backend, wherever it is: nccl takes none of the CPU, and ranks that
+chose the backend by the tensor would wait for each other. Objects never wait for an accelerator: see `host_group`.
 
 Where a rank's failure has broken the groups, objects and small tensors go over the store: see `over_store`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+
+from lockstep.distributed.host_group import HostGroup, device_types, host_group, pickled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,63 +67,84 @@ class RankGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._device_types = device_types(group)
         self.size: int = group.size()
         self.rank: int = group.rank()
+
+    # --- tensors: over the group's backend --------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self.start_sum(tensor)()
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        moved = self._moved(tensor)
+        work = dist.all_reduce(moved, group=self._group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
-            return tensor
+            return tensor if moved is tensor else tensor.copy_(moved)
 
         return finish
 
     def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
-        width = rows.shape[2]
-        received = rows.new_empty(sum(numbers), width)
+        width, moved = rows.shape[2], self._moved(rows)
+        received = moved.new_empty(sum(numbers), width)
         given, taken = [rows.shape[1] * width] * self.size, [number * width for number in numbers]
-        dist.all_to_all_single(received.view(-1), rows.reshape(-1), taken, given, group=self._group)
-        return received
+        dist.all_to_all_single(received.view(-1), moved.reshape(-1), taken, given, group=self._group)
+        return received.to(rows.device)
 
     def concatenate(self, part: Tensor, whole: Tensor) -> None:
-        dist.all_gather(list(whole.view(self.size, -1)), part, group=self._group)
+        moved, everything = self._moved(part), self._moved(whole)
+        dist.all_gather(list(everything.view(self.size, -1)), moved, group=self._group)
+        if everything is not whole:
+            whole.copy_(everything)
 
     def copy_first(self, tensor: Tensor) -> None:
-        if _exchange is None:
-            dist.broadcast(tensor, group=self._group, group_src=0)
-        else:
-            tensor.copy_(cast("Tensor", self._gather_over(_exchange, tensor.cpu())[0]))
+        if _exchange is not None:
+            tensor.copy_(cast("Tensor", self._gather_over(_exchange, tensor)[0]))
+            return
+        moved = self._moved(tensor)
+        dist.broadcast(moved, group=self._group, group_src=0)
+        if moved is not tensor:
+            tensor.copy_(moved)
+
+    # --- objects: over gloo -----------------------------------------------------------------------------------------
+
+    def host(self) -> HostGroup:
+        """Return these ranks' exchange on the host; all of them together, the first time."""
+        return host_group(self._group)
 
     def gather(self, value: object) -> list[object]:
         if _exchange is not None:
             return self._gather_over(_exchange, value)
-        values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return self.host().gather(value)
 
     def broadcast(self, value: object) -> object:
         if _exchange is not None:
             return self._gather_over(_exchange, value)[0]
-        box = [value]
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return box[0]
+        return self.host().broadcast(value)
 
     def barrier(self) -> None:
         if _exchange is not None:
             self._gather_over(_exchange, None)
         else:
-            dist.barrier(group=self._group)
+            self.host().barrier()
 
     def close(self) -> None:
         """Release the group, which a user's variable may hold beyond its end."""
         del self._group  # its threads now and then abort a shutdown: `terminate called without an active exception`
 
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return _moved(tensor, self._device_types)
+
     def _gather_over(self, exchange: StoreExchange, value: object) -> list[object]:
-        return exchange.gather(dist.get_process_group_ranks(self._group), value)
+        values = exchange.gather(dist.get_process_group_ranks(self._group), pickled(value))
+        return [pickle.loads(cast("bytes", data)) for data in values]
+
+
+def _moved(tensor: Tensor, types: Sequence[str]) -> Tensor:
+    """Return the tensor, or a copy on the device of a backend that takes tensors of these types of devices."""
+    return tensor if tensor.device.type in types else tensor.to(torch.device(types[0]))  # the current one of its type
 
 
 _exchange: StoreExchange | None = None
@@ -139,19 +170,38 @@ def group_or_all(group: dist.ProcessGroup | None) -> RankGroup:
     return RankGroup(every)
 
 
-def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a gloo group of the same ranks: a small exchange must not wait for a GPU. All of them together."""
-    if dist.get_backend(group) == "gloo":
-        return group
-    ranks = dist.get_process_group_ranks(group) if group is not None else None
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
-    return cast("dist.ProcessGroup", made)
+def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Return the group that this rank is in, if it is in any; all ranks together.
+
+    nccl makes them all in one split of the communicator of all ranks, where torch's `new_group` splits it once for each
+    group. Under other backends a group that a rank isn't in costs it 20 us.
+
+    Args:
+        groups: Their ranks; no rank is in two of them.
+    """
+    every = [list(ranks) for ranks in groups]
+    if _splits():
+        return dist.split_group(split_ranks=every)
+    own = None
+    for ranks in every:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def _splits() -> bool:
+    """Return whether the communicator of all ranks exists already, so that torch makes others out of it."""
+    default = dist.distributed_c10d._get_default_group()
+    device = default.bound_device_id
+    return device is not None and default._get_backend(device).supports_splitting
 
 
 def maximum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Replace the tensor by its elementwise maximum over the ranks of the group, in place; return it."""
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
-    return tensor
+    moved = _moved(tensor, device_types(group))
+    dist.all_reduce(moved, dist.ReduceOp.MAX, group)
+    return tensor if moved is tensor else tensor.copy_(moved)
 
 
 def send(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> None:

@@ -12,15 +12,14 @@ of them counts in a vote. Along `context` each has its positions of them, and it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from lockstep.distributed.collectives import LocalGroup, RankGroup, Ring
+from lockstep.distributed.collectives import LocalGroup, RankGroup, Ring, own_group
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from lockstep.core.protocols import Axis
@@ -90,7 +89,7 @@ def mesh_position(mesh: Mesh, world: World) -> MeshPosition:
     coordinates = mesh.coordinates(world.rank)
     share = coordinates["data"] * mesh.shard + coordinates["shard"]
     if mesh.pieces == 1:
-        group = _own_group(mesh.groups("context")) if mesh.context > 1 else None
+        group = own_group(mesh.groups("context")) if mesh.context > 1 else None
         ring = Ring(group) if group is not None else None
         return MeshPosition(mesh, coordinates, share, mesh.shares, LocalGroup(), world.axis, LocalGroup(), ring)
     from torch.distributed.device_mesh import init_device_mesh  # takes 0.5 s to import
@@ -118,15 +117,5 @@ def mesh_position(mesh: Mesh, world: World) -> MeshPosition:
 
 def stage_pair(position: MeshPosition, first: int, last: int) -> Axis:
     """Return the axis of the pipeline's ranks `first` and `last`; for others one of themselves. All ranks together."""
-    group = _own_group([ranks[first], ranks[last]] for ranks in position.mesh.groups("pipeline"))
+    group = own_group((ranks[first], ranks[last]) for ranks in position.mesh.groups("pipeline"))
     return RankGroup(group) if group is not None else LocalGroup()
-
-
-def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Return the group that this rank is in, if it is in any; every group is made by all ranks."""
-    own = None
-    for ranks in groups:
-        group = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
-            own = group
-    return own

@@ -1,11 +1,11 @@
 """Joining the other ranks, and leaving them.
 
-launcher ---- RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [, a listening socket] ----> join() -> World
+launcher ---- RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [, a listening socket] ----> joined() -> World
+              store --> a round, see `rounds` --> a device for each rank --> the process group --> ... --> `leaving`
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import warnings
@@ -23,7 +23,11 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.collectives import LocalGroup, RankGroup
+from lockstep.distributed.device_check import refuse_shared_devices
+from lockstep.distributed.host_group import forget_host_groups
+from lockstep.distributed.leaving import abort_groups, is_aborting, is_orderly, refuse_unfinished_abort
 from lockstep.distributed.memory import keep_freed_memory
+from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
 from lockstep.distributed.timeouts import collective_timeout
 
@@ -44,6 +48,7 @@ class World:
         local_rank, machine_ranks: The rank among those of this machine, and their number.
         backend: The backend of the collectives; `none` for a single process.
         exchange: Connects the ranks when collectives have failed; None for a single process.
+        launcher_store: The store of a launcher that outlives its ranks and starts them again; None: there is none.
     """
 
     axis: Axis
@@ -54,6 +59,22 @@ class World:
     device: torch.device
     backend: str
     exchange: StoreExchange | None = None
+    launcher_store: Store | None = None
+
+    def wait_for_all(self, limit: float | None = None) -> None:
+        """Wait until all ranks have called this; not over a collective, so `launch.timeout` doesn't apply.
+
+        For work that some ranks wait for and that may take long, such as writing weights. It ends when a rank fails.
+
+        Args:
+            limit: Seconds; None: no limit.
+
+        Raises:
+            CollectiveTimeout: The limit is over.
+            PeerFailed: A rank has failed.
+        """
+        if self.exchange is not None:
+            self.exchange.wait_for_all(limit)
 
 
 @contextmanager
@@ -77,9 +98,10 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     if launch.backend == "nccl" and device.type != "cuda":
         message = "nccl was asked for, and it needs GPUs; this rank computes on the CPU, where gloo works"
         raise ConfigError(Problem("", "launch.backend", message))
+    refuse_unfinished_abort()
     if dist.is_initialized():  # the user's program made the group, and ends it
         world = _world(environment, device, dist.get_backend(), launch.timeout, wakes=False)
-        with user_collectives.current_group(world.axis):
+        with user_collectives.current_group(world.axis), _failure_posted(world), _host_groups():
             yield world
         return
     automatic = dist.get_default_backend_for_device(device)
@@ -87,13 +109,53 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     with _within_this_machine(environment):
         _make_group(environment, backend, device, launch.timeout)
         world = _world(environment, device, backend, launch.timeout, wakes=backend == "gloo")
-        try:
-            with collective_timeout(launch.timeout, world.rank), user_collectives.current_group(world.axis):
-                yield world
-        finally:
+        with (
+            _left_at_the_end(world),
+            collective_timeout(launch.timeout, world.rank),
+            _host_groups(),
+            user_collectives.current_group(world.axis),
+        ):
             if isinstance(world.axis, RankGroup):
-                world.axis.close()
+                world.axis.host()
+            if world.exchange is not None:
+                world.exchange.listen()
+            yield world
+
+
+@contextmanager
+def _left_at_the_end(world: World) -> Iterator[None]:
+    """Leave the process group at the block's end, however it ends."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_orderly(error):
+            abort_groups(error, world.rank, world.device, world.exchange)
+        raise
+    finally:
+        if isinstance(world.axis, RankGroup):
+            world.axis.close()
+        if dist.is_initialized() and not is_aborting():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _failure_posted(world: World) -> Iterator[None]:
+    """Tell ranks that wait without a limit if this one fails; its group is not Lockstep's to abort."""
+    try:
+        yield
+    except BaseException:
+        if world.exchange is not None:
+            world.exchange.fail()
+        raise
+
+
+@contextmanager
+def _host_groups() -> Iterator[None]:
+    """Close the groups in which ranks exchange objects when the block has ended."""
+    try:
+        yield
+    finally:
+        forget_host_groups()
 
 
 @contextmanager
@@ -125,7 +187,10 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
     axis: Axis = RankGroup(group) if size > 1 else LocalGroup()
     store = dist.distributed_c10d._get_default_store()
     exchange = StoreExchange(store, rank, size, wakes=wakes, timeout=timeout) if size > 1 else None
-    return World(axis, rank, size, environment.local_rank, environment.local_world_size, device, backend, exchange)
+    kept = _launcher_store(environment)
+    return World(
+        axis, rank, size, environment.local_rank, environment.local_world_size, device, backend, exchange, kept
+    )
 
 
 def _device(launch: Launch, local_rank: int) -> torch.device:
@@ -135,10 +200,7 @@ def _device(launch: Launch, local_rank: int) -> torch.device:
     if not available:
         keep_freed_memory()
         return torch.device("cpu")
-    if local_rank >= available:
-        why = f"rank {local_rank} of this machine has no GPU: there are {available}; start at most {available} ranks"
-        raise ConfigError(Problem("", "launch.ranks", why))
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % available)  # each rank may see its own alone, as its number 0
     torch.cuda.set_device(device)
     return device
 
@@ -146,11 +208,13 @@ def _device(launch: Launch, local_rank: int) -> torch.device:
 def _make_group(environment: RankEnvironment, backend: str, device: torch.device, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
     try:
+        store = _store(environment, limit)
+        refuse_shared_devices(store, environment.rank, environment.world_size, device, timeout)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice on device_id, which is given where it applies
             dist.init_process_group(
                 backend,
-                store=_store(environment, limit),
+                store=store,
                 rank=environment.rank,
                 world_size=environment.world_size,
                 timeout=limit,
@@ -166,7 +230,6 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
 
 
 _stores: dict[tuple[str, int], Store] = {}  # process-wide: a port can't be bound again for the next session
-_joins = itertools.count()
 
 
 def _store(environment: RankEnvironment, limit: timedelta) -> Store:
@@ -174,8 +237,8 @@ def _store(environment: RankEnvironment, limit: timedelta) -> Store:
 
     Lockstep's launcher passes on a listening socket: on loopback alone, and on a port that no other program can take.
     Under other launchers the ranks of one machine meet on the one address that all were given: by default, torch's
-    store listens on every interface, and any machine may connect and write. Keys have a prefix, so that the ranks of
-    an attempt or a session don't read what those of an earlier one have left.
+    store listens on every interface, and any machine may connect and write. The keys of each round of ranks, and of
+    each session, have a prefix of their own.
     """
     if environment.world_size == 1:
         return HashStore()
@@ -190,7 +253,18 @@ def _store(environment: RankEnvironment, limit: timedelta) -> Store:
             wait_for_workers=False,
             master_listen_fd=_listening(environment),
         )
-    return PrefixStore(f"attempt-{environment.attempt}/join-{next(_joins)}", _stores[address])
+    # several launches may share a store, as two of torchrun that name one endpoint: their ids differ
+    meeting = PrefixStore(f"lockstep/{environment.launch_id}", _stores[address])
+    name = next_round(meeting, environment.rank, environment.world_size, limit.total_seconds())
+    return PrefixStore(name, meeting)
+
+
+def _launcher_store(environment: RankEnvironment) -> Store | None:
+    """Return the part of a launcher's store that the ranks of this launch, and those after them, share."""
+    store = _stores.get((environment.master_addr, environment.master_port))
+    if store is None or not environment.agent_store:
+        return None
+    return PrefixStore(f"lockstep/{environment.launch_id}/kept", store)
 
 
 def _listening(environment: RankEnvironment) -> int | None:

@@ -14,9 +14,11 @@ import base64
 import contextlib
 import itertools
 import json
+import math
 import os
 import pickle
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -24,7 +26,8 @@ from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import CollectiveTimeout, PeerFailed, RunFailed, timeout_message
+from lockstep.distributed.rounds import poll
 
 _WOKEN_S = 30.0  # seconds to wait for other ranks, which may be busy between two collectives
 _NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks that fail by themselves
@@ -49,10 +52,11 @@ class StoreExchange:
         self._timeout = timeout
         self._meeting_timeout = min(timeout, _WOKEN_S if wakes else _NOT_WOKEN_S)
         self._has_posted = False
+        self._waits = 0
         self._rounds: Counter[tuple[int, ...]] = Counter()
 
     def listen(self) -> None:
-        """Post the addresses on which this rank's groups listen; called once, when all groups have been made."""
+        """Post the addresses on which this rank's groups listen; again when more groups have been made."""
         if self._wakes:
             self._store.set(f"listens/{self._rank}", json.dumps(sorted(_listening())))
 
@@ -66,6 +70,50 @@ class StoreExchange:
     def call(self) -> None:
         """Call the other ranks, and make the collectives fail in which they wait for this one."""
         self._store.set("call", str(self._rank))
+        self._disconnect()
+
+    def fail(self) -> None:
+        """Post that this rank fails, for those that wait without a limit; make the collectives of its group fail."""
+        with contextlib.suppress(RuntimeError):  # the first rank has ended, and its store with it
+            self._store.set("failed", str(self._rank))
+            self._disconnect()
+
+    def wait_for_all(self, limit: float | None) -> None:
+        """Wait until all ranks have called this as often as this one has.
+
+        Args:
+            limit: Seconds; None: as long as none of them has failed.
+
+        Raises:
+            CollectiveTimeout: The limit is over.
+            PeerFailed: A rank has failed, or has ended.
+        """
+        self._waits += 1
+        name, size = f"wait/{self._waits}", len(self._all)
+
+        def is_over() -> bool:
+            if self._store.check([f"{name}/all"]):
+                return True
+            if self._store.check(["failed"]):
+                raise PeerFailed(
+                    f"rank {self._store.get('failed').decode()} has failed, while the others waited for it"
+                )
+            return False
+
+        try:
+            if self._store.add(name, 1) == size:
+                self._store.set(f"{name}/all", "")
+            if not poll(is_over, math.inf if limit is None else time.monotonic() + limit):
+                missing = size - self._store.add(name, 0)
+                who = f"{missing} rank{'s' if missing > 1 else ''}"
+                raise CollectiveTimeout(timeout_message(who, f"rank {self._rank}", cast("float", limit)))
+            if self._store.add(f"{name}/left", 1) < size and self._rank == 0:  # the store may end with it
+                poll(lambda: self._store.add(f"{name}/left", 0) == size, time.monotonic() + self._meeting_timeout)
+        except RuntimeError as error:
+            raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
+
+    def _disconnect(self) -> None:
+        """Close the connections to peers, if collectives shall fail thereby."""
         if self._wakes:
             keys = [f"listens/{rank}" for rank in self._all]
             posted = [self._store.get(key) for key in keys if self._store.check([key])]

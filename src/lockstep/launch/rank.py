@@ -2,7 +2,7 @@
 
     parent -----> signals ------> streams ----> threads ----> entry() ----> End, to the launcher ----> exit code
     dies with     SIGTERM stops   log, or       its share     returned
-    the launcher  SIGINT ignored  terminal      of the cores  or raised
+    the launcher  SIGINT ignored  terminal      of the cores  or raised (reported before its collectives are aborted)
 
 Ctrl-C reaches every process of a terminal. Only the launcher handles it, and sends SIGTERM to each rank once; so a rank
 ignores SIGINT, as do its data workers. Code in a rank that handles SIGINT itself must leave it ignored if it finds it
@@ -33,6 +33,7 @@ from socket import socket
 from typing import NoReturn
 
 from lockstep.core.errors import Stopped
+from lockstep.core.failing import reports_failures
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
 from lockstep.core.secrets import masked, secrets_in
@@ -92,7 +93,12 @@ def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> N
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
             return entry()
 
-        end = run_entry(unblock_signals_and_run)
+        def send_early(error: BaseException) -> None:
+            with contextlib.suppress(OSError):
+                channel.send(replace(_end_of_error(error, time.monotonic()), detail=""))
+
+        with reports_failures(send_early):  # the launcher takes the first report
+            end = run_entry(unblock_signals_and_run)
         for number in (signal.SIGTERM, signal.SIGUSR1, SAVE_SIGNAL):
             signal.signal(number, no_effect)  # it is ending; nothing to interrupt
         if task.log is not None:

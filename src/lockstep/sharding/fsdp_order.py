@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.distributed.collectives import gloo_group, group_or_all
+from lockstep.distributed.collectives import group_or_all
 from lockstep.sharding.collective_order import END, CollectiveOrder, NumberExchange, allow_unused
 from lockstep.sharding.fsdp_units import FSDPUnit, refuse_without_zeros, units_of
 from lockstep.sharding.single import unused_parameters
@@ -91,7 +91,7 @@ class NegotiatedOrder:
         units = units_of(model)
         self._by_number = {unit.number: unit for unit in units}
         self._group = group_or_all(group)
-        self._ranks = NumberExchange(gloo_group(group), torch.device("cpu"))
+        self._ranks = self._group.host()
         self._backward = False
         self._used: set[int] = set()
         for unit, module in units.items():
@@ -135,7 +135,7 @@ class NegotiatedOrder:
 
     def _join_until(self, own: int) -> None:
         """Take part in others' collectives until it is `own`'s turn, or, at the end, until no rank needs any."""
-        while (chosen := first_collective(self._ranks.exchange(own), backward=self._backward)) != own:
+        while (chosen := first_collective(self._ranks.numbers(own), backward=self._backward)) != own:
             unit = self._by_number[(chosen - 1) // 2]
             if chosen % 2:
                 unit.gather_for_others()

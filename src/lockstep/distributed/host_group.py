@@ -1,0 +1,129 @@
+"""The exchange of objects between ranks, on the host: over gloo, whatever the backend of their tensors is.
+
+    backend gloo, fake, cpu:gloo,cuda:nccl     the group itself takes tensors of the CPU
+    nccl                                       gloo connects the same ranks once more, at their first exchange
+
+So objects wait neither for an accelerator nor behind its collectives. Tensors in an object arrive on the CPU: a device
+of the sender may not exist for the receiver, whose process may see only its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections import Counter
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+
+class HostGroup:
+    """The ranks of a process group, and their exchange of objects and small CPU tensors. All of them together."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.size: int = group.size()
+        self.rank: int = group.rank()
+        self._gloo: Any = group if "cpu" in device_types(group) else _connected(group)
+
+    def gather(self, value: object) -> list[object]:
+        """Return every rank's value, in the order of ranks."""
+        own = _bytes(value)
+        sizes = cast("list[int]", torch.cat(self._gathered(torch.tensor([len(own)]))).tolist())
+        padded = torch.empty(max(sizes), dtype=torch.uint8)
+        padded[: len(own)] = own
+        return [_value(data[:size]) for data, size in zip(self._gathered(padded), sizes, strict=True)]
+
+    def broadcast(self, value: object) -> object:
+        """Return the first rank's value."""
+        data = _bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = self._broadcast(torch.tensor([len(data)]))
+        data = self._broadcast(data if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8))
+        return value if self.rank == 0 else _value(data)
+
+    def barrier(self) -> None:
+        self._gathered(torch.zeros(1))
+
+    def numbers(self, own: int) -> list[int]:
+        """Return every rank's number."""
+        return cast("list[int]", torch.cat(self._gathered(torch.tensor([own]))).tolist())
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        self._gloo.allgather([everyone], [own]).wait()
+        return everyone
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._gloo.broadcast([tensor], options).wait()
+        return tensor
+
+
+_groups: dict[dist.ProcessGroup, HostGroup] = {}
+"""The exchange of each process group. Process-wide, as torch's registry: a group is the same for all who hold it."""
+_made: Counter[str] = Counter()
+
+
+def host_group(group: dist.ProcessGroup) -> HostGroup:
+    """Return the exchange of objects of a group's ranks; all of them together, the first time."""
+    if group not in _groups:
+        _groups[group] = HostGroup(group)
+    return _groups[group]
+
+
+def forget_host_groups() -> None:
+    """Close all of them; they end with the process group."""
+    _groups.clear()
+    _made.clear()
+
+
+def device_types(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """Return the types of devices whose tensors the backend of a group takes."""
+    return tuple(pair.partition(":")[0] for pair in dist.get_backend_config(group).split(","))
+
+
+def pickled(value: object) -> bytes:
+    """Return the pickled value, with its tensors on the CPU."""
+    buffer = io.BytesIO()
+    _HostPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+class _HostPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and value.device.type != "cpu":
+            return cast("Any", value.detach().cpu()).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _bytes(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
+
+
+def _value(data: Tensor) -> object:
+    return pickle.loads(data.numpy().tobytes())
+
+
+def _connected(group: dist.ProcessGroup) -> object:
+    """Connect the ranks of a group over gloo.
+
+    Not by torch's `new_group`: beside nccl with a bound device it has the ranks outside the group split nccl's
+    communicator, for which those inside never come; and with `use_local_synchronization` it names the group by how
+    many others a rank is in, which may differ between its members. gloo connects two ranks when they first exchange
+    something: each of a thousand has a few connections.
+    """
+    c10d = cast("Any", dist.distributed_c10d)
+    ranks = hashlib.sha1("-".join(map(str, dist.get_process_group_ranks(group))).encode()).hexdigest()
+    _made[ranks] += 1
+    gloo = cast("Any", dist).ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    options._timeout = c10d.default_pg_timeout  # see `timeouts`
+    assert isinstance(options._timeout, timedelta)
+    store = PrefixStore(f"lockstep-host/{ranks}/{_made[ranks]}", c10d._get_default_store())
+    return gloo(store, group.rank(), group.size(), options)

@@ -1,0 +1,106 @@
+"""A name for each round in which ranks meet, so that none reads keys of an earlier one.
+
+    rank 3   ask/3 = a token of its own          --> rank 0
+             answer/TOKEN = the round's name     <--           once all have asked
+             joined/NAME/3                       -->
+             open/NAME                           <--           once all have joined
+
+An elastic launcher (torchrun) keeps one store over restarts, with all keys of the ranks that have ended. Nothing that a
+rank's environment has names the round: each node counts only the restarts that its own ranks have caused. So rank 0
+makes up a name, and answers a token that no earlier process has known. A rank that was ended while it asked may have
+left a token: its successor replaces it, and rank 0 answers again until all have joined.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_SHORTEST, _LONGEST = 0.001, 0.2  # seconds between two looks into the store
+_ASK_AGAIN = 10.0  # seconds after which a rank that was answered, perhaps by a rank 0 that has ended, asks again
+_MOST_NAMED = 8
+
+
+class RoundTimeout(RuntimeError):
+    """Not all ranks have come."""
+
+
+def next_round(store: Store, rank: int, size: int, limit: float) -> str:
+    """Return the name of this round, the same on all ranks and that of no other round. All ranks together.
+
+    Args:
+        store: The launcher's, or rank 0's; the keys of this function have to be this run's alone.
+        limit: Seconds to wait for other ranks.
+
+    Raises:
+        RoundTimeout: Ranks have not come within the limit.
+    """
+    deadline = time.monotonic() + limit
+    return _hand_out(store, range(1, size), deadline) if rank == 0 else _ask(store, rank, deadline)
+
+
+def poll(condition: Callable[[], bool], until: float) -> bool:
+    """Return whether a condition became true before `until` (of `time.monotonic`).
+
+    The store's own `wait` prints a warning when it ends in vain, and keeps torch's watchdog from the store meanwhile.
+    """
+    pause = _SHORTEST
+    while not condition():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST)
+    return True
+
+
+def _hand_out(store: Store, others: Sequence[int], deadline: float) -> str:
+    name = uuid.uuid4().hex
+    if others:
+        asked, joined = [f"ask/{rank}" for rank in others], [f"joined/{name}/{rank}" for rank in others]
+        answered: set[bytes] = set()
+
+        def all_have_joined() -> bool:
+            if not store.check(asked):
+                return False
+            new = [token for token in store.multi_get(asked) if token not in answered]
+            if new:
+                cast("Any", store).multi_set([_answer(token.decode()) for token in new], [name] * len(new))
+                answered.update(new)
+            return bool(store.check(joined))
+
+        if not poll(all_have_joined, deadline):
+            missing = [str(rank) for rank, key in zip(others, joined, strict=True) if not store.check([key])]
+            named = ", ".join(missing[:_MOST_NAMED]) + (", ..." if len(missing) > _MOST_NAMED else "")
+            raise RoundTimeout(f"rank {named} did not come")
+    store.set(f"open/{name}", "")
+    return name
+
+
+def _ask(store: Store, rank: int, deadline: float) -> str:
+    names: list[str] = []
+
+    def open_round() -> str | None:
+        return next((name for name in names if store.check([f"open/{name}"])), None)
+
+    while time.monotonic() < deadline:
+        token = uuid.uuid4().hex
+        store.set(f"ask/{rank}", token)
+        if not poll(lambda: open_round() is not None or store.check([_answer(token)]), deadline):  # noqa: B023
+            break
+        if open_round() is None:
+            names.append(store.get(_answer(token)).decode())
+            store.set(f"joined/{names[-1]}/{rank}", "")
+            poll(lambda: open_round() is not None, min(deadline, time.monotonic() + _ASK_AGAIN))
+        if (name := open_round()) is not None:
+            store.delete_key(f"ask/{rank}")
+            return name
+    raise RoundTimeout("rank 0 did not answer" if not names else "not all other ranks came")
+
+
+def _answer(token: str) -> str:
+    return f"answer/{token}"
