@@ -13,8 +13,9 @@ import hashlib
 import io
 import pickle
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -22,16 +23,30 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 
-class HostGroup:
-    """The ranks of a process group, and their exchange of objects and small CPU tensors. All of them together."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.size: int = group.size()
-        self.rank: int = group.rank()
-        self._gloo: Any = group if "cpu" in device_types(group) else _connected(group)
+class HostGroup(Protocol):
+    """The ranks of a process group, and their exchange of objects. All of them together."""
 
     def gather(self, value: object) -> list[object]:
         """Return every rank's value, in the order of ranks."""
+
+    def broadcast(self, value: object) -> object:
+        """Return the first rank's value."""
+
+    def barrier(self) -> None: ...
+
+    def numbers(self, own: int) -> list[int]:
+        """Return every rank's number: a `gather` without pickling."""
+
+
+class GlooGroup:
+    """The exchange of ranks that are processes."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._size: int = group.size()
+        self._rank: int = group.rank()
+        self._gloo: Any = group if "cpu" in device_types(group) else _connected(group)
+
+    def gather(self, value: object) -> list[object]:
         own = _bytes(value)
         sizes = cast("list[int]", torch.cat(self._gathered(torch.tensor([len(own)]))).tolist())
         padded = torch.empty(max(sizes), dtype=torch.uint8)
@@ -39,21 +54,19 @@ class HostGroup:
         return [_value(data[:size]) for data, size in zip(self._gathered(padded), sizes, strict=True)]
 
     def broadcast(self, value: object) -> object:
-        """Return the first rank's value."""
-        data = _bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        data = _bytes(value) if self._rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = self._broadcast(torch.tensor([len(data)]))
-        data = self._broadcast(data if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8))
-        return value if self.rank == 0 else _value(data)
+        data = self._broadcast(data if self._rank == 0 else torch.empty(int(size), dtype=torch.uint8))
+        return value if self._rank == 0 else _value(data)
 
     def barrier(self) -> None:
         self._gathered(torch.zeros(1))
 
     def numbers(self, own: int) -> list[int]:
-        """Return every rank's number."""
         return cast("list[int]", torch.cat(self._gathered(torch.tensor([own]))).tolist())
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
-        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        everyone = [torch.empty_like(own) for _ in range(self._size)]
         self._gloo.allgather([everyone], [own]).wait()
         return everyone
 
@@ -64,6 +77,10 @@ class HostGroup:
         return tensor
 
 
+makers: dict[str, Callable[[dist.ProcessGroup], HostGroup]] = {}
+"""The makers of exchanges for backends whose ranks aren't processes, by the backend's name: simulations. All others are
+connected over gloo."""
+
 _groups: dict[dist.ProcessGroup, HostGroup] = {}
 """The exchange of each process group. Process-wide, as torch's registry: a group is the same for all who hold it."""
 _made: Counter[str] = Counter()
@@ -72,7 +89,7 @@ _made: Counter[str] = Counter()
 def host_group(group: dist.ProcessGroup) -> HostGroup:
     """Return the exchange of objects of a group's ranks; all of them together, the first time."""
     if group not in _groups:
-        _groups[group] = HostGroup(group)
+        _groups[group] = makers.get(dist.get_backend(group), GlooGroup)(group)
     return _groups[group]
 
 

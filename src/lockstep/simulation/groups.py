@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore, _create_work_from_future  # ty
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
+from lockstep.distributed import host_group
 from lockstep.simulation import device
 
 BACKEND = "simulated"
@@ -181,6 +182,25 @@ class SimulatedGroup(dist.ProcessGroup):
             tensor.mul_(self._size)
 
 
+class SimulatedHostGroup:
+    """The exchange of objects with other ranks, which have what this one has."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._size = group.size()
+
+    def gather(self, value: object) -> list[object]:
+        return [value] * self._size
+
+    def broadcast(self, value: object) -> object:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def numbers(self, own: int) -> list[int]:
+        return [own] * self._size
+
+
 def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
@@ -201,11 +221,13 @@ def simulated_groups(rank: int, ranks: int) -> Iterator[list[Collective]]:
     """Make the process group of one rank of many, for the block; yield the list of the collectives that it issues."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make, devices=[device.NAME])
+        host_group.makers[BACKEND] = SimulatedHostGroup
     _issued.clear()
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=ranks)
     try:
         yield _issued
     finally:
+        host_group.forget_host_groups()
         dist.destroy_process_group()
 
 
